@@ -1,0 +1,39 @@
+# The two commands of the README are `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench campaign clean
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/trainckpt prove --nproc 2 --stops 2 -- examples/char_gpt.py --size small \
+	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.boundary --json benchmarks/results/boundary.json
+	$(BIN)/python -m benchmarks.loader --json benchmarks/results/loader.json
+
+campaign: $(VENV)/.dev
+	$(BIN)/python -m tests.campaign --budget 8m --append benchmarks/results/campaign.jsonl
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info

@@ -1,0 +1,109 @@
+"""The error tree. Each error carries its exit code and what to type next.
+
+    TrainckptError          70  our bug, where nothing more exact is known
+    +-- ConfigurationError  78  an option, a tracked object or a launch that cannot work
+    |   +-- StateMismatch   78  the snapshot is whole, the script's objects differ from it
+    +-- NothingToResume     66  no record of the run
+    +-- UnusableSnapshot    65  bytes that are missing, damaged or not ours
+    |   +-- NoUsableSnapshot 65 commits were recorded and every candidate was refused
+    +-- TierUnavailable     69  a place for bytes did not answer, or denied us
+    +-- NoAgreement         71  the ranks did not reach one decision in time
+    +-- SaveFailed          74  a save did not commit; the older snapshot stands
+
+A test compares this table with the classes. Foreign exceptions are translated where they enter.
+Floor 0. Uses: nothing. Used by: everyone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class TrainckptError(Exception):
+    """Anything trainckpt raises on purpose.
+
+    Attributes:
+        hint: What to type or change next; may be empty.
+        exit_code: What a command that ends by this error returns to its caller.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nnext: {self.hint}" if self.hint else self.message
+
+
+class ConfigurationError(TrainckptError):
+    """An option, a tracked object or a way of launching that cannot work."""
+
+    exit_code = 78
+
+
+class StateMismatch(ConfigurationError):
+    """The snapshot is whole, but the script's objects are not the ones it was taken of.
+
+    Attributes:
+        differences: Every difference found, one sentence each, not only the first.
+    """
+
+    def __init__(self, what: str, differences: Sequence[str], *, hint: str = "") -> None:
+        self.differences = tuple(differences)
+        listing = "".join(f"\n  {line}" for line in self.differences)
+        super().__init__(f"{what} ({len(self.differences)} differences){listing}", hint=hint)
+
+
+class NothingToResume(TrainckptError):
+    """There is no record of this run at this place."""
+
+    exit_code = 66
+
+
+class UnusableSnapshot(TrainckptError):
+    """Bytes of a snapshot are missing, damaged, or not what its manifest says."""
+
+    exit_code = 65
+
+
+class NoUsableSnapshot(UnusableSnapshot):
+    """Commits were recorded for this run, and every candidate was refused.
+
+    Attributes:
+        run: The run that was searched.
+        refused: Snapshot name -> why it cannot be used, newest first.
+    """
+
+    def __init__(self, run: str, refused: Mapping[str, str]) -> None:
+        self.run = run
+        self.refused = dict(refused)
+        listing = "".join(f"\n  {name}: {reason}" for name, reason in self.refused.items())
+        super().__init__(
+            f"no usable snapshot in {run} ({len(self.refused)} examined){listing}",
+            hint=f"`trainckpt verify {run}` names every bad file; resume='never' with a new run "
+            "place starts from step 0",
+        )
+
+
+class TierUnavailable(TrainckptError):
+    """A place for bytes did not answer, or refused us. Never treated as an empty place."""
+
+    exit_code = 69
+
+
+class NoAgreement(TrainckptError):
+    """The ranks did not reach one decision before the deadline."""
+
+    exit_code = 71
+
+
+class SaveFailed(TrainckptError):
+    """A save did not commit. Older snapshots stand; training goes on."""
+
+    exit_code = 74
