@@ -1,0 +1,53 @@
+"""The cursor: where a run is, counted in what was *trained on*, not in what was fetched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from trainckpt.errors import UnusableSnapshot
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a run is, at a boundary.
+
+    Example: epoch 1, step 12, micro 3, batches 7 reads "twelve optimizer steps are complete,
+    three micro-batches of the next window are trained, seven batches of epoch 1 are trained".
+
+    Attributes:
+        epoch: Epochs completed.
+        step: Optimizer steps completed.
+        micro: Micro-batches trained since the last step: 0 at a window's start.
+        batches: Batches of the current epoch trained on by this rank.
+        micro_batches: Micro-batches trained by this rank since the run began.
+        samples: Samples trained by this rank since the run began, padding included.
+        evaluations: 0 in training; i if this is the entry of the i-th evaluation since the
+            last training boundary, so that a resume repeats the evaluation, not the epoch.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    micro: int = 0
+    batches: int = 0
+    micro_batches: int = 0
+    samples: int = 0
+    evaluations: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """As a JSON object, every field by its name."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Cursor:
+        """Read back what `to_json` wrote; raises `UnusableSnapshot` for anything else."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(data, dict) or any(
+            type(data.get(name)) is not int or data[name] < 0 for name in names
+        ):
+            raise UnusableSnapshot(f"not a cursor: {str(data)[:200]}")
+        return cls(**{name: data[name] for name in names})
+
+    def __str__(self) -> str:
+        where = f"epoch {self.epoch} step {self.step} micro-batch {self.micro}"
+        return f"{where}, evaluation {self.evaluations}" if self.evaluations else where

@@ -1,0 +1,94 @@
+"""Names: of snapshots, of the files of a run, and which relative paths may be opened.
+
+    RUN/run.json                          the run's record: its id
+    RUN/attempts/<n>.json                 one record an attempt
+    RUN/notices/<attempt>-<id>.json       notices to a live attempt
+    RUN/snapshots/<id>~<a>.<q>/           one snapshot: attempt a, sequence number q
+        rank00000.safetensors ...         shard files
+        manifest.json                     its existence is the commit
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainckpt.errors import ConfigurationError, UnusableSnapshot
+
+RUN_RECORD = "run.json"
+ATTEMPTS = "attempts"
+NOTICES = "notices"
+SNAPSHOTS = "snapshots"
+MANIFEST = "manifest.json"
+
+_FOLDER = re.compile(r"s(\d{1,15})(?:m(\d{1,15}))?~(\d{1,9})\.(\d{1,9})")
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, order=True)
+class SnapshotName:
+    """Names exactly one snapshot of a run; sorts by (attempt, sequence), the order of commits.
+
+    `str(SnapshotName(attempt=2, sequence=7, step=1200, micro=3)) == "s1200m3~2.7"`
+    """
+
+    attempt: int
+    sequence: int
+    step: int
+    micro: int
+
+    @property
+    def id(self) -> str:
+        """The plain id, `s1200m3`: several snapshots of a run may share it."""
+        return f"s{self.step}m{self.micro}" if self.micro else f"s{self.step}"
+
+    def __str__(self) -> str:
+        return f"{self.id}~{self.attempt}.{self.sequence}"
+
+    @property
+    def folder(self) -> str:
+        """Path of the snapshot's folder, relative to the run."""
+        return f"{SNAPSHOTS}/{self}"
+
+    @classmethod
+    def parse(cls, text: str) -> SnapshotName | None:
+        """The name spelled by `text`, or None if it spells none."""
+        match = _FOLDER.fullmatch(text)
+        if match is None:
+            return None
+        step, micro, attempt, sequence = (int(part or 0) for part in match.groups())
+        return cls(attempt, sequence, step, micro)
+
+
+def shard_file_name(rank: int) -> str:
+    """File name of one rank's part of a snapshot."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def check_file_name(name: object) -> str:
+    """`name` if it is a plain file name inside a snapshot's folder; else `UnusableSnapshot`."""
+    if (
+        not isinstance(name, str)
+        or not name
+        or len(name) > 255
+        or name.startswith(".")
+        or any(c in name for c in "/\\\0")
+    ):
+        raise UnusableSnapshot(f"a manifest names the file {str(name)[:100]!r}, outside its folder")
+    return name
+
+
+def check_tag(tag: str) -> str:
+    """`tag` if it can name a snapshot; else `ConfigurationError`."""
+    if not _TAG.fullmatch(tag) or tag == "latest" or re.fullmatch(r"s\d+(m\d+)?", tag):
+        raise ConfigurationError(
+            f"tag {tag!r} cannot name a snapshot",
+            hint="use letters, digits, '.', '_' and '-', at most 64, not 'latest' or 's<number>'",
+        )
+    return tag
+
+
+def split_target(target: str) -> tuple[str, str | None]:
+    """Split `RUN@SNAPSHOT`; the part after the last `@` is a snapshot only without a `/`."""
+    run, at, snapshot = target.rpartition("@")
+    return (run, snapshot) if at and run and "/" not in snapshot else (target, None)

@@ -1,0 +1,238 @@
+"""Shard files: one rank's part of a snapshot, laid out as one plain safetensors file.
+
+    8 bytes        length of the header, little-endian
+    header         JSON, padded with spaces so that the data begins at a multiple of 4096
+    data           the regions, back to back, larger item sizes first: no gap, nothing behind
+
+Our own facts stand in the header's `__metadata__`, under the key `trainckpt`, as a JSON string:
+the digest of every region, which part of which tensor a region is where it is not the whole
+one, and the true type of what safetensors has no type for (stored as bytes). Digests have a
+fixed width, so a header is laid out before the data is there and filled in afterwards.
+
+Pure: lays out, builds and parses bytes; opens nothing. Used by: state (to fill), snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import digest, strict, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PAGE_BYTES = 4096
+MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
+METADATA_KEY = "trainckpt"
+
+# safetensors type -> item size in bytes. What is missing here is stored as U8.
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of elements of one tensor, and where its bytes lie in a shard file's data.
+
+    Attributes:
+        tensor: Name of the tensor.
+        dtype: safetensors type name, such as "F32".
+        offset: First element of the box in each dimension of the whole tensor.
+        shape: Extent of the box, in elements.
+        of: Shape of the whole tensor.
+        true_dtype: The element type where `dtype` is only its bytes ("complex128"), else "".
+        first_byte: Of the region, counted from the data's beginning.
+        digest: Of the region's bytes.
+    """
+
+    tensor: str
+    dtype: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    of: tuple[int, ...]
+    true_dtype: str = ""
+    first_byte: int = 0
+    digest: str = digest.PLACEHOLDER
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the region."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the region is the whole tensor."""
+        return self.shape == self.of
+
+    @property
+    def key(self) -> str:
+        """The region's name in the safetensors header."""
+        if self.is_whole:
+            return self.tensor
+        return f"{self.tensor}[{self.offset[0]}:{self.offset[0] + self.shape[0]}]"
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """Everything a shard file says of itself.
+
+    Attributes:
+        rank: The rank that wrote the file.
+        world: Ranks of the attempt that wrote it.
+        regions: In the order of their bytes.
+        header_bytes: Length of the 8-byte prefix and the padded header: where the data begins.
+    """
+
+    rank: int
+    world: int
+    regions: tuple[Region, ...]
+    header_bytes: int = field(default=0, compare=False)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(region.num_bytes for region in self.regions)
+
+
+def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
+    """Give each region its place: item sizes descending, then names, back to back.
+
+    Larger items first keeps every region aligned to its item size without padding.
+    """
+    ordered = sorted(regions, key=lambda r: (-ITEM_BYTES[r.dtype], r.key))
+    placed, first_byte = [], 0
+    for region in ordered:
+        placed.append(_moved(region, first_byte))
+        first_byte += region.num_bytes
+    return tuple(placed)
+
+
+def build(header: ShardHeader) -> bytes:
+    """The file's first bytes: length, header, padding. Same length for any digests."""
+    entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: _metadata(header)}}
+    for region in header.regions:
+        last_byte = region.first_byte + region.num_bytes
+        entries[region.key] = {
+            "dtype": region.dtype,
+            "shape": list(region.shape),
+            "data_offsets": [region.first_byte, last_byte],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnusableSnapshot(f"a header of {len(text)} bytes is more than safetensors reads")
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_length(prefix: bytes | memoryview, what: str) -> int:
+    """Bytes of prefix and header together, from the file's first 8 bytes."""
+    length = int.from_bytes(prefix[:8], "little")
+    if len(prefix) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
+        raise UnusableSnapshot(f"{what} does not begin with the length of a safetensors header")
+    return 8 + length
+
+
+def parse(head: bytes | memoryview, what: str, *, file_bytes: int) -> ShardHeader:
+    """Read the first bytes of a shard file back into a `ShardHeader`.
+
+    Args:
+        head: Prefix and header, as `header_length` says.
+        what: Names the file in errors.
+        file_bytes: Length of the whole file; every region must lie inside it.
+
+    Raises:
+        UnusableSnapshot: anything is missing, of a wrong type, overlapping or out of bounds.
+    """
+    entries = strict.parse(head[8:], f"the header of {what}", max_bytes=MAX_HEADER_BYTES)
+    metadata = strict.field(entries, "__metadata__", dict, what)
+    facts = strict.parse(
+        strict.field(metadata, METADATA_KEY, str, what).encode(),
+        f"the metadata of {what}",
+        max_bytes=MAX_HEADER_BYTES,
+    )
+    versions.check_version(facts.get("format") if isinstance(facts, dict) else None, what)
+    partial = strict.field(facts, "regions", dict, what)
+    types = strict.field(facts, "dtypes", dict, what)
+    digests = strict.field(facts, "digests", dict, what)
+    regions = [
+        _parse_region(key, entry, partial.get(key), types.get(key, ""), digests.get(key), what)
+        for key, entry in entries.items()
+        if key != "__metadata__"
+    ]
+    regions.sort(key=lambda r: (r.first_byte, r.num_bytes))
+    _check_places(regions, file_bytes - len(head), what)
+    rank, world = strict.count(facts, "rank", what), strict.count(facts, "world", what)
+    return ShardHeader(rank, world, tuple(regions), len(head))
+
+
+def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader:
+    """The same header with the digest of each region filled in, by region key."""
+    regions = tuple(_moved(r, r.first_byte, digests[r.key]) for r in header.regions)
+    return ShardHeader(header.rank, header.world, regions, header.header_bytes)
+
+
+def _moved(region: Region, first_byte: int, new_digest: str = digest.PLACEHOLDER) -> Region:
+    return Region(
+        region.tensor, region.dtype, region.offset, region.shape, region.of,
+        region.true_dtype, first_byte, new_digest,
+    )  # fmt: skip
+
+
+def _metadata(header: ShardHeader) -> str:
+    facts = {
+        "format": versions.WRITTEN,
+        "rank": header.rank,
+        "world": header.world,
+        "digest": digest.ALGORITHM,
+        "digests": {r.key: r.digest for r in header.regions},
+        "regions": {
+            r.key: {"tensor": r.tensor, "offset": r.offset, "of": r.of}
+            for r in header.regions
+            if not r.is_whole
+        },
+        "dtypes": {r.key: r.true_dtype for r in header.regions if r.true_dtype},
+    }
+    return strict.canonical(facts).decode()
+
+
+def _parse_region(
+    key: str, entry: Any, partial: Any, true_dtype: Any, found_digest: Any, what: str
+) -> Region:
+    where = f"{what}: {key[:100]}"
+    dtype = strict.field(entry, "dtype", str, where)
+    shape = strict.counts(strict.field(entry, "shape", list, where), where)
+    places = strict.counts(strict.field(entry, "data_offsets", list, where), where)
+    if dtype not in ITEM_BYTES or len(places) != 2 or type(true_dtype) is not str:
+        raise UnusableSnapshot(f"{where}: type {dtype!r} with places {places} is not readable")
+    if not digest.is_digest(found_digest):
+        raise UnusableSnapshot(f"{where} has no digest")
+    tensor, offset, of = key, (0,) * len(shape), shape
+    if partial is not None:
+        tensor = strict.field(partial, "tensor", str, where)
+        offset = strict.counts(strict.field(partial, "offset", list, where), where)
+        of = strict.counts(strict.field(partial, "of", list, where), where)
+    region = Region(tensor, dtype, offset, shape, of, true_dtype, places[0], found_digest)
+    inside = len(offset) == len(shape) == len(of) and all(
+        o + n <= whole for o, n, whole in zip(offset, shape, of, strict=True)
+    )
+    if not inside or places[1] - places[0] != region.num_bytes:
+        raise UnusableSnapshot(f"{where}: its shape {shape} does not fit its place {places}")
+    return region
+
+
+def _check_places(regions: list[Region], data_bytes: int, what: str) -> None:
+    at = 0
+    for region in regions:
+        if region.first_byte != at:
+            raise UnusableSnapshot(f"{what}: {region.key[:100]} overlaps or leaves a gap")
+        at += region.num_bytes
+    if at != data_bytes:
+        raise UnusableSnapshot(f"{what} holds {data_bytes} bytes of data, its header names {at}")

@@ -1,0 +1,68 @@
+"""Strict reading of JSON that may come from anywhere: bounded, typed, one kind of error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trainckpt.errors import UnusableSnapshot
+
+MAX_NESTING = 64
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON spelling of `value`: sorted keys, no spaces, ASCII."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
+
+
+def parse(data: bytes | bytearray | memoryview, what: str, *, max_bytes: int) -> Any:
+    """Parse JSON or raise `UnusableSnapshot` naming `what`; never reads beyond `max_bytes`."""
+    if len(data) > max_bytes:
+        raise UnusableSnapshot(f"{what} is {len(data)} bytes, more than {max_bytes}")
+    try:
+        return json.loads(bytes(data), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        raise UnusableSnapshot(f"{what} is not valid JSON: {str(error)[:200]}") from None
+
+
+def field(data: Any, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+    """`data[key]`, checked to be of `kind` (a bool is never an int), or `UnusableSnapshot`."""
+    if not isinstance(data, dict) or key not in data:
+        raise UnusableSnapshot(f"{what} lacks {key!r}")
+    value = data[key]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds:
+        raise UnusableSnapshot(f"{what}: {key!r} is {str(value)[:60]!r}, not {kinds[0].__name__}")
+    return value
+
+
+def count(data: Any, key: str, what: str) -> int:
+    """A field that must be an integer >= 0 and below 2**63."""
+    value = field(data, key, int, what)
+    if not 0 <= value < 2**63:
+        raise UnusableSnapshot(f"{what}: {key!r} is {value}, out of range")
+    return int(value)
+
+
+def counts(values: Any, what: str) -> tuple[int, ...]:
+    """A list of at most 64 integers >= 0, as a tuple."""
+    if (
+        not isinstance(values, list)
+        or len(values) > MAX_NESTING
+        or any(type(v) is not int or not 0 <= v < 2**63 for v in values)
+    ):
+        raise UnusableSnapshot(f"{what}: {str(values)[:60]!r} is not a list of sizes")
+    return tuple(values)
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result

@@ -1,0 +1,17 @@
+"""Format versions this release writes and reads. Version 1 stays readable for ever."""
+
+from __future__ import annotations
+
+from trainckpt.errors import UnusableSnapshot
+
+WRITTEN = 1
+READABLE = frozenset({1})
+
+
+def check_version(found: object, what: str) -> None:
+    """Raise `UnusableSnapshot` unless `found` is a format version this release reads."""
+    if found not in READABLE or isinstance(found, bool):
+        raise UnusableSnapshot(
+            f"{what} has format version {found!r}; this release reads {sorted(READABLE)}",
+            hint="resume with the release of trainckpt that wrote it, or a newer one",
+        )
