@@ -120,9 +120,7 @@ def load(data: bytes, what: str) -> Manifest:
     if not fits:
         raise UnusableSnapshot(f"{what} does not match its own digest")
     cursor = Cursor.from_json(body.get("cursor"))
-    files = tuple(
-        _file(entry, what) for entry in strict.field(body, "files", list, what)
-    )
+    files = tuple(_file(entry, what) for entry in strict.field(body, "files", list, what))
     tensors = {
         name: _tensor(name, entry, what)
         for name, entry in strict.field(body, "tensors", dict, what).items()

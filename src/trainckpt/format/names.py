@@ -1,11 +1,11 @@
 """Names: of snapshots, of the files of a run, and which relative paths may be opened.
 
-    RUN/run.json                          the run's record: its id
-    RUN/attempts/<n>.json                 one record an attempt
-    RUN/notices/<attempt>-<id>.json       notices to a live attempt
-    RUN/snapshots/<id>~<a>.<q>/           one snapshot: attempt a, sequence number q
-        rank00000.safetensors ...         shard files
-        manifest.json                     its existence is the commit
+RUN/run.json                          the run's record: its id
+RUN/attempts/<n>.json                 one record an attempt
+RUN/notices/<attempt>-<id>.json       notices to a live attempt
+RUN/snapshots/<id>~<a>.<q>/           one snapshot: attempt a, sequence number q
+    rank00000.safetensors ...         shard files
+    manifest.json                     its existence is the commit
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""The record of one attempt: who ran, from which snapshot it began, how it ended.
+
+Written by the Checkpointer when the attempt begins and replaced as it goes on. People, `resume`
+and schedulers read it; unknown keys are kept, so a newer release may add some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
+
+MAX_BYTES = 16_000_000
+UNDECIDED = "undecided"  # the attempt has not chosen its snapshot yet
+
+# state
+STARTING, RUNNING, ENDED = "starting", "running", "ended"
+# outcome
+FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One start of a run's processes.
+
+    Attributes:
+        attempt: Its number, from 1 on.
+        parent: The snapshot it began from, None for step 0, or `UNDECIDED`.
+        state: `STARTING`, `RUNNING` (first boundary passed) or `ENDED`.
+        outcome: None while it lives, or when it died without a word; else how it ended:
+            `{outcome, snapshot, kind, exactness, lost_micro_batches, tiers, seconds, exit_code}`.
+        newest_commit: Newest snapshot that this attempt committed, or None.
+        facts: argv, cwd, env (redacted), world, hosts, pids, launch, started, and the like.
+    """
+
+    attempt: int
+    parent: str | None = UNDECIDED
+    state: str = STARTING
+    outcome: dict[str, Any] | None = None
+    newest_commit: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def with_(self, **changes: Any) -> AttemptRecord:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def dump(self) -> bytes:
+        """The record as JSON."""
+        own = {
+            "attempt": self.attempt,
+            "parent": self.parent,
+            "state": self.state,
+            "outcome": self.outcome,
+            "newest_commit": self.newest_commit,
+        }
+        return strict.canonical({**self.facts, **own})
+
+    @classmethod
+    def load(cls, data: bytes, what: str) -> AttemptRecord:
+        """Read a record back; `UnusableSnapshot` if it is not one."""
+        body = strict.parse(data, what, max_bytes=MAX_BYTES)
+        attempt = strict.count(body, "attempt", what)
+        own = ("attempt", "parent", "state", "outcome", "newest_commit")
+        parent, outcome = body.get("parent"), body.get("outcome")
+        newest = body.get("newest_commit")
+        if not all(value is None or isinstance(value, str) for value in (parent, newest)):
+            raise UnusableSnapshot(f"{what}: parent {parent!r} and commit {newest!r} are no names")
+        return cls(
+            attempt,
+            parent,
+            strict.field(body, "state", str, what),
+            outcome if isinstance(outcome, dict) else None,
+            newest,
+            {key: value for key, value in body.items() if key not in own},
+        )

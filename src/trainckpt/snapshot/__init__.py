@@ -1,0 +1,1 @@
+"""The semantic path: shard files and manifests. Bytes and plans; no tensors."""

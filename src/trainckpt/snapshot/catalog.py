@@ -1,0 +1,139 @@
+"""The catalog: which snapshots exist, and why others are refused. The mirror of `commit`.
+
+Readers fence: a candidate is a snapshot on the ancestry of the newest attempt. What a zombie
+committed after its successor had begun, or what `resume --at` left behind, is an *abandoned
+branch*: listed, and used only by name. Listing reads manifests and file lengths, not the data;
+every digest is verified when the data is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import manifest as manifests
+from trainckpt.format import names
+from trainckpt.format.attempt import UNDECIDED
+from trainckpt.format.names import SnapshotName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.tiers.base import Tier
+
+NOT_COMMITTED = "not committed: a save that was cut short"
+ABANDONED = "abandoned branch: a later attempt did not begin from it"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A snapshot's folder and what is known of it without reading its data.
+
+    Attributes:
+        name: From the folder's name.
+        manifest: None if it is missing or damaged.
+        usable: True if a resume may try it unasked.
+        reason: Why not, else "".
+    """
+
+    name: SnapshotName
+    manifest: Manifest | None
+    usable: bool
+    reason: str = ""
+
+
+def read_catalog(
+    tier: Tier, run: str, attempts: Mapping[int, AttemptRecord]
+) -> tuple[Candidate, ...]:
+    """All snapshots of the run, newest first by (attempt, sequence).
+
+    Raises:
+        TierUnavailable: the tier denied a look; never reported as an empty catalog.
+    """
+    found = [
+        name for name in map(SnapshotName.parse, tier.list(names.SNAPSHOTS)) if name is not None
+    ]
+    reach = ancestry(attempts, found)
+    return tuple(_look(tier, run, name, reach) for name in sorted(found, reverse=True))
+
+
+def ancestry(
+    attempts: Mapping[int, AttemptRecord], found: Iterable[SnapshotName]
+) -> dict[int, float]:
+    """Attempt -> highest sequence number of it that the newest attempt descends from.
+
+    An attempt that has not decided its parent (it died first, or is deciding now) descends from
+    whatever its predecessor does.
+    """
+    reach: dict[int, float] = {}
+    at = max([*attempts, *(name.attempt for name in found)], default=0)
+    limit = float("inf")
+    while at > 0:
+        reach[at] = limit
+        record = attempts.get(at)
+        if record is None or record.parent == UNDECIDED:
+            at, limit = at - 1, float("inf")
+            continue
+        parent = SnapshotName.parse(record.parent) if record.parent else None
+        if parent is None or parent.attempt >= at:
+            break
+        at, limit = parent.attempt, parent.sequence
+    return reach
+
+
+def load_manifest(tier: Tier, run: str, name: SnapshotName) -> Manifest:
+    """The manifest of one snapshot, checked to be the one its place promises.
+
+    Raises:
+        UnusableSnapshot: missing, damaged, of another run, or in another snapshot's folder.
+    """
+    key = f"{name.folder}/{names.MANIFEST}"
+    manifest = manifests.load(tier.read(key, max_bytes=manifests.MAX_BYTES), key)
+    if manifest.run != run:
+        raise UnusableSnapshot(f"{key} belongs to another run ({manifest.run[:40]})")
+    if manifest.name != name:
+        raise UnusableSnapshot(f"{key} is the manifest of {manifest.name}")
+    return manifest
+
+
+def find(candidates: Iterable[Candidate], wanted: str) -> Candidate:
+    """The candidate that `wanted` names: a full name, an id, a tag, or "latest".
+
+    An id or tag that several share means the newest usable one.
+
+    Raises:
+        UnusableSnapshot: there is none.
+    """
+    listed = list(candidates)
+    matching = [c for c in listed if _is_called(c, wanted)]
+    for candidate in sorted(matching, key=lambda c: not c.usable):
+        return candidate
+    known = ", ".join(str(c.name) for c in listed[:5]) or "none"
+    raise UnusableSnapshot(f"there is no snapshot {wanted!r}; newest: {known}")
+
+
+def _is_called(candidate: Candidate, wanted: str) -> bool:
+    tags = candidate.manifest.tags if candidate.manifest else ()
+    if wanted == "latest":
+        return candidate.usable
+    return wanted in (str(candidate.name), candidate.name.id, *tags)
+
+
+def _look(tier: Tier, run: str, name: SnapshotName, reach: Mapping[int, float]) -> Candidate:
+    if tier.size(f"{name.folder}/{names.MANIFEST}") is None:
+        return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
+    try:
+        manifest = load_manifest(tier, run, name)
+    except UnusableSnapshot as error:
+        return Candidate(name, None, usable=False, reason=error.message)
+    for file in manifest.files:
+        size = tier.size(f"{name.folder}/{file.name}")
+        if size != file.num_bytes:
+            what = "is missing" if size is None else f"has {size} bytes, not {file.num_bytes}"
+            return Candidate(name, manifest, usable=False, reason=f"{file.name} {what}")
+    if name.sequence > reach.get(name.attempt, -1):
+        return Candidate(name, manifest, usable=False, reason=ABANDONED)
+    return Candidate(name, manifest, usable=True)

@@ -1,0 +1,1 @@
+"""Live objects <-> bytes. The only room, beside the loader's, that touches tensors."""

@@ -1,0 +1,111 @@
+"""Apply: saved state -> live objects, in the one order that is exact. The mirror of `capture`.
+
+The order is data (`STEPS`), because it is the promise: DDP's buckets first, since rebuilding
+them clears gradients; buffers after wrapping; gradients after anything that may zero them. The
+random generators come last of all and separately (`apply_rng`), right before the first batch.
+Nothing is applied before `check` found no difference, so a refused resume changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import StateMismatch
+from trainckpt.state.capture import DDP
+from trainckpt.state.kinds import ddp, gradients, rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.registry import Registry
+
+
+def check(registry: Registry, saved: Saved, snapshot: str) -> None:
+    """Raise `StateMismatch` with every difference between the script's objects and `saved`."""
+    live = {*registry.names(), *(m.name for m in registry.models)}
+    then = {name for name in saved.values if name not in (DDP, gradients.PART, rng.PART)}
+    found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
+    found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
+    names = registry.parameter_names()
+    for model in registry.models:
+        if model.name in then:
+            found += model.differences(saved)
+    for optimizer in registry.optimizers:
+        if optimizer.name in then:
+            found += optimizer.differences(saved, names)
+    for loader in registry.loaders:
+        if loader.name in then:
+            found += loader.differences(saved)
+    if found:
+        raise StateMismatch(
+            f"the script's objects are not those of snapshot {snapshot}",
+            found,
+            hint="run the script as it was, or start a new run in another place",
+        )
+
+
+def apply(registry: Registry, saved: Saved) -> None:
+    """Put everything but the random generators back. Collective under DDP."""
+    for _, step in STEPS:
+        step(registry, saved)
+
+
+def apply_rng(saved: Saved) -> None:
+    """Put the random generators back: the last act before the first batch."""
+    rng.apply(saved)
+
+
+def _bucket_order(registry: Registry, saved: Saved) -> None:
+    for model in registry.models:
+        hidden = saved.values[DDP].get(model.name)
+        ddp.apply_bucket_order(model.wrapped, hidden)
+        if hidden:
+            registry.bucket_orders[model.name] = hidden["bucket_order"]
+
+
+def _parameters(registry: Registry, saved: Saved) -> None:
+    for model in registry.models:
+        model.apply_parameters(saved)
+
+
+def _buffers(registry: Registry, saved: Saved) -> None:
+    for model in registry.models:
+        model.apply_buffers(saved)
+
+
+def _forward_sync(registry: Registry, saved: Saved) -> None:
+    for model in registry.models:
+        ddp.apply_forward_sync(model.wrapped, saved.values[DDP].get(model.name))
+
+
+def _optimizers(registry: Registry, saved: Saved) -> None:
+    names = registry.parameter_names()
+    for optimizer in registry.optimizers:
+        optimizer.apply(saved, names)
+
+
+def _generics(registry: Registry, saved: Saved) -> None:
+    for generic in registry.generics:
+        generic.apply(saved)
+
+
+def _gradients(registry: Registry, saved: Saved) -> None:
+    gradients.apply(saved, registry.trained_parameters())
+
+
+def _loaders(registry: Registry, saved: Saved) -> None:
+    for loader in registry.loaders:
+        loader.apply(saved)
+
+
+STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
+    ("DDP bucket order", _bucket_order),
+    ("parameters", _parameters),
+    ("buffers", _buffers),
+    ("DDP forward sync", _forward_sync),
+    ("optimizers", _optimizers),
+    ("objects", _generics),
+    ("gradients", _gradients),
+    ("loaders", _loaders),
+)

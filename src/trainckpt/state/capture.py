@@ -1,0 +1,44 @@
+"""Capture: live objects -> names, tensors and values of this rank. The mirror of `apply`.
+
+Call it at a boundary, on the training thread. Copies nothing: `stage` does, before training
+goes on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.state.captured import Captured
+from trainckpt.state.kinds import ddp, gradients, rng
+
+if TYPE_CHECKING:
+    from trainckpt.state.registry import Registry
+
+DDP = "ddp"
+
+
+def capture(registry: Registry) -> Captured:
+    """Everything that a resume needs, of this rank, as it is now.
+
+    Raises:
+        values.UnknownValue: something tracked holds a value that cannot be stored; by path.
+    """
+    out = Captured()
+    names = registry.parameter_names()
+    for model in registry.models:
+        model.capture(out)
+    for optimizer in registry.optimizers:
+        optimizer.capture(out, names)
+    for generic in registry.generics:
+        generic.capture(out)
+    for loader in registry.loaders:
+        loader.capture(out)
+    gradients.capture(out, registry.trained_parameters())
+    out.values[DDP] = {}
+    for model in registry.models:
+        hidden = ddp.capture(model.wrapped, registry.bucket_orders.get(model.name, ""))
+        if hidden is not None:
+            registry.bucket_orders[model.name] = hidden["bucket_order"]
+            out.values[DDP][model.name] = hidden
+    rng.capture(out)
+    return out

@@ -1,0 +1,117 @@
+"""Captured: what one rank's state is at a boundary, as names; and Saved: what was read back.
+
+Capturing copies nothing yet: the tensors are the live ones, to be staged before training goes
+on. Names are paths of the state (`model/blocks.0.weight`, `optimizer/model/blocks.0.weight/
+exp_avg`, `gradients/model/blocks.0.weight`, `rng/torch`); the first part is the part of the
+state that people are told of when two runs differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.state import values
+
+VALUES = "values.json"  # the tensor (bytes) that holds all values of a rank
+
+
+@dataclass
+class Captured:
+    """State of one rank, by name.
+
+    Attributes:
+        tensors: Live, dense tensors, on any device.
+        groups: Tensor name -> group. Ranks whose whole group has equal bytes keep one copy,
+            split over them; a tensor without a group is this rank's own.
+        values: Part of the state -> encoded values.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: torch.Tensor, group: str = "") -> dict[str, Any]:
+        """Take note of a tensor; returns the JSON that stands for it.
+
+        Raises:
+            values.UnknownValue: the tensor is of a kind that cannot be captured, by name.
+        """
+        if tensor.layout is torch.sparse_coo and type(tensor) is torch.Tensor:
+            self.add(f"{name}/indices", tensor._indices(), group)
+            self.add(f"{name}/values", tensor._values(), group)
+            shape = [list(tensor.shape), tensor.is_coalesced()]
+            return {"$tensor": name, "device": tensor.device.type, "sparse": shape}
+        self.tensors[name] = dense(tensor, name)
+        if group:
+            self.groups[name] = group
+        return {"$tensor": name, "device": tensor.device.type}
+
+    def encode(self, value: Any, path: str, group: str = "") -> Any:
+        """Encode any value under `path`; its tensors are added to this capture."""
+        return values.encode(value, path, lambda name, tensor: self.add(name, tensor, group))
+
+
+@dataclass
+class Saved:
+    """State of one rank as read from a snapshot: CPU tensors, all verified, and values."""
+
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, Any]
+
+    def decode(self, tree: Any, device: torch.device | None = None) -> Any:
+        """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""
+        return values.decode(tree, lambda node: self.tensor(node, device))
+
+    def tensor(self, node: Any, device: torch.device | None = None) -> torch.Tensor:
+        """The tensor that a `{"$tensor": ...}` node stands for, as a fresh copy."""
+        name = node["$tensor"]
+        target = device if device is not None and node.get("device") != "cpu" else None
+        if "sparse" in node:
+            shape, coalesced = node["sparse"]
+            parts = [self._fresh(f"{name}/{part}", target) for part in ("indices", "values")]
+            return torch.sparse_coo_tensor(*parts, tuple(shape), is_coalesced=coalesced)
+        return self._fresh(name, target)
+
+    def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
+        if name not in self.tensors:
+            raise UnusableSnapshot(f"the tensor {name} is missing from the snapshot")
+        found = self.tensors[name]
+        return found.clone() if device is None else found.to(device, copy=True)
+
+
+def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`tensor`, detached, if its bytes are all there is to it; else `UnknownValue`."""
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        raise values.UnknownValue(
+            f"{name} is a lazy parameter without a shape",
+            hint="run one forward pass before the Checkpointer is made",
+        )
+    if type(tensor) not in plain:
+        raise values.UnknownValue(
+            f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass "
+            "that does not show its inner tensors",
+            hint="sharded tensors (FSDP2, tensor parallel) are not supported by this version"
+            if type(tensor).__name__ == "DTensor"
+            else "give the class __tensor_flatten__, or keep the tensor out of what is tracked",
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
+        raise values.UnknownValue(f"{name} is a {kind} tensor, which cannot be captured")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """The dense tensors that make up `tensor`: itself, or the inner ones of a subclass."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor).__name__ == "DTensor":
+        return {name: dense(tensor, name)}
+    found: dict[str, torch.Tensor] = {}
+    attributes, _ = flatten()
+    for attribute in attributes:
+        found.update(inner_tensors(getattr(tensor, attribute), f"{name}#{attribute}"))
+    return found

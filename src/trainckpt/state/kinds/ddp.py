@@ -1,0 +1,91 @@
+"""What DDP keeps to itself and a resume must put back (evidence: docs/design.md, "Hidden state").
+
+Bucket order: after its first synchronized backward DDP regroups gradients by the order in which
+they became ready. A ring all-reduce adds in another order for another grouping, so from three
+ranks on a fresh DDP rounds differently. The order is replayed without a forward pass: a dummy
+backward in which the reducer's own hooks are called in the recorded order.
+
+`require_forward_param_sync`: False inside a window under no_sync; a fresh DDP would broadcast
+rank 0's buffers on its next forward.
+
+Private names of torch are used here and only here; `self_test` says which one is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainckpt.errors import ConfigurationError
+
+_DDP_NAMES = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data", "logger", "reducer",
+              "require_forward_param_sync")  # fmt: skip
+_REDUCER_NAMES = ("prepare_for_forward", "prepare_for_backward", "_autograd_hook",
+                  "_rebuild_buckets")  # fmt: skip
+
+
+def self_test(module: nn.Module, name: str) -> None:
+    """Raise `ConfigurationError` if this torch lacks what capture and apply rely on."""
+    if not isinstance(module, DistributedDataParallel):
+        return
+    missing = [f"DistributedDataParallel.{n}" for n in _DDP_NAMES if not hasattr(module, n)]
+    missing += [f"Reducer.{n}" for n in _REDUCER_NAMES if not hasattr(module.reducer, n)]
+    if missing:
+        raise ConfigurationError(
+            f"{name}: torch {torch.__version__} no longer has {', '.join(missing)}, so DDP's "
+            "hidden state cannot be restored exactly",
+            hint="use a torch version that trainckpt was tested with, or a newer trainckpt",
+        )
+
+
+def capture(module: nn.Module, known_order: str) -> dict[str, Any] | None:
+    """DDP's hidden state, or None if `module` is not wrapped in DDP.
+
+    `known_order` is the bucket order of an earlier capture: once rebuilt it never changes.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return None
+    return {
+        "bucket_order": known_order or _bucket_order(module),
+        "forward_sync": bool(module.require_forward_param_sync),
+    }
+
+
+def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
+    """Make DDP rebuild its buckets in the recorded order. Collective: all ranks call it."""
+    if not saved or not saved["bucket_order"] or not isinstance(module, DistributedDataParallel):
+        return
+    order = [int(index) for index in saved["bucket_order"].replace(",", " ").split()]
+    reducer: Any = module.reducer
+    reducer.prepare_for_forward()
+    reducer.prepare_for_backward([])
+    start = torch.zeros((), requires_grad=True)
+
+    def call_hooks(_: torch.Tensor) -> None:
+        for index in order:
+            reducer._autograd_hook(index)
+
+    start.register_hook(call_hooks)
+    (start * 1).backward()  # type: ignore[no-untyped-call]
+    reducer._rebuild_buckets()
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def apply_forward_sync(module: nn.Module, saved: dict[str, Any] | None) -> None:
+    """Put `require_forward_param_sync` back."""
+    if saved and isinstance(module, DistributedDataParallel):
+        module.require_forward_param_sync = bool(saved["forward_sync"])
+
+
+def _bucket_order(module: DistributedDataParallel) -> str:
+    logger: Any = module.logger
+    if logger is None or module.find_unused_parameters:
+        return ""  # with find_unused_parameters buckets are never rebuilt
+    module._set_ddp_runtime_logging_sample_rate(1)
+    logger.set_runtime_stats_and_log()
+    data: dict[str, Any] = module._get_ddp_logging_data()
+    return str(data.get("rebuilt_per_bucket_param_indices", ""))

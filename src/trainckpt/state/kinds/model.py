@@ -1,0 +1,131 @@
+"""Models: parameters, buffers of every rank, extra state, and which names are tied.
+
+Buffers are captured whether persistent or not, and stay rank-local unless all ranks hold the
+same bytes: DDP's constructor overwrites them with rank 0's, so they are loaded after wrapping.
+Loading copies into the existing storage, so whatever shares it goes on sharing it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.state.captured import inner_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainckpt.state.captured import Captured, Saved
+
+_REFUSED_WRAPPERS = {
+    "FullyShardedDataParallel": "FSDP1",
+    "DeepSpeedEngine": "DeepSpeed",
+}
+
+
+class ModelState:
+    """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        for part in module.modules():
+            if type(part).__name__ in _REFUSED_WRAPPERS:
+                kind = _REFUSED_WRAPPERS[type(part).__name__]
+                raise ConfigurationError(
+                    f"{name} is wrapped in {kind}, which is not supported",
+                    hint="use DistributedDataParallel",
+                )
+        self.name = name
+        self.wrapped = module
+        self.module = unwrap(module)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once, by its full name `<tracked name>/<module path>`."""
+        for path, parameter in self.module.named_parameters():
+            yield self._full(path), parameter
+
+    def capture(self, out: Captured) -> None:
+        """Add parameters, buffers, extra state and the tied names."""
+        for name, parameter in self.parameters():
+            for inner, tensor in inner_tensors(parameter, name).items():
+                out.add(inner, tensor, f"{self.name} parameters")
+        for path, buffer in self.module.named_buffers():
+            for inner, tensor in inner_tensors(buffer, self._full(path)).items():
+                out.add(inner, tensor, f"{self.name} buffers")
+        extra = {
+            path: out.encode(module.get_extra_state(), f"{self.name}/{path}<extra>")
+            for path, module in self.module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        out.values[self.name] = {"tied": self._tied(), "extra": extra}
+
+    def differences(self, saved: Saved) -> list[str]:
+        """What makes the saved model another one than this: names, shapes, types, ties."""
+        live = self._live()
+        prefix = f"{self.name}/"
+        stored = {n: t for n, t in saved.tensors.items() if n.startswith(prefix)}
+        found = [f"{name} is new: the snapshot has no such tensor" for name in live.keys() - stored]
+        found += [f"{name} is gone: only the snapshot has it" for name in stored.keys() - live]
+        for name in sorted(live.keys() & stored.keys()):
+            mine, theirs = live[name], stored[name]
+            if mine.shape != theirs.shape:
+                found.append(f"{name} has shape {list(theirs.shape)} in the snapshot, "
+                             f"{list(mine.shape)} now")  # fmt: skip
+            elif mine.dtype != theirs.dtype:
+                found.append(f"{name} is {theirs.dtype} in the snapshot, {mine.dtype} now")
+        tied_then = saved.values.get(self.name, {}).get("tied", {})
+        if not found and tied_then != self._tied():
+            found.append(f"{self.name}: tied names were {tied_then}, are {self._tied()}")
+        return sorted(found)
+
+    @torch.no_grad()
+    def apply_parameters(self, saved: Saved) -> None:
+        """Copy the saved parameters into the live ones."""
+        for name, parameter in self.parameters():
+            _copy(inner_tensors(parameter, name), saved)
+
+    @torch.no_grad()
+    def apply_buffers(self, saved: Saved) -> None:
+        """Copy this rank's buffers and extra state back; after DDP has been constructed."""
+        for path, buffer in self.module.named_buffers():
+            _copy(inner_tensors(buffer, self._full(path)), saved)
+        modules = dict(self.module.named_modules())
+        for path, tree in saved.values[self.name]["extra"].items():
+            if path in modules:
+                modules[path].set_extra_state(saved.decode(tree))
+
+    def _full(self, path: str) -> str:
+        return f"{self.name}/{path.replace('_orig_mod.', '')}"
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        live: dict[str, torch.Tensor] = {}
+        for path, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            live.update(inner_tensors(tensor, self._full(path)))
+        return live
+
+    def _tied(self) -> dict[str, str]:
+        first: dict[int, str] = {}
+        tied: dict[str, str] = {}
+        for path, parameter in self.module.named_parameters(remove_duplicate=False):
+            name = first.setdefault(id(parameter), path)
+            if name != path:
+                tied[path] = name
+        return tied
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside DDP, DataParallel and torch.compile wrappers."""
+    wrappers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        inner = module.module if isinstance(module, wrappers) else None
+        inner = inner or getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def _copy(live: dict[str, torch.Tensor], saved: Saved) -> None:
+    for name, tensor in live.items():
+        tensor.copy_(saved.tensors[name])

@@ -1,0 +1,97 @@
+"""Optimizers: the state of every parameter as it is, and the parameter groups.
+
+`load_state_dict` is not used: it casts moments to the type of the parameter, which loses bits of
+fp32 moments on bf16 parameters. Parameters are named by their module path, never by position.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainckpt.state.captured import Captured, Saved
+
+
+class OptimizerState:
+    """One tracked `torch.optim.Optimizer`."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise ConfigurationError(
+                f"{name} is a ZeroRedundancyOptimizer, whose state lies on other ranks",
+                hint="use the plain optimizer",
+            )
+        self.name = name
+        self.optimizer = optimizer
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Every parameter of every group, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def capture(self, out: Captured, names: Mapping[int, str]) -> None:
+        """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
+        known = self._names(names)
+        groups = [
+            {
+                "options": out.encode(_options(group), f"{self.name}/group{i}", self.name),
+                "params": [known[id(p)] for p in group["params"]],
+            }
+            for i, group in enumerate(self.optimizer.param_groups)
+        ]
+        state = {
+            known[id(p)]: out.encode(dict(s), f"{self.name}/{known[id(p)]}", self.name)
+            for p, s in self.optimizer.state.items()
+            if id(p) in known
+        }
+        out.values[self.name] = {"groups": groups, "state": state}
+
+    def differences(self, saved: Saved, names: Mapping[int, str]) -> list[str]:
+        """Groups that hold other parameters than the saved ones."""
+        known = self._names(names)
+        then = [group["params"] for group in saved.values[self.name]["groups"]]
+        now = [[known[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        if len(then) != len(now):
+            return [f"{self.name} had {len(then)} parameter groups, has {len(now)}"]
+        found = []
+        for i, (old, new) in enumerate(zip(then, now, strict=True)):
+            if old != new:
+                gone, added = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+                what = f"lost {gone[:3]}, gained {added[:3]}" if gone or added else "another order"
+                found.append(f"{self.name}: parameter group {i} {what}")
+        return found
+
+    def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
+        """Put groups and per-parameter state back, each tensor with the type it was saved with."""
+        stored = saved.values[self.name]
+        for group, then in zip(self.optimizer.param_groups, stored["groups"], strict=True):
+            device = group["params"][0].device if group["params"] else None
+            for key, value in saved.decode(then["options"], device).items():
+                live = group.get(key)
+                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                    live.copy_(value)  # schedulers and graphs may hold on to this very tensor
+                else:
+                    group[key] = value
+        known = self._names(names)
+        self.optimizer.state.clear()
+        for parameter in self.parameters():
+            tree = stored["state"].get(known[id(parameter)])
+            if tree is not None:
+                self.optimizer.state[parameter] = saved.decode(tree, parameter.device)
+
+    def _names(self, names: Mapping[int, str]) -> dict[int, str]:
+        """Names of this optimizer's parameters; those of no tracked model by their position."""
+        known = dict(names)
+        for i, group in enumerate(self.optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                known.setdefault(id(parameter), f"{self.name}.group{i}.{j}")
+        return known
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,0 +1,112 @@
+"""The registry: what the user asked to be tracked, by name, sorted into kinds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.state.kinds import ddp
+from trainckpt.state.kinds.generic import GenericState
+from trainckpt.state.kinds.loader import LoaderState
+from trainckpt.state.kinds.model import ModelState, unwrap
+from trainckpt.state.kinds.optimizer import OptimizerState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainckpt.data.loader import TrackedLoader
+
+RESERVED = frozenset({"gradients", "rng", "ddp", "values.json"})
+
+
+class Registry:
+    """Tracked objects, in the order they were added.
+
+    Attributes:
+        models, optimizers, generics, loaders: The adapters, one a tracked object.
+        bucket_orders: Model name -> DDP's rebuilt bucket order, once known.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[ModelState] = []
+        self.optimizers: list[OptimizerState] = []
+        self.generics: list[GenericState] = []
+        self.loaders: list[LoaderState] = []
+        self.bucket_orders: dict[str, str] = {}
+        self._owners: dict[int, str] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Track `value` under `name`; the items of a list become `name.0`, `name.1`, ...
+
+        Raises:
+            ConfigurationError: no `state_dict`, tracked twice, or of a kind that is refused.
+        """
+        if isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                self.add(f"{name}.{i}", item)
+            return
+        self._claim(name, value)
+        if isinstance(value, nn.Module):
+            ddp.self_test(value, name)
+            self.models.append(ModelState(name, value))
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append(OptimizerState(name, value))
+        elif callable(getattr(value, "state_dict", None)) and callable(
+            getattr(value, "load_state_dict", None)
+        ):
+            self.generics.append(GenericState(name, value))
+        else:
+            raise ConfigurationError(
+                f"{name} is a {type(value).__name__}: neither an option of Checkpointer nor an "
+                "object with state_dict and load_state_dict",
+                hint="check the keyword's spelling, or give the object both methods",
+            )
+
+    def add_loader(self, name: str, loader: TrackedLoader, wrapped: Any) -> None:
+        """Track a loader under `name`; `wrapped` is the user's own object."""
+        self._claim(name, wrapped)
+        self.loaders.append(LoaderState(name, loader))
+
+    def parameter_names(self) -> dict[int, str]:
+        """id(parameter) -> full name, for the parameters of all tracked models."""
+        return {id(p): name for model in self.models for name, p in model.parameters()}
+
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> every tensor that may hold a gradient: of models, and else of optimizers."""
+        found: dict[str, torch.Tensor] = {
+            name: p for model in self.models for name, p in model.parameters()
+        }
+        seen = {id(p) for p in found.values()}
+        for optimizer in self.optimizers:
+            for i, group in enumerate(optimizer.optimizer.param_groups):
+                for j, parameter in enumerate(group["params"]):
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        found[f"{optimizer.name}.group{i}.{j}"] = parameter
+        return found
+
+    def names(self) -> Iterator[str]:
+        """Names of everything tracked."""
+        for kind in (self.models, self.optimizers, self.generics, self.loaders):
+            for item in kind:
+                yield item.name
+
+    def tracks(self, value: object) -> bool:
+        """True if `value` itself, or the module it wraps, is tracked."""
+        return self._identity(value) in self._owners
+
+    def _claim(self, name: str, value: object) -> None:
+        if name in RESERVED or "/" in name or name in self.names():
+            raise ConfigurationError(f"the name {name!r} is taken", hint="choose another keyword")
+        owner = self._owners.setdefault(self._identity(value), name)
+        if owner != name:
+            raise ConfigurationError(
+                f"{name} and {owner} are the same object", hint=f"track it once, as {owner}"
+            )
+
+    @staticmethod
+    def _identity(value: object) -> int:
+        return id(unwrap(value)) if isinstance(value, nn.Module) else id(value)

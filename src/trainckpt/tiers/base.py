@@ -1,0 +1,37 @@
+"""What every tier does, as a sequence of calls.
+
+Any mix of calls, from several threads. Keys are relative paths with `/`.
+
+    write    new bytes under a new key. When it returns they survive a power cut. Not atomic:
+             nothing may refer to the key before `write` returned.
+    replace  atomic: readers see the old bytes or the new ones, before and after a power cut.
+    create   atomic, and exactly one of several callers gets True.
+    list     names in one folder; an absent folder is an empty list, a denied one an error.
+    remove   what is gone already is no error.
+
+An absent key is `UnusableSnapshot`, anything the place refuses is `TierUnavailable`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Tier(Protocol):
+    """One place for bytes, with a speed and a lifetime."""
+
+    name: str
+    url: str
+
+    def write(self, key: str, blocks: Iterable[memoryview]) -> None: ...
+    def replace(self, key: str, data: bytes) -> None: ...
+    def create(self, key: str, data: bytes) -> bool: ...
+    def size(self, key: str) -> int | None: ...
+    def read(self, key: str, *, max_bytes: int) -> bytes: ...
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None: ...
+    def list(self, folder: str) -> list[str]: ...
+    def remove(self, key: str) -> None: ...
+    def remove_folder(self, folder: str) -> None: ...

@@ -1,0 +1,189 @@
+"""The local tier: a directory on a file system that all hosts of the run see.
+
+Every name becomes visible only after its bytes are on stable storage: write to a temporary
+name, fsync it, rename or link, fsync the folder. A folder made on the way is fsynced into its
+parent first. A power cut leaves temporary files, never half a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.tiers.disk import Disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+TEMPORARY = ".tmp-"
+
+
+class LocalTier:
+    """Named bytes in one directory. See `base.Tier` for the contract."""
+
+    name = "local"
+
+    def __init__(self, root: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        self.root = Path(root).absolute()
+        self.url = str(self.root)
+        self._disk = disk or Disk()
+
+    def write(self, key: str, blocks: Iterable[memoryview]) -> None:
+        """Create `key` with the bytes of `blocks`; durable when it returns."""
+        path = self._path(key)
+        with _translated("write", path):
+            self._make_folders(path.parent)
+            self._write_file(path, blocks)
+            self._disk.sync_folder(path.parent)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Atomically make `data` the bytes of `key`."""
+        path = self._path(key)
+        with _translated("write", path):
+            self._make_folders(path.parent)
+            with self._temporary(path, data) as temporary:
+                self._disk.rename(temporary, path)
+            self._disk.sync_folder(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create `key` with `data`; False, and nothing changed, if it exists."""
+        path = self._path(key)
+        with _translated("create", path):
+            self._make_folders(path.parent)
+            try:
+                self._create(path, data)
+            except FileExistsError:
+                return False
+            self._disk.sync_folder(path.parent)
+        return True
+
+    def size(self, key: str) -> int | None:
+        """Bytes of `key`, or None if it does not exist."""
+        path = self._path(key)
+        with _translated("look at", path):
+            try:
+                return path.stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """All bytes of `key`, which must not be more than `max_bytes`."""
+        size = self.size(key)
+        if size is None:
+            raise UnusableSnapshot(f"{key} is missing")
+        if size > max_bytes:
+            raise UnusableSnapshot(f"{key} is {size} bytes, more than {max_bytes}")
+        data = bytearray(size)
+        self.read_into(key, 0, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
+        """Fill `into` from `first_byte` on; raises if the file ends before."""
+        path = self._path(key)
+        with _translated("read", path), path.open("rb", buffering=0) as file:
+            file.seek(first_byte)
+            done = 0
+            while done < len(into):
+                got = file.readinto(into[done : done + (1 << 30)])
+                if not got:
+                    raise UnusableSnapshot(f"{key} ends {len(into) - done} bytes too early")
+                done += got
+
+    def list(self, folder: str) -> list[str]:
+        """Names in `folder`, sorted, temporary ones left out; empty if there is no folder."""
+        path = self._path(folder)
+        with _translated("list", path):
+            try:
+                found = sorted(entry.name for entry in path.iterdir())
+            except FileNotFoundError:
+                return []
+        return [name for name in found if not name.startswith(TEMPORARY)]
+
+    def remove(self, key: str) -> None:
+        """Remove `key`; durable when it returns."""
+        path = self._path(key)
+        with _translated("remove", path), contextlib.suppress(FileNotFoundError):
+            self._disk.remove(path)
+            self._disk.sync_folder(path.parent)
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove `folder` and the files in it."""
+        path = self._path(folder)
+        with _translated("remove", path), contextlib.suppress(FileNotFoundError):
+            for entry in sorted(path.iterdir()):
+                self._disk.remove(entry)
+            self._disk.remove_folder(path)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run's place")
+        return self.root.joinpath(*parts)
+
+    def _make_folders(self, path: Path) -> None:
+        missing: list[Path] = []
+        while not path.is_dir():
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                self._disk.make_folder(folder)
+            # Also when another rank made it: our file must not become durable before its folder.
+            self._disk.sync_folder(folder.parent)
+
+    def _write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
+        descriptor = self._disk.create(path)
+        try:
+            for block in blocks:
+                self._disk.write(path, descriptor, block)
+            self._disk.sync(path, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _create(self, path: Path, data: bytes) -> None:
+        with self._temporary(path, data) as temporary:
+            try:
+                self._disk.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+                    raise
+            else:
+                return
+        # A file system without hard links: exclusive, but a crash may leave it empty, which
+        # readers of records take for a claim that was never filled in.
+        self._write_file(path, [memoryview(data)])
+
+    @contextlib.contextmanager
+    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
+        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            self._write_file(temporary, [memoryview(data)])
+            yield temporary
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.remove(temporary)
+
+
+@contextlib.contextmanager
+def _translated(verb: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UnusableSnapshot(f"cannot {verb} {path}: it is missing") from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = {
+            errno.EACCES: f"make {path} readable and writable for this user",
+            errno.EPERM: f"make {path} readable and writable for this user",
+            errno.ENOSPC: f"free space on the file system of {path}",
+            errno.EDQUOT: f"free space within the quota that holds {path}",
+            errno.EROFS: "name a run on a file system that can be written",
+        }.get(error.errno or 0, "")
+        raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
