@@ -1,0 +1,99 @@
+"""Notice files: `trainckpt pause` and other programs write them, the watcher finds them.
+
+    RUN/notices/<attempt>-<id>.json   {"reason", "seconds_left", "mode", "dump"}
+
+The attempt's number is in the name, so that a file left over from a stopped attempt never
+stops the next one. Each file is reported once. A file that cannot be read is not a notice: a
+half-written one must not stop a run. It is kept in `bad`, with the reason, for the owner to
+log, and looked at again when it changes.
+
+Threads: the watcher's only. Floor 1. Uses: preemption.notice. Used by: lifecycle.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.preemption.notice import Notice
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_BYTES = 64 * 1024
+
+
+class NoticeFiles:
+    """Watches one folder for the notices of one attempt; a `NoticeSource` without descriptor.
+
+    Attributes:
+        bad: File name -> why it is not a notice.
+    """
+
+    def __init__(self, folder: Path, attempt: int) -> None:
+        self.bad: dict[str, str] = {}
+        self._folder = folder
+        self._attempt = attempt
+        self._reported: set[str] = set()
+        self._looked_at: dict[str, tuple[int, int]] = {}
+
+    def start(self) -> None:
+        """Nothing to set up: the folder may appear later."""
+
+    def fileno(self) -> int | None:
+        """None: a folder is looked at once a second."""
+        return None
+
+    def poll(self) -> list[Notice]:
+        """Notices for this attempt that were not reported yet, oldest name first."""
+        found = [self._read(path) for path in self._new_files()]
+        return [notice for notice in found if notice is not None]
+
+    def stop(self) -> None:
+        """Nothing to put back."""
+
+    def _new_files(self) -> list[Path]:
+        try:
+            paths = sorted(self._folder.glob(f"{self._attempt}-*.json"))
+        except OSError as error:
+            self.bad[str(self._folder)] = str(error)
+            return []
+        return [path for path in paths if path.name not in self._reported]
+
+    def _read(self, path: Path) -> Notice | None:
+        try:
+            stat = path.stat()
+            seen = (stat.st_mtime_ns, stat.st_size)
+            if self._looked_at.get(path.name) == seen:
+                return None
+            self._looked_at[path.name] = seen
+            with path.open("rb") as file:
+                notice = _parse(json.loads(file.read(MAX_BYTES)))
+        except (OSError, ValueError, RecursionError) as error:
+            self.bad[path.name] = f"{type(error).__name__}: {error}"
+            return None
+        self._reported.add(path.name)
+        self.bad.pop(path.name, None)
+        return notice
+
+
+def _parse(value: Any) -> Notice:
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")  # noqa: TRY004 - one kind of refusal for the caller
+    reason = value.get("reason", "notice file")
+    if not isinstance(reason, str):
+        raise ValueError(f"reason is no text: {reason!r}")  # noqa: TRY004 - as above
+    mode = value.get("mode")
+    if mode not in (None, "micro-batch", "window"):
+        raise ValueError(f"mode is none of micro-batch, window: {mode!r}")
+    return Notice(reason=reason, mode=mode, seconds_left=_seconds(value.get("seconds_left")))
+
+
+def _seconds(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        raise ValueError(f"seconds_left is no duration: {value!r}")
+    return float(value)

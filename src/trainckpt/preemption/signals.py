@@ -1,0 +1,277 @@
+"""Signals as notices: the C handler writes one byte, the watcher thread reads it.
+
+A Python signal handler runs on the main thread, between two bytecodes: while main is inside a
+collective that is seconds late, or never. The wakeup descriptor is written by the C handler
+itself, at once, so the watcher learns of the signal wherever main is. CPython writes to it only
+for signals that have a Python handler too, so there is one, and all it does is to note the
+number: no I/O, no logging, no collective in a handler.
+
+Order of events:
+
+    start   main thread   socketpair; handlers; the wakeup descriptor, a previous one chained
+    signal  any thread    C handler writes the number; later the Python handler notes it
+    poll    watcher       reads numbers, forwards each to the chained descriptor, makes notices
+    check   main thread   at most once a second: puts the descriptor back if someone took it
+                          (asyncio does, on add_signal_handler and on loop.close)
+    stop    main thread   puts back the handlers and the descriptor it found
+
+If the descriptor was taken and nobody calls `check`, the numbers noted by the Python handler
+still become notices at the watcher's next look, late but not lost; they never count as a second
+interrupt, because a handler may run long after its byte was read.
+
+Handlers of others are replaced, not called: one that exits would take the save with it. They are
+named in `replaced`, for the owner to log, and put back by `stop`. An ignored SIGINT (nohup, a
+shell's background job) stays ignored.
+
+A forked child shares the socket, so its signals would arrive here. The signals are blocked
+around every fork until the child has dropped handlers and descriptor. (Python's hooks do not run
+for a child that is forked from C; the window until its exec remains.)
+
+Floor 1. Uses: preemption.notice. Used by: lifecycle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.preemption.notice import Notice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+
+DEFAULT_SIGNALS: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+)
+CHECK_INTERVAL_S = 1.0
+
+
+def leave_at_once() -> None:
+    """What a second Ctrl-C does: end this process now, with 128 + SIGINT."""
+    os._exit(130)
+
+
+class SignalSource:
+    """Turns signals into stop notices; a `NoticeSource`.
+
+    Attributes:
+        available: Whether signals are heard. False before `start`, after `stop`, and where
+            `start` was not called from the main thread.
+        why: One sentence on why they are not.
+        replaced: Handlers of others that ours stand in for, such as "SIGTERM handler main.save".
+    """
+
+    def __init__(
+        self,
+        signals: Iterable[signal.Signals] = DEFAULT_SIGNALS,
+        on_second_interrupt: Callable[[], object] = leave_at_once,
+    ) -> None:
+        self.available = False
+        self.why = "not started"
+        self.replaced: list[str] = []
+        self._signals = tuple(signals)
+        self._on_second_interrupt = on_second_interrupt
+        self._previous: dict[signal.Signals, Any] = {}
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._chained: _Descriptor | None = None
+        self._noted: set[int] = set()
+        self._seen: set[int] = set()
+        self._interrupts = 0
+        self._next_check = 0.0
+
+    def start(self) -> None:
+        """Install handlers and the wakeup descriptor. Off the main thread: only says why not."""
+        if threading.current_thread() is not threading.main_thread():
+            self.why = "signals can only be watched by a Checkpointer made on the main thread"
+            return
+        self._ends = socket.socketpair()
+        for end in self._ends:
+            end.setblocking(False)
+        _cover_forks(self)
+        self._take_wakeup_fd()
+        for signum in self._signals:
+            self._install(signum)
+        self.available, self.why = True, ""
+
+    def fileno(self) -> int | None:
+        """The reading end of the socketpair."""
+        return self._ends[0].fileno() if self._ends else None
+
+    def poll(self) -> list[Notice]:
+        """One notice per signal; a second SIGINT ends the process from here."""
+        noted = tuple(self._noted)
+        numbers = [number for number in self._received() if number in self._previous]
+        self._interrupts += numbers.count(signal.SIGINT)
+        if self._interrupts > 1:
+            self._on_second_interrupt()
+        late = [number for number in noted if number not in self._seen and number not in numbers]
+        self._seen.update(numbers, late)
+        return [Notice(reason=signal.Signals(number).name) for number in numbers + late]
+
+    def check(self) -> None:
+        """Put the wakeup descriptor back if it was taken. Main thread; cheap at each boundary."""
+        now = time.monotonic()
+        if now >= self._next_check and self.available:
+            self._next_check = now + CHECK_INTERVAL_S
+            self._take_wakeup_fd()
+
+    def stop(self) -> None:
+        """Put back what `start` found, unless somebody has changed it since.
+
+        Elsewhere than on the main thread this is not allowed; then each handler puts back its
+        predecessor, and sends the signal again, when it is next called.
+        """
+        if not self.available:
+            return
+        self.available, self.why = False, "stopped"
+        if threading.current_thread() is threading.main_thread():
+            for signum in tuple(self._previous):
+                self._restore(signum)
+            self._give_wakeup_fd_back()
+            _live.discard(self)
+            self._close()
+
+    def _install(self, signum: signal.Signals) -> None:
+        previous = signal.getsignal(signum)
+        if signum == signal.SIGINT and previous == signal.SIG_IGN:
+            return
+        signal.signal(signum, self._note)
+        if hasattr(signal, "siginterrupt"):
+            # C code that does not expect EINTR shall not see one because of us.
+            signal.siginterrupt(signum, False)
+        self._previous[signum] = previous
+        if previous not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
+            self.replaced.append(f"{signum.name} handler {_name_of(previous)}")
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a handler's
+        self._noted.add(signum)
+        if not self.available:
+            self._restore(signal.Signals(signum))
+            signal.raise_signal(signum)
+
+    def _restore(self, signum: signal.Signals) -> None:
+        previous = self._previous.pop(signum, None)
+        if signal.getsignal(signum) == self._note:
+            # None: it was installed by C code and cannot be put back from here.
+            signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+
+    def _received(self) -> bytes:
+        received = b""
+        with contextlib.suppress(BlockingIOError, OSError):
+            while self._ends and (chunk := self._ends[0].recv(4096)):
+                received += chunk
+        if self._chained and received and not self._chained.write(received):
+            self._chained = None
+        return received
+
+    def _take_wakeup_fd(self) -> None:
+        assert self._ends is not None
+        ours = self._ends[1].fileno()
+        found = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+        if found not in (-1, ours):
+            self._chained = _Descriptor.of(found)
+
+    def _give_wakeup_fd_back(self) -> None:
+        assert self._ends is not None
+        chained = self._chained.fd if self._chained and self._chained.is_same() else -1
+        found = signal.set_wakeup_fd(chained, warn_on_full_buffer=False)
+        if found not in (-1, self._ends[1].fileno()):
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+
+    def _close(self) -> None:
+        for end in self._ends or ():
+            end.close()
+        self._ends = None
+
+    def _forget_in_child(self) -> None:
+        self.available, self.why = False, "a forked child does not watch its parent's signals"
+        signal.set_wakeup_fd(-1)
+        for signum in tuple(self._previous):
+            if signal.getsignal(signum) == self._note:
+                default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+                signal.signal(signum, default)
+        self._previous.clear()
+        self._close()
+
+
+class _Descriptor:
+    """Somebody else's wakeup descriptor, written to only while it is the same open file.
+
+    Its owner may close it without telling us, and the number may then be given to a data file.
+    """
+
+    def __init__(self, fd: int, identity: tuple[int, int]) -> None:
+        self.fd = fd
+        self._identity = identity
+
+    @classmethod
+    def of(cls, fd: int) -> _Descriptor | None:
+        identity = _identity(fd)
+        return None if identity is None else cls(fd, identity)
+
+    def is_same(self) -> bool:
+        return _identity(self.fd) == self._identity
+
+    def write(self, numbers: bytes) -> bool:
+        """Forward; False once it is not the file it was. A full one loses bytes, as always."""
+        if not self.is_same():
+            return False
+        with contextlib.suppress(OSError):
+            os.write(self.fd, numbers)
+        return True
+
+
+def _identity(fd: int) -> tuple[int, int] | None:
+    try:
+        stat = os.fstat(fd)
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+def _name_of(handler: Any) -> str:
+    if handler is None:
+        return "not installed from Python"
+    name = getattr(handler, "__qualname__", type(handler).__qualname__)
+    return f"{getattr(handler, '__module__', '?')}.{name}"
+
+
+_live: weakref.WeakSet[SignalSource] = weakref.WeakSet()
+_hooked = False
+_mask = threading.local()
+
+
+def _cover_forks(source: SignalSource) -> None:
+    global _hooked
+    _live.add(source)
+    if not _hooked and hasattr(os, "register_at_fork"):
+        _hooked = True
+        os.register_at_fork(
+            before=_block_signals,
+            after_in_parent=_unblock_signals,
+            after_in_child=_forget_in_child,
+        )
+
+
+def _block_signals() -> None:
+    wanted = {signum for source in tuple(_live) for signum in source._signals}
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, wanted) if wanted else None
+
+
+def _unblock_signals() -> None:
+    if getattr(_mask, "before", None) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _forget_in_child() -> None:
+    for source in tuple(_live):
+        source._forget_in_child()
+    _live.clear()
+    _unblock_signals()

@@ -1,0 +1,208 @@
+"""The boundary's side of the agreement: one lock, one count, the rounds that are open.
+
+Semantics section 3, "main". After a rank has published `passed` for a round it passes no other
+boundary until that round is decided, and then acts at its first boundary with passed + 1 > bound:
+
+    main      at_boundary -> None            go on: the boundary is passed
+                          -> Due save        snapshot, close_round, at_boundary again
+                          -> Due stop        quiesce, snapshot, leave; the boundary is not passed
+    watcher   open_round (before it publishes), decided (after it has read the decision)
+
+From the last look at the open rounds to `passed += 1` the lock is held; a count raised outside
+it deadlocks or splits the ranks. Main has no timer of its own: ranks that judge by their own
+timers split. What ends a wait is always the watcher: a decision, `broken`, or `finish`.
+
+Floor 1. Uses: ranks.decision, errors. Used by: ranks.watcher, lifecycle.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import NoAgreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.ranks.decision import Action, Decision, Mode
+
+
+@dataclass(frozen=True)
+class Due:
+    """What has to be done at this boundary, on all ranks.
+
+    Attributes:
+        seconds_left: What is left now of the time that the notice gave; None: nobody said.
+        number: Of a save asked for by `ckpt.save()`: which call.
+    """
+
+    round: int
+    action: Action
+    mode: Mode
+    reason: str
+    seconds_left: float | None = None
+    tag: str | None = None
+    number: int | None = None
+
+
+@dataclass
+class _Open:
+    opened_at_s: float
+    passed: int
+    decision: Decision | None = None
+
+
+class Agreement:
+    """Counts boundaries and holds them up while a round is undecided.
+
+    Threads: `at_boundary` and `close_round` from the main thread; the rest from any.
+
+    Attributes:
+        passed: Boundaries passed since the attempt began. Written under the lock only.
+        finished: Whether later decisions are ignored.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.passed = 0
+        self.finished = False
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._open: dict[int, _Open] = {}
+        self._skipped: list[Decision] = []
+        self._first_stop: int | None = None
+        self._broken: NoAgreement | None = None
+
+    def at_boundary(self, *, resumable: bool = True, window_end: bool = True) -> Due | None:
+        """Pass this boundary, or say what is due at it. Blocks while a round is undecided.
+
+        Args:
+            resumable: Whether a resume from here is possible. It must be a function of the
+                cursor, the same on all ranks: what is due at a boundary that is not resumable is
+                done at the next one that is.
+            window_end: Whether a window ends here; a stop in mode "window" is due at such only.
+
+        Returns:
+            None: the boundary is passed (or `finish` was called: then nothing is counted).
+            A save: take it, call `close_round(due.round)`, then `at_boundary` again.
+            A stop: leave. It stays due.
+
+        Raises:
+            NoAgreement: no decision can come any more, or it was that a stop failed.
+        """
+        with self._lock:
+            if self._open or self.finished:
+                return self._pass_or_act(resumable, window_end)
+            self.passed += 1
+            return None
+
+    def close_round(self, round_: int) -> None:
+        """The save of this round was taken."""
+        with self._lock:
+            self._open.pop(round_, None)
+
+    def skipped(self) -> list[Decision]:
+        """Saves that all ranks skipped, or that a stop made moot, since the last call."""
+        with self._lock:
+            skipped, self._skipped = self._skipped, []
+            return skipped
+
+    def open_round(self, round_: int) -> int:
+        """Hold main at its next boundary until this round is decided. Returns what to publish."""
+        with self._lock:
+            if not self.finished:
+                self._open.setdefault(round_, _Open(self._clock(), self.passed))
+            return self.passed
+
+    def decided(self, decision: Decision) -> None:
+        """The decision of a round this rank has opened. Repeated: the first stands."""
+        with self._lock:
+            entry = self._open.get(decision.round)
+            if self.finished or entry is None or entry.decision is not None:
+                return
+            entry.decision = decision
+            if decision.action == "stop":
+                self._first_stop = min(self._first_stop or decision.round, decision.round)
+                if decision.failed:
+                    self._broken = NoAgreement(f"the ranks could not stop: {decision.why}")
+            self._changed.notify_all()
+
+    def broken(self, error: NoAgreement) -> None:
+        """No decision will come any more. Main goes on, unless it waits for one, now or later."""
+        with self._lock:
+            self._broken = self._broken or error
+            self._changed.notify_all()
+
+    def finish(self) -> int:
+        """The attempt is over, or this rank leaves it. Returns the final count; may repeat."""
+        with self._lock:
+            self.finished = True
+            self._open.clear()
+            self._changed.notify_all()
+            return self.passed
+
+    def _pass_or_act(self, resumable: bool, window_end: bool) -> Due | None:
+        self._changed.wait_for(self._may_look)
+        if self.finished:
+            return None
+        if self._broken is not None and self._cannot_go_on():
+            raise self._broken
+        self._close_moot_rounds()
+        due = self._due(window_end) if resumable else None
+        if due is None:
+            self.passed += 1
+        return due
+
+    def _may_look(self) -> bool:
+        undecided = any(entry.decision is None for entry in self._open.values())
+        return self.finished or self._broken is not None or not undecided
+
+    def _cannot_go_on(self) -> bool:
+        decisions = [entry.decision for entry in self._open.values()]
+        return any(d is None or (d.failed and d.action == "stop") for d in decisions)
+
+    def _close_moot_rounds(self) -> None:
+        """Saves that failed or come after a stop; a stop that a newer decided one replaces."""
+        decisions = [entry.decision for entry in self._open.values() if entry.decision]
+        last_stop = max((d.round for d in decisions if d.action == "stop"), default=0)
+        for decision in decisions:
+            if decision.action == "stop" and decision.round < last_stop:
+                del self._open[decision.round]
+            elif decision.action == "save" and (decision.failed or self._is_after_stop(decision)):
+                del self._open[decision.round]
+                self._skipped.append(decision)
+
+    def _is_after_stop(self, decision: Decision) -> bool:
+        return self._first_stop is not None and decision.round > self._first_stop
+
+    def _due(self, window_end: bool) -> Due | None:
+        """The oldest save that is due, else the stop if it is."""
+        saves_first = sorted(self._open, key=lambda k: (self._decision(k).action == "stop", k))
+        for round_ in saves_first:
+            decision = self._decision(round_)
+            at_place = decision.action == "save" or decision.mode == "micro-batch" or window_end
+            if self.passed + 1 > decision.bound and at_place:
+                return self._due_of(decision)
+        return None
+
+    def _decision(self, round_: int) -> Decision:
+        decision = self._open[round_].decision
+        assert decision is not None
+        return decision
+
+    def _due_of(self, decision: Decision) -> Due:
+        left = decision.seconds_left
+        if left is not None:
+            left = max(0.0, left - (self._clock() - self._open[decision.round].opened_at_s))
+        return Due(
+            round=decision.round,
+            action=decision.action,
+            mode=decision.mode,
+            reason=decision.reason,
+            seconds_left=left,
+            tag=decision.tag,
+            number=decision.number,
+        )

@@ -1,0 +1,102 @@
+"""How rounds travel through the store: keys, in the order they are written.
+
+    <k>/of/<rank>       the rank's publication; 1st
+    bell/<rank>/<k>     rung for every rank by whoever opens round k with a wish; 2nd.
+                        Each rank's listener waits for its own bell, which only it or an opener
+                        sets: so that a rank can wake itself to leave, and disturbs nobody.
+    <k>/answers         counter of publications; 3rd. Who brings it to the size of the world,
+                        those that left included, proposes at once: few messages per rank.
+    <k>/decision        the first proposal stands
+    final/<rank>        the count of a rank that left; its answer to all rounds still to come
+    left                counter of those
+
+No collective here, and nothing blocks but `listen`.
+Threads: the watcher's, and whoever leaves. Floor 1. Uses: ranks.decision, ranks.channel.
+Used by: ranks.watcher.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.ranks.decision import Decision, Publication, decide, decide_without
+
+if TYPE_CHECKING:
+    from trainckpt.ranks.channel import Channel
+
+
+class Rounds:
+    """One rank's view of the rounds, over one store connection."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._rank, self._size = channel.world.rank, channel.world.size
+
+    def publish(self, publication: Publication) -> Decision | None:
+        """Bring this rank's answer. Returns the decision if it was the last one missing."""
+        k = publication.round
+        self._channel.put(f"{k}/of/{self._rank}", publication.as_json())
+        if publication.wish is not None:
+            ring = {"by": self._rank, "seconds_left": publication.wish.seconds_left}
+            self._channel.put_all({f"bell/{rank}/{k}": ring for rank in range(self._size)})
+        answers = self._channel.count(f"{k}/answers")
+        if answers + self._channel.count("left", 0) < self._size:
+            return None
+        return self.try_to_decide(k)
+
+    def publish_final(self, publication: Publication) -> None:
+        """This rank leaves: its answer to every round that it has not answered."""
+        self._channel.put(f"final/{self._rank}", publication.as_json())
+        self._channel.count("left")
+
+    def try_to_decide(self, k: int) -> Decision | None:
+        """Propose a decision if all publications are there; the one that stands, or None."""
+        found = self._publications(k)
+        return self._propose(decide(found)) if len(found) == self._size else None
+
+    def give_up(self, k: int) -> Decision:
+        """The time is over: propose "failed"; what stands may still be a decision."""
+        decision = self.try_to_decide(k)
+        return decision or self._propose(decide_without(self._publications(k), self._size, k))
+
+    def decision(self, k: int) -> Decision | None:
+        """The decision of round `k`, if there is one."""
+        value = self._channel.peek(f"{k}/decision")
+        return None if value is None else Decision.from_json(value)
+
+    def listen(self, k: int, timeout_s: float) -> None:
+        """Block until this rank's bell for round `k` rings. Own connection: it stalls others."""
+        self._channel.wait(f"bell/{self._rank}/{k}", timeout_s)
+
+    def heard(self, k: int) -> dict[str, Any] | None:
+        """What this rank's bell for round `k` says, if it rang."""
+        value = self._channel.peek(f"bell/{self._rank}/{k}")
+        return value if isinstance(value, dict) else None
+
+    def wake_listener(self, k: int) -> None:
+        """Ring this rank's own bell, so that its listener looks up."""
+        self._channel.put(f"bell/{self._rank}/{k}", {"by": self._rank, "seconds_left": None})
+
+    def _propose(self, decision: Decision) -> Decision:
+        stands = self._channel.propose(f"{decision.round}/decision", decision.as_json())
+        return Decision.from_json(stands)
+
+    def _publications(self, k: int) -> list[Publication]:
+        answers = self._channel.peek_all([f"{k}/of/{rank}" for rank in range(self._size)])
+        found = []
+        for rank, answer in enumerate(answers):
+            value = answer if answer is not None else self._channel.peek(f"final/{rank}")
+            if value is not None:
+                found.append(_for_round(k, Publication.from_json(value)))
+        return found
+
+
+def _for_round(k: int, publication: Publication) -> Publication:
+    """A final count was published for no round in particular."""
+    return Publication(
+        round=k,
+        rank=publication.rank,
+        passed=publication.passed,
+        can_save=publication.can_save,
+        wish=publication.wish,
+    )

@@ -1,0 +1,384 @@
+"""The watcher: two threads that bring notices to the agreement while main trains.
+
+Order of events, semantics section 3:
+
+    a notice here         watch    opens the next round, publishes, rings every rank's bell
+    a bell                listen   answers every round up to that one, in order
+    all publications      whoever brought the last one proposes the decision
+    a decision            listen   reads it back, tells the agreement
+    time is over          listen   proposes "failed"; a failed stop ends this process with 71
+
+`watch` sleeps on the sources' descriptors and looks at the others once a second; it never blocks
+in the store, so that a second interrupt is seen. `listen` blocks in the store, on a connection
+of its own, while no round is undecided; with one open it looks every few milliseconds, because
+it then has deadlines to keep. One rank alone has no listener: its decisions are immediate.
+
+Threads: `start` and `stop` from the main thread (signals); `request`, `request_save` and
+`publish_final` from any. Background threads: no collectives here.
+Floor 1. Uses: ranks.agreement, ranks.rounds, ranks.wishes. Used by: lifecycle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import NoAgreement
+from trainckpt.ranks.channel import DAY_S
+from trainckpt.ranks.decision import Decision, Publication, Wish, decide
+from trainckpt.ranks.rounds import Rounds
+from trainckpt.ranks.wishes import Wishes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.ranks.agreement import Agreement
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.ranks.decision import Mode
+    from trainckpt.ranks.sources import Asked, Source
+
+LOOK_INTERVAL_S = 1.0
+STOP_WITHIN_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
+RETRY_DECIDING_S = 0.5
+
+
+def end_with_71() -> None:
+    """What a failed stop does, wherever main is."""
+    os._exit(NoAgreement.exit_code)
+
+
+class Watcher:
+    """Sequence of calls: `start`, any number of requests, `publish_final`, `stop`.
+
+    Attributes:
+        problems: What went wrong in sources and in the store, one sentence each, for the log.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        channel: Channel,
+        sources: Sequence[Source] = (),
+        *,
+        mode: Mode = "micro-batch",
+        can_save: Callable[[], bool] = lambda: True,
+        on_failed_stop: Callable[[], object] = end_with_71,
+        decision_timeout_s: float = 20.0,
+    ) -> None:
+        """Nothing runs before `start`.
+
+        Args:
+            agreement: The boundary's side, this rank's.
+            channel: Between the ranks, scoped to the attempt; one watcher per rank and scope.
+            sources: Who may bring notices.
+            mode: What a notice without a mode means.
+            can_save: Whether a save could be taken now. Called from any thread; must not block
+                and not raise.
+            on_failed_stop: Called from a watcher thread.
+            decision_timeout_s: How long a round may stay undecided; half of the notice's
+                `seconds_left` where that is less.
+        """
+        self.problems: list[str] = []
+        self._agreement = agreement
+        self._channel = channel
+        self._world = channel.world
+        self._sources = tuple(sources)
+        self._mode: Mode = mode
+        self._can_save = can_save
+        self._on_failed_stop = on_failed_stop
+        self._timeout_s = decision_timeout_s
+        self._lock = threading.RLock()  # rounds and wishes; held for no store call
+        self._sending = threading.RLock()  # keeps publications in the order of their rounds
+        self._wishes = Wishes()
+        self._answered = 0
+        self._undecided: dict[int, float] = {}  # round -> when to give it up
+        self._outbox: deque[Publication] = deque()
+        self._listening_for = 1
+        self._lost: NoAgreement | None = None
+        self._running = self._left = False
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the sources and the threads. Main thread, once, the same on all ranks."""
+        self._pid = os.getpid()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        for source in self._sources:
+            source.start()
+        loops = [self._watch]
+        if self._world.size > 1:
+            self._mouth = Rounds(self._channel.connection())
+            self._ears = Rounds(self._channel.connection())
+            loops.append(self._listen)
+        self._running = True
+        atexit.register(self._leave_at_exit)
+        for loop in loops:
+            name = f"trainckpt-{loop.__name__.strip('_')}"
+            thread = threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def request(self, notice: Asked) -> None:
+        """Ask all ranks for what `notice` says. The caller's next boundary waits for the answer.
+
+        A stop that was asked for already, as strict or stricter, opens no round. A save asked for
+        while a round is undecided is merged with it if that becomes a save.
+        """
+        mode = notice.mode or self._mode
+        self._want(Wish(notice.reason, notice.action, mode, notice.seconds_left, notice.tag))
+
+    def request_save(self, number: int, tag: str | None = None) -> None:
+        """Ask for the save of this rank's `number`-th `ckpt.save()`, counted from 1.
+
+        Nothing happens if a round has decided that save already. While a round is undecided the
+        request waits, and gets the next round unless it was that very save.
+        """
+        self._want(Wish("ckpt.save()", "save", tag=tag, number=number))
+
+    def publish_final(self) -> None:
+        """This rank leaves: no boundary counts any more, and no round waits for this rank.
+
+        After `close()`'s last barrier, or at once after an exception or a stop.
+        """
+        passed = self._agreement.finish()
+        if not self._running or self._left or os.getpid() != self._pid or self._world.size == 1:
+            return
+        self._left = True
+        try:
+            self._send()
+            final = Publication(0, self._world.rank, passed, can_save=False)
+            self._mouth.publish_final(final)
+            for k in tuple(self._undecided):
+                self._mouth.try_to_decide(k)
+        except NoAgreement as error:
+            self._lose(error)
+
+    def stop(self) -> None:
+        """End both threads, within 2 s, and the sources. Main thread; may be repeated."""
+        if not self._running or os.getpid() != self._pid:
+            return
+        self._running = False
+        self._stopping.set()
+        self._wake()
+        self._wake_listener()
+        until = time.monotonic() + STOP_WITHIN_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        for source in self._sources:
+            source.stop()
+        atexit.unregister(self._leave_at_exit)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._wake_reader.close()
+            self._wake_writer.close()
+
+    # Wishes become rounds. Any thread.
+
+    def _want(self, wish: Wish) -> None:
+        with self._lock:
+            if not self._running or self._agreement.finished:
+                return
+            self._wishes.add(wish)
+            self._open_rounds()
+            cannot_ask = self._lost is not None and wish.action == "stop"
+            unmet = self._wishes.to_answer()
+        if cannot_ask and unmet is not None and unmet.action == "stop":
+            self._fail_stop()
+        self._wake()
+
+    def _open_rounds(self) -> None:
+        while self._lost is None and (wish := self._wishes.to_open(self._undecided)):
+            self._answer(wish, wish.seconds_left)
+
+    def _answer(self, wish: Wish | None, seconds_left: float | None) -> None:
+        """Add the next round to the open ones, and put this rank's answer into the outbox."""
+        self._answered += 1
+        k = self._answered
+        passed = self._agreement.open_round(k)
+        can_save = not self._agreement.finished and self._can_save()
+        publication = Publication(k, self._world.rank, passed, can_save, wish)
+        self._wishes.asked(k, wish)
+        within_s = decide_within(self._timeout_s, seconds_left)
+        self._undecided[k] = time.monotonic() + within_s
+        if self._world.size == 1:
+            self._take(decide([publication]))
+        else:
+            self._outbox.append(publication)
+
+    def _take(self, decision: Decision) -> None:
+        """Act on a decision, once."""
+        with self._lock:
+            if self._undecided.pop(decision.round, None) is None:
+                return
+            self._wishes.settle(decision)
+            self._agreement.decided(decision)
+            self._open_rounds()
+        if decision.failed and decision.action == "stop":
+            self.problems.append(f"stop failed: {decision.why}")
+            self._fail_stop()
+        self._wake()
+
+    def _fail_stop(self) -> None:
+        if not self._agreement.finished:
+            self._on_failed_stop()
+
+    def _send(self) -> None:
+        """Publish what is in the outbox. No lock of ours is held over a store call but this."""
+        with self._sending:
+            while self._outbox and self._lost is None:
+                decision = self._mouth.publish(self._outbox.popleft())
+                if decision is not None:
+                    self._take(decision)
+
+    # The thread that sleeps on descriptors.
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_reader, selectors.EVENT_READ, None)
+            for source in self._sources:
+                if (descriptor := source.fileno()) is not None:
+                    selector.register(descriptor, selectors.EVENT_READ, source)
+            next_look = time.monotonic()
+            while not self._stopping.is_set():
+                ready = selector.select(max(0.0, next_look - time.monotonic()))
+                sources = [key.data for key, _ in ready if key.data is not None]
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + LOOK_INTERVAL_S
+                    sources = list(self._sources)
+                self._drain_wake()
+                for source in sources:
+                    self._ask(source)
+                self._guarded(self._send)
+
+    def _ask(self, source: Source) -> None:
+        try:
+            for notice in source.poll():
+                self.request(notice)
+        except Exception as error:  # noqa: BLE001 - one bad source must not deafen the others
+            problem = f"{type(source).__name__} failed: {type(error).__name__}: {error}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"\0")
+        except OSError:
+            pass  # full: it will wake; closed: it has ended
+
+    def _drain_wake(self) -> None:
+        try:
+            while self._wake_reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    # The thread that listens to the store.
+
+    def _listen(self) -> None:
+        while not self._stopping.is_set() and self._lost is None:
+            self._guarded(self._listen_once)
+
+    def _listen_once(self) -> None:
+        with self._lock:
+            self._listening_for = self._answered + 1
+            idle = not self._undecided
+        if self._stopping.is_set():
+            return
+        if idle:
+            self._ears.listen(self._listening_for, 7 * DAY_S)
+            self._hear()
+        else:
+            self._settle_rounds()
+
+    def _hear(self) -> None:
+        """Answer the next round if its bell rang and this rank has not answered it."""
+        with self._lock:
+            k = self._answered + 1
+        bell = self._mouth.heard(k)
+        if bell is None or self._stopping.is_set():
+            return
+        with self._lock:
+            if k == self._answered + 1:
+                self._answer(self._wishes.to_answer(), _seconds(bell.get("seconds_left")))
+        self._send()
+
+    def _settle_rounds(self) -> None:
+        """Until no round is undecided: read decisions, keep deadlines, answer further rounds."""
+        pause_s, next_try = FIRST_PAUSE_S, time.monotonic() + RETRY_DECIDING_S
+        while self._undecided and not self._stopping.is_set():
+            self._hear()
+            retry = time.monotonic() >= next_try
+            if retry:
+                next_try = time.monotonic() + RETRY_DECIDING_S
+            for k, deadline in tuple(self._undecided.items()):
+                decision = self._look_at(k, deadline, retry=retry)
+                if decision is not None:
+                    self._take(decision)
+            self._send()
+            if self._undecided:
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _look_at(self, k: int, deadline: float, *, retry: bool) -> Decision | None:
+        decision = self._mouth.decision(k)
+        if decision is None and time.monotonic() >= deadline:
+            return self._mouth.give_up(k)
+        if decision is None and retry:
+            return self._mouth.try_to_decide(k)
+        return decision
+
+    def _wake_listener(self) -> None:
+        if self._world.size > 1 and self._lost is None:
+            with self._lock:
+                k = self._listening_for
+            self._guarded(lambda: self._mouth.wake_listener(k))
+
+    # When the store is gone.
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Run `act`; a failure must not leave main waiting for a decision that cannot come."""
+        try:
+            act()
+        except NoAgreement as error:
+            self._lose(error)
+        except Exception as error:  # noqa: BLE001 - as said
+            self._lose(NoAgreement(f"the watcher failed: {type(error).__name__}: {error}"))
+
+    def _lose(self, error: NoAgreement) -> None:
+        with self._lock:
+            first = self._lost is None
+            self._lost = self._lost or error
+            stopping = self._wishes.stop_mode is not None and bool(self._undecided)
+        if not first or not self._running:
+            return
+        self.problems.append(str(error))
+        if stopping:
+            self._fail_stop()
+        self._agreement.broken(error)
+
+    def _leave_at_exit(self) -> None:
+        """A thread that wakes in a dying interpreter crashes it: end before that."""
+        self.publish_final()
+        self.stop()
+
+
+def decide_within(timeout_s: float, seconds_left: float | None) -> float:
+    """How long a round may stay undecided: half of what is left, the rest is for the save.
+
+    At least a second, though: giving up sooner would only make sure of the loss.
+    """
+    return timeout_s if seconds_left is None else min(timeout_s, max(seconds_left / 2, 1.0))
+
+
+def _seconds(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,92 @@
+"""What this rank wants of the others, and whether that needs a round of its own.
+
+The rules, so that a repeated notice costs nothing and no wish is lost:
+
+    a stop      opens the next round at once, unless one at least as strict was asked for or
+                decided already
+    a save      waits until no round is undecided, then opens the next one; a stop drops it
+      without a number   any save that is decided after it was asked for will do: merged
+      with number n      the n-th `ckpt.save()` of any rank: dropped once a round has decided
+                         save n (or a later one), taken or skipped; never merged with another n,
+                         because each has its own tag
+
+A wish whose round turned out otherwise (its rank's answer came too late) is asked for again.
+
+Threads: under the watcher's lock only. Floor 1. Uses: ranks.decision. Used by: ranks.watcher.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.ranks.decision import STRICTNESS, Decision, Mode, Wish
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+class Wishes:
+    """The wishes of one rank that no round has settled.
+
+    Attributes:
+        stop_mode: The strictest stop known to this rank, asked for or decided; None: none.
+    """
+
+    def __init__(self) -> None:
+        self.stop_mode: Mode | None = None
+        self._stop: Wish | None = None
+        self._saves: list[Wish] = []
+        self._settled_number = 0
+        self._asked: dict[int, Wish] = {}
+
+    def add(self, wish: Wish) -> None:
+        """Remember a wish, unless something known covers it."""
+        if wish.action == "stop":
+            if self._is_stricter(wish.mode):
+                self.stop_mode, self._stop = wish.mode, wish
+                self._saves.clear()
+        elif self.stop_mode is None and not self._is_covered(wish):
+            self._saves.append(wish)
+
+    def to_open(self, undecided: Collection[int]) -> Wish | None:
+        """The wish to open a round for now, if any."""
+        if self._stop is not None or not undecided:
+            return self._stop or next(iter(self._saves), None)
+        return None
+
+    def to_answer(self) -> Wish | None:
+        """The wish to bring to a round that another rank has opened."""
+        return self.to_open(())
+
+    def asked(self, round_: int, wish: Wish | None) -> None:
+        """This rank has published `wish` for `round_`."""
+        if wish is not None:
+            self._asked[round_] = wish
+            self._stop = None
+
+    def settle(self, decision: Decision) -> None:
+        """A round is decided: forget what it covers."""
+        mine = self._asked.pop(decision.round, None)
+        if decision.action == "stop":
+            self._saves.clear()
+            if self._is_stricter(decision.mode):
+                self.stop_mode = decision.mode
+            return
+        if mine is not None and mine.action == "stop":
+            self._stop = mine
+        self._settle_saves(decision, mine)
+
+    def _settle_saves(self, decision: Decision, mine: Wish | None) -> None:
+        numbers = [decision.number or 0]
+        if decision.failed and mine is not None:
+            numbers.append(mine.number or 0)
+        self._settled_number = max(self._settled_number, *numbers)
+        self._saves = [w for w in self._saves if (w.number or 0) > self._settled_number]
+
+    def _is_stricter(self, mode: Mode) -> bool:
+        return self.stop_mode is None or STRICTNESS[mode] > STRICTNESS[self.stop_mode]
+
+    def _is_covered(self, wish: Wish) -> bool:
+        if wish.number is not None and wish.number <= self._settled_number:
+            return True
+        return any(save.number == wish.number for save in self._saves)

@@ -1,0 +1,63 @@
+"""Who we are among the ranks: asked once, when a Checkpointer is made.
+
+Floor 1. Uses: torch.distributed, errors. Used by: this room and lifecycle.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch.distributed
+
+from trainckpt.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the attempt.
+
+    Attributes:
+        rank: 0 to size - 1, over all hosts.
+        size: How many ranks there are.
+        local_rank: This rank's number on its own host.
+        host: Name of that host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+
+
+def current_world() -> World:
+    """The world of `torch.distributed`, or one rank where no process group was made.
+
+    Raises:
+        ConfigurationError: a launcher started several ranks, and the group is not there yet.
+    """
+    host = socket.gethostname()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return World(rank, size, _number("LOCAL_RANK", rank), host)
+    launched = _number("WORLD_SIZE", 1)
+    if launched > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {launched}, but torch.distributed has no process group",
+            hint="call torch.distributed.init_process_group before Checkpointer",
+        )
+    return World(0, 1, 0, host)
+
+
+def _number(variable: str, otherwise: int) -> int:
+    text = os.environ.get(variable, "")
+    if not text:
+        return otherwise
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"{variable} is {text!r}, which is not a number",
+            hint=f"unset {variable}, or start the ranks with torchrun",
+        ) from None
