@@ -1,0 +1,228 @@
+"""A loader that knows where it is, and can be put back there without loading a batch twice.
+
+It counts what was *returned*, that is, trained on; what workers fetched ahead is not part of it.
+What happens in each `__next__`, in this order:
+
+    1  on_boundary()         may raise; may call state(): it describes the batches returned so far
+    2  the iterator          made at the first __next__ only, so that a state can still be loaded
+                             after iter(); in the middle of a pass: under the saved randomness,
+                             which is put back to what it was before
+    3  before_first_fetch()  once after a load_state: the owner restores the main randomness, last
+    4  the batch             with num_workers=0 this draws from the main randomness
+
+A state taken between passes holds randomness from before the iterator is made, and making it draws
+from that: then 3 comes before 2. Either way the main randomness is restored at the very place where
+it was recorded.
+
+Without a load_state the draws are those of the plain loader, one by one. Only the trainer's thread
+may iterate, save or load; one pass runs at a time.
+
+Used by: the lifecycle (through the front door's `track`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.data import compare
+from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_main_rng
+from trainckpt.data.sources import source_of
+from trainckpt.errors import ConfigurationError, StateMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+class TrackedLoader:
+    """A drop-in for a loader, whose position can be saved and loaded at every batch.
+
+    Saved after batch 3 of 10 and loaded in a new process, the next `iter()` returns batches 4 to
+    10 with the bits they would have had, then the next pass begins as it would have begun.
+
+    Args:
+        loader: A torch DataLoader, or any iterable with state_dict and load_state_dict.
+        name: What messages call it.
+        on_boundary: Called first in every `__next__`.
+        before_first_fetch: Called once after each `load_state`, before the first batch.
+
+    Attributes:
+        batches: Batches returned in this pass.
+        samples: Dataset indices in them (batch_size per batch where index lists are out of sight).
+        in_pass: The first `__next__` of a pass was reached and the pass has not ended.
+        exhausted: The last pass ended by running out, and no new one has begun.
+        passes_started: Passes begun, those of the loaded run included.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        name: str,
+        on_boundary: Callable[[], None] | None = None,
+        before_first_fetch: Callable[[], None] | None = None,
+    ) -> None:
+        self._loader = loader
+        self.name = name
+        self.on_boundary = on_boundary
+        self.before_first_fetch = before_first_fetch
+        self.batches = 0
+        self.in_pass = False
+        self.exhausted = False
+        self.passes_started = 0
+        self._source = source_of(loader, name)
+        self._facts = self._source.facts()
+        self._pending: dict[str, Any] | None = None
+        self._turn: object = None  # the ticket of the iterator whose pass it is; keeps none alive
+
+    @property
+    def samples(self) -> int:
+        """Dataset indices in the batches returned in this pass."""
+        return self._source.progress.samples
+
+    def __iter__(self) -> TrackedIterator:
+        return TrackedIterator(self)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "_loader":  # not constructed yet: copy or pickle is asking
+            raise AttributeError(attribute)
+        return getattr(self._loader, attribute)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as of the batches returned so far; never changed later."""
+        if self._pending is not None:
+            return dict(self._pending)
+        return {
+            "kind": self._source.kind,
+            "facts": self._facts,
+            "batches": self.batches,
+            "samples": self.samples,
+            "in_pass": self.in_pass,
+            "exhausted": self.exhausted,
+            "passes_started": self.passes_started,
+            **self._source.state(self.in_pass),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state with the next pass; iterators made before may still begin it.
+
+        What `differences` names is not refused here, only another kind of loader.
+        """
+        if state["kind"] != self._source.kind:
+            raise StateMismatch(f"{self.name} cannot go on", self.differences(state))
+        self._turn = None
+        self._source.load(state)
+        self.batches, self.passes_started = state["batches"], state["passes_started"]
+        self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
+        self._pending = dict(state)
+
+    def describe_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state as part name -> value, to compare two runs by."""
+        return compare.describe(state)
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        """Return what makes a saved state not exactly loadable here, one sentence each."""
+        return compare.differences(self.name, state, self._source.kind, self._source.facts())
+
+    def problems(self) -> list[str]:
+        """Return what about this loader cannot be exact, one sentence each."""
+        found = self._source.problems()
+        replaced = replaced_numpy_generator()
+        if replaced is not None:
+            found.append(
+                f"{self.name}: NumPy's global generator was replaced by {replaced}, whose state "
+                "is not kept"
+            )
+        return found
+
+    def shutdown(self) -> None:
+        """Kill the workers now. The running pass cannot go on; a new one can begin."""
+        self._turn = None
+        self._source.shutdown()
+
+    def _enter(self, iterator: TrackedIterator) -> None:
+        # an iterator's first __next__: whatever pass was running before has been left
+        if self._turn is iterator.ticket:
+            return
+        if self._pending is None and self.in_pass:
+            self._source.abandon()
+            self._end(exhausted=False)
+        self._turn = iterator.ticket
+
+    def _begin(self) -> Iterator[Any]:
+        saved = self._pending
+        going_on = saved is not None and saved["in_pass"]
+        if saved is not None and not going_on:
+            self._first_fetch()
+        batches = self._go_on(saved) if saved is not None and going_on else self._source.start()
+        self._pending = None
+        if not going_on:
+            self._facts = self._source.facts()
+            self.batches, self.exhausted = 0, False
+            self.passes_started += 1
+        self.in_pass = True
+        if going_on:
+            self._first_fetch()
+        return batches
+
+    def _go_on(self, saved: dict[str, Any]) -> Iterator[Any]:
+        here = main_rng()
+        try:
+            return self._source.resume(saved)
+        finally:
+            set_main_rng(here)
+
+    def _first_fetch(self) -> None:
+        if self.before_first_fetch is not None:
+            self.before_first_fetch()
+
+    def _end(self, *, exhausted: bool) -> None:
+        self.in_pass, self.exhausted = False, exhausted
+        if not exhausted:
+            self.batches = 0
+
+
+class TrackedIterator:
+    """One pass. Made by `iter(tracked)`; draws and starts nothing before its first `__next__`."""
+
+    def __init__(self, loader: TrackedLoader) -> None:
+        self.ticket = object()
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+        self._over = False
+
+    def __iter__(self) -> TrackedIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._over:
+            raise StopIteration
+        self._take_turn()
+        if loader.on_boundary is not None:
+            loader.on_boundary()
+        if self._batches is None:
+            self._batches = loader._begin()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._over, self._batches = True, None
+            loader._source.finish()
+            loader._end(exhausted=True)
+            raise
+        loader.batches += 1
+        return batch
+
+    def _take_turn(self) -> None:
+        if self._batches is None:
+            self._loader._enter(self)
+        elif self._loader._turn is not self.ticket:
+            raise ConfigurationError(
+                f"{self._loader.name}: this pass was left: another began, or a state was loaded",
+                hint="run one pass over a tracked loader at a time",
+            )

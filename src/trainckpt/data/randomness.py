@@ -1,0 +1,112 @@
+"""The random generators of one process, as values that can be kept and compared.
+
+Three generators count: Python's `random`, NumPy's legacy global one, torch's CPU one. They are read
+and written whole; nothing here draws from them or seeds them. NumPy takes part only once somebody
+has imported it: before that its generator cannot have been used.
+
+Values are bytes with a fixed layout (and one uint8 tensor for torch in the main process), so that
+equal bytes means equal randomness, on every platform.
+
+    python  version i32, 625 words u32, has a cached gaussian u8, its value f64
+    numpy   position i32, has a cached gaussian i32, its value f64, 624 words u32
+
+Used by: loader.py (main process), worker.py (inside workers), whoever owns the main generators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from typing import Any
+
+import torch
+
+from trainckpt.errors import ConfigurationError
+
+_PYTHON = struct.Struct("<i625IBd")
+_NUMPY = struct.Struct("<iid")
+
+
+def main_rng() -> dict[str, Any]:
+    """Return this process's generators: {"python": bytes, "numpy": bytes, "torch": uint8 tensor}.
+
+    The key "numpy" is absent while NumPy is not imported.
+    """
+    state: dict[str, Any] = {"python": _read_python(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = _read_numpy()
+    return state
+
+
+def set_main_rng(state: dict[str, Any]) -> None:
+    """Put back, bitwise, what `main_rng` or `packed_rng` returned; absent keys stay as they are."""
+    if "python" in state:
+        _write_python(state["python"])
+    if "numpy" in state:
+        _write_numpy(state["numpy"])
+    if "torch" in state:
+        torch.set_rng_state(_as_tensor(state["torch"]))
+
+
+def packed_rng() -> dict[str, bytes]:
+    """Return the same as `main_rng`, torch's part as bytes too: what a worker sends home."""
+    state: dict[str, Any] = main_rng()
+    state["torch"] = as_bytes(state["torch"])
+    return state
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a dense CPU tensor."""
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def replaced_numpy_generator() -> str | None:
+    """Return the name of the bit generator the user put in place of NumPy's own, if one was."""
+    if "numpy" not in sys.modules:
+        return None
+    import numpy as np
+
+    kind = str(np.random.get_state(legacy=False)["bit_generator"])
+    return None if kind == "MT19937" else kind
+
+
+def _as_tensor(state: torch.Tensor | bytes) -> torch.Tensor:
+    if isinstance(state, torch.Tensor):
+        return state
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _read_python() -> bytes:
+    version, words, gauss = random.getstate()
+    return _PYTHON.pack(version, *words, gauss is not None, gauss or 0.0)
+
+
+def _write_python(packed: bytes) -> None:
+    version, *words, has_gauss, gauss = _PYTHON.unpack(packed)
+    random.setstate((version, tuple(words), gauss if has_gauss else None))
+
+
+def _read_numpy() -> bytes:
+    import numpy as np
+
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        raise ConfigurationError(
+            f"NumPy's global generator was replaced by {state['bit_generator']}, "
+            "which trainckpt cannot restore",
+            hint="keep your own numpy.random.Generator and track its state instead of "
+            "numpy.random.set_bit_generator",
+        )
+    words: bytes = state["state"]["key"].astype("<u4", copy=False).tobytes()
+    return _NUMPY.pack(state["state"]["pos"], state["has_gauss"], state["gauss"]) + words
+
+
+def _write_numpy(packed: bytes) -> None:
+    import numpy as np
+
+    position, has_gauss, gauss = _NUMPY.unpack_from(packed)
+    words = np.frombuffer(packed, dtype="<u4", offset=_NUMPY.size)
+    np.random.set_state(("MT19937", words, position, has_gauss, gauss))

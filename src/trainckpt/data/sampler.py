@@ -1,0 +1,118 @@
+"""What decides the order of a DataLoader's data: its samplers and its own generator.
+
+Kept of them: the state of each distinct torch.Generator, the integers `seed` and `epoch` of each
+sampler, and the state_dict of samplers that have one. With the main process's randomness from just
+before the iterator was made this fixes the order, for torch's samplers and for every sampler that
+is a pure function of these. Other samplers are named by `unproven_samplers`.
+
+Used by: sources.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.data import DataLoader
+
+_INTEGERS = ("seed", "epoch")
+
+
+def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]:
+    """Return what decides the order of the next pass.
+
+    Args:
+        loader: The user's loader; nothing of it is changed.
+        stateful: False leaves out state_dicts: read in mid-pass they hold a position, and loading
+            that would shift the next pass.
+    """
+    samplers = dict(_samplers(loader))
+    return {
+        "generators": {name: g.get_state() for name, g in _generators(loader)},
+        "integers": {
+            f"{name}.{key}": value
+            for name, sampler in samplers.items()
+            for key, value in _integers(sampler)
+        },
+        "samplers": {
+            name: sampler.state_dict()
+            for name, sampler in samplers.items()
+            if stateful and has_state(sampler)
+        },
+    }
+
+
+def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
+    """Put back what `capture` returned; what this loader lacks is left to `differences`."""
+    for name, generator in _generators(loader):
+        if name in saved["generators"]:
+            generator.set_state(saved["generators"][name])
+    for name, sampler in _samplers(loader):
+        for key, now in _integers(sampler):
+            value = saved["integers"].get(f"{name}.{key}", now)
+            if value != now:
+                setattr(sampler, key, value)
+        if name in saved["samplers"] and has_state(sampler):
+            sampler.load_state_dict(saved["samplers"][name])
+
+
+def parts(saved: dict[str, Any]) -> set[str]:
+    """Return the names of what a capture holds."""
+    return {name for group in saved.values() for name in group}
+
+
+def unproven_samplers(loader: DataLoader[Any]) -> list[str]:
+    """Return the class names of samplers that are not torch's own and have no state_dict."""
+    return [
+        type(sampler).__qualname__
+        for _, sampler in _samplers(loader)
+        if not type(sampler).__module__.startswith("torch.") and not has_state(sampler)
+    ]
+
+
+def has_state(thing: Any) -> bool:
+    """Tell whether an object saves and loads its own state."""
+    return callable(getattr(thing, "state_dict", None)) and callable(
+        getattr(thing, "load_state_dict", None)
+    )
+
+
+def length(thing: Any) -> int | None:
+    """Return len(thing), None where it has no length."""
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _samplers(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    own = getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
+    named = {"sampler": own, "batch sampler's sampler": inner, "batch sampler": batch_sampler}
+    return _distinct(named)
+
+
+def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, torch.Generator]]:
+    named = {"loader": loader.generator}
+    named.update({name: getattr(sampler, "generator", None) for name, sampler in _samplers(loader)})
+    return ((n, g) for n, g in _distinct(named) if isinstance(g, torch.Generator))
+
+
+def _distinct(named: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name, thing in named.items():
+        if thing is not None and id(thing) not in seen:
+            seen.add(id(thing))
+            yield name, thing
+
+
+def _integers(sampler: Any) -> Iterator[tuple[str, int]]:
+    for key in _INTEGERS:
+        value = getattr(sampler, key, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield key, value

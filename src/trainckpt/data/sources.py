@@ -1,0 +1,324 @@
+"""The kinds of loader that can be tracked, and how a pass over each begins or goes on.
+
+    map       a plain DataLoader over a map-style dataset: exact, by fast-forwarding indices
+    iterable  a plain DataLoader over an IterableDataset: by the dataset's own state_dict
+              (num_workers=0), else by loading and dropping what was consumed, which is not exact
+    stateful  anything with its own state_dict and load_state_dict, such as torchdata's
+
+The order when a pass goes on where it was saved, which `LoaderSource.resume` obeys:
+main randomness as before the iterator was made; samplers likewise; the iterator; fast-forward;
+generators as they were when saved. The caller puts the main randomness back afterwards.
+
+Used by: loader.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainckpt.data import sampler
+from trainckpt.data.iterators import Plan, Progress, WorkersIterator, make_iterator, self_test
+from trainckpt.data.randomness import main_rng, set_main_rng
+from trainckpt.data.sampler import has_state, length
+from trainckpt.data.shield import adopt, kill_workers, shielded
+from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+def source_of(loader: Iterable[Any], name: str) -> LoaderSource | StatefulSource:
+    """Return how this loader is tracked; ConfigurationError if it cannot be."""
+    if has_state(loader) and not _is_torch_method(loader, "state_dict"):
+        return StatefulSource(loader)
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"{name}: a {type(loader).__qualname__} is neither a torch DataLoader nor has "
+            "state_dict and load_state_dict, so its position cannot be kept",
+            hint="call ckpt.boundary() in the loop and track an object that holds your position",
+        )
+    for method in ("__iter__", "_get_iterator"):
+        if not _is_torch_method(loader, method):
+            raise ConfigurationError(
+                f"{name}: {type(loader).__qualname__} has its own {method}, which tracking would "
+                "bypass",
+                hint="track the DataLoader inside it, or give the class a state_dict",
+            )
+    self_test()
+    return LoaderSource(loader, name)
+
+
+def _is_torch_method(loader: Any, method: str) -> bool:
+    module = getattr(getattr(type(loader), method, None), "__module__", "")
+    return str(module).startswith("torch.utils.data")
+
+
+class LoaderSource:
+    """A plain DataLoader. The user's object is never changed: iterators are made over a copy.
+
+    Attributes:
+        kind: "map" or "iterable".
+        progress: What was consumed of the running pass.
+    """
+
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+        self.kind = "iterable" if isinstance(loader.dataset, IterableDataset) else "map"
+        self.progress = Progress()
+        self._loader = loader
+        self._name = name
+        self._persistent = bool(loader.persistent_workers and loader.num_workers > 0)
+        self._live: WorkersIterator | None = None  # persistent workers, between passes too
+        self._latest: weakref.ref[Any] = weakref.ref(self)
+        self._carried = False  # loaded: workers existed, and this process has none yet
+        self._before: dict[str, Any] | None = None
+        self._rng_before: dict[str, Any] | None = None
+        self._base_seed: int | None = None
+        self._reused = False
+
+    def start(self) -> Any:
+        """Begin a pass at its first batch, drawing exactly what a plain DataLoader draws."""
+        self._rng_before = main_rng()
+        self._before = self._captured()
+        self._reused = self._live is not None or self._carried
+        self.progress = Progress(workers=self.progress.workers if self._reused else {})
+        if self._live is not None:
+            self._live.progress = self.progress
+            self._live._reset(self._loader)
+            return self._live
+        return self._make(skip=0)
+
+    def resume(self, saved: dict[str, Any]) -> Any:
+        """Go on with the saved pass; no data is loaded, unless it has to be replayed."""
+        self._rng_before, self._before = saved["rng_before"], saved["before"]
+        self._reused = saved["reused"]
+        replay = self._replays()
+        if replay:
+            self.progress.workers = {}  # the workers go through it all again
+        self._rewind()
+        if self.kind == "map":
+            iterator = self._make(skip=saved["position"])
+        else:
+            self._put_dataset_state(saved)
+            iterator = self._make(skip=0)
+        self.progress.position, self.progress.samples = saved["position"], saved["samples"]
+        if replay:
+            self._replay(iterator, saved["batches"])
+            self.progress.position, self.progress.samples = saved["position"], saved["samples"]
+        sampler.restore(self._loader, saved["now"])
+        return iterator
+
+    def abandon(self) -> None:
+        """A pass was left in its middle: learn the generators its workers end up with."""
+        if self._live is not None:
+            self._live.drain()
+        self.finish()
+        self.progress = Progress(workers=self.progress.workers)
+
+    def finish(self) -> None:
+        """A pass is over, by its end or by being left."""
+        self._rng_before = self._before = None
+        if not self._persistent:
+            self.progress.workers = {}
+
+    def state(self, in_pass: bool) -> dict[str, Any]:
+        """Return this source's part of the loader's state; all values are never changed later."""
+        has_workers = self._live is not None or self._carried
+        state = {
+            "position": self.progress.position,
+            "rng_before": self._rng_before,
+            "before": self._before,
+            "now": self._captured(stateful=not in_pass),
+            "base_seed": self._base_seed if in_pass or has_workers else None,
+            "reused": self._reused if in_pass else has_workers,
+            "workers": dict(self.progress.workers),
+            "own": None,
+        }
+        if self.kind == "iterable" and not self._replays() and in_pass:
+            state["own"] = self._loader.dataset.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Take a saved state; between passes the samplers are put back at once."""
+        self.shutdown()
+        self.progress = Progress(saved["position"], saved["samples"], dict(saved["workers"]))
+        self._base_seed = saved["base_seed"]
+        self._carried = saved["reused"] and self._persistent
+        if not saved["in_pass"]:
+            sampler.restore(self._loader, saved["now"])
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal for a saved state to be exact here."""
+        loader = self._loader
+        batch_sampler = loader.batch_sampler
+        index_sampler = loader.sampler if batch_sampler is None else batch_sampler
+        return {
+            "num_workers": loader.num_workers,
+            "persistent_workers": self._persistent,
+            "batch_size": loader.batch_size or getattr(batch_sampler, "batch_size", None),
+            "drop_last": bool(loader.drop_last or getattr(batch_sampler, "drop_last", False)),
+            "dataset length": length(loader.dataset),
+            "sampler": type(index_sampler).__qualname__,
+            "sampler length": length(index_sampler),
+            "generators and seeds": sorted(sampler.parts(self._captured(stateful=False))),
+        }
+
+    def problems(self) -> list[str]:
+        """Return what about this loader cannot be exact, one sentence each."""
+        found = [
+            f"{self._name}: the sampler {kind} is assumed to be a pure function of its seed, epoch "
+            "and the global RNG; give it a state_dict if it is not"
+            for kind in sampler.unproven_samplers(self._loader)
+        ]
+        if self._replays():
+            found.append(
+                f"{self._name}: {type(self._loader.dataset).__qualname__} is an IterableDataset "
+                "whose position is not kept; a resume loads and drops what was consumed, which is "
+                "not bitwise"
+            )
+        if self._loader.num_workers > 0 and not getattr(self._loader, "in_order", True):
+            found.append(
+                f"{self._name}: in_order=False returns batches in the order they happen to be "
+                "ready, which no resume can repeat"
+            )
+        return found
+
+    def shutdown(self) -> None:
+        """Kill the workers now."""
+        for iterator in (self._live, self._latest()):
+            if iterator is not None:
+                kill_workers(iterator)
+        self._live = None
+
+    def _make(self, skip: int) -> Any:
+        plan = Plan(
+            skip=skip,
+            workers=self.progress.workers,
+            base_seed=self._base_seed if skip or self._reused else None,
+            rewind=self._rewind if self._reused else None,
+        )
+        iterator = make_iterator(copy.copy(self._loader), self.progress, plan)
+        self._base_seed = iterator._base_seed
+        self._carried = False
+        self._latest = weakref.ref(iterator)
+        self._live = iterator if self._persistent else None
+        return iterator
+
+    def _rewind(self) -> None:
+        assert self._rng_before is not None
+        assert self._before is not None
+        set_main_rng(self._rng_before)
+        sampler.restore(self._loader, self._before)
+
+    def _captured(self, *, stateful: bool = True) -> dict[str, Any]:
+        return sampler.capture(self._loader, stateful=stateful)
+
+    def _replays(self) -> bool:
+        if self.kind == "map":
+            return False
+        return self._loader.num_workers > 0 or not has_state(self._loader.dataset)
+
+    def _put_dataset_state(self, saved: dict[str, Any]) -> None:
+        if saved["own"] is not None and not self._replays():
+            self._loader.dataset.load_state_dict(saved["own"])  # type: ignore[attr-defined]
+
+    def _replay(self, iterator: Iterator[Any], batches: int) -> None:
+        warnings.warn(
+            f"{self._name}: loading and dropping {batches} batches to get back to the saved "
+            "position; data may differ from the uninterrupted run",
+            stacklevel=5,
+        )
+        for _ in range(batches):
+            next(iterator)
+
+
+class StatefulSource:
+    """An object that keeps its own position, such as torchdata's StatefulDataLoader."""
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any) -> None:
+        self.progress = Progress()
+        self._loader = loader
+        self._rng_before: dict[str, Any] | None = None
+        self._latest: Any = None
+        self._begun = False
+
+    def start(self) -> Iterator[Any]:
+        """Begin a pass as the object itself would."""
+        self.progress = Progress()
+        self._rng_before = main_rng()
+        return self._iterate()
+
+    def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
+        """Go on with the saved pass, as the object's own load_state_dict does."""
+        self._rng_before = saved["rng_before"]
+        if self._rng_before is not None:
+            set_main_rng(self._rng_before)
+        return self._iterate()
+
+    def abandon(self) -> None:
+        """A pass was left in its middle."""
+        self.finish()
+        self.progress = Progress()
+
+    def finish(self) -> None:
+        """A pass is over."""
+        self._rng_before = None
+
+    def state(self, in_pass: bool) -> dict[str, Any]:
+        """Return the object's own state; None before its first pass, as asking may draw."""
+        return {
+            "position": self.progress.position,
+            "rng_before": self._rng_before if in_pass else None,
+            "own": self._loader.state_dict() if self._begun else None,
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Hand the object its own state back."""
+        self.shutdown()
+        self.progress = Progress(saved["position"], saved["samples"])
+        if saved["own"] is not None:
+            self._loader.load_state_dict(saved["own"])
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal for a saved state to be exact here."""
+        return {
+            "num_workers": getattr(self._loader, "num_workers", None),
+            "class": type(self._loader).__qualname__,
+            "length": length(self._loader),
+        }
+
+    def problems(self) -> list[str]:
+        """Nothing is known of what the object itself forgets."""
+        return []
+
+    def shutdown(self) -> None:
+        """Kill the workers now, if the object's iterator has any."""
+        if self._latest is not None:
+            kill_workers(self._latest)
+        self._latest = None
+
+    def _iterate(self) -> Iterator[Any]:
+        context = getattr(self._loader, "multiprocessing_context", None) or torch.multiprocessing
+        if getattr(self._loader, "num_workers", 0):
+            with shielded(context.get_start_method()):
+                iterator = iter(self._loader)
+            adopt(iterator)
+        else:
+            iterator = iter(self._loader)
+        self._begun = True
+        self._latest = iterator
+        return self._counted(iterator)
+
+    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        progress, size = self.progress, getattr(self._loader, "batch_size", None) or 1
+        for batch in iterator:
+            progress.position += 1
+            progress.samples += size  # its index lists are out of sight
+            yield batch

@@ -1,0 +1,83 @@
+"""What runs inside a DataLoader worker: the tap that sends its randomness home with each batch.
+
+A worker runs ahead of the trainer by some batches, so its generators "now" are of no use: wanted is
+what they were after the last batch that was *consumed*. So each batch carries them, each generator
+only if it changed since that worker's last batch; the main process keeps the latest it unpacked.
+
+    worker starts  `WorkerStart`: shield, the user's worker_init_fn, then the saved generators
+    each batch     `Tap`: the user's collate_fn, then (batch, worker, what changed)
+
+Everything is at module level and picklable: spawn and forkserver send it to the worker. Exceptions
+of the user's code pass through torch's ExceptionWrapper and are never wrapped here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from trainckpt.data.randomness import packed_rng, set_main_rng
+from trainckpt.data.shield import shield_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_told: dict[str, bytes] = {}  # in a worker: its generators as the main process knows them
+
+
+class Tapped(NamedTuple):
+    """A batch on its way home; None means "as at this worker's last batch".
+
+    Flat, because pin_memory rebuilds named tuples and passes ints, bytes and None untouched, but
+    turns inner tuples into lists.
+    """
+
+    batch: Any
+    worker: int
+    python: bytes | None = None
+    numpy: bytes | None = None
+    torch: bytes | None = None
+
+    def changed(self) -> dict[str, bytes]:
+        """Return the generators that this batch changed, by name."""
+        named = {"python": self.python, "numpy": self.numpy, "torch": self.torch}
+        return {key: value for key, value in named.items() if value is not None}
+
+
+class Tap:
+    """The user's collate_fn, with the worker's randomness added to what it returns."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate, and add what this batch changed."""
+        batch = self.collate(samples)
+        worker = get_worker_info()
+        if worker is None:
+            return batch
+        rng = packed_rng()
+        news = {key: value for key, value in rng.items() if value != _told.get(key)}
+        _told.update(news)
+        return Tapped(batch, worker.id, **news)
+
+
+class WorkerStart:
+    """The user's worker_init_fn, shielded before and with the saved generators put back after."""
+
+    def __init__(
+        self, user: Callable[[int], None] | None, saved: Mapping[int, dict[str, bytes]]
+    ) -> None:
+        self.user = user
+        self.saved = saved
+
+    def __call__(self, worker: int) -> None:
+        """Run in the new worker, once."""
+        shield_worker()
+        if self.user is not None:
+            self.user(worker)
+        if worker in self.saved:
+            set_main_rng(self.saved[worker])
+        _told.clear()
+        _told.update(packed_rng())

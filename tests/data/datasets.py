@@ -1,0 +1,238 @@
+"""Datasets, samplers and loops that the tests share; importable, so that spawned workers find them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.randomness import main_rng, set_main_rng
+
+LENGTH = 23
+
+
+class Augmented(Dataset):
+    """Draws from all three generators for every sample; may write each load to a log."""
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.log = log
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int):
+        if self.log is not None:
+            with self.log.open("ab") as file:
+                file.write(f"{index}\n".encode())
+        drawn = torch.rand(2), torch.tensor(np.random.randn(3)), torch.tensor(random.gauss(0, 1))
+        return torch.tensor(index), *drawn
+
+
+class Plain(Dataset):
+    """Draws nothing."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int):
+        return torch.tensor(index)
+
+
+class Refusing(Plain):
+    """Cannot load sample 5."""
+
+    def __getitem__(self, index: int):
+        if index == 5:
+            raise LookupError("sample 5 is damaged")
+        return super().__getitem__(index)
+
+
+class Stuck(Plain):
+    """Tells its process id through a pipe, then never returns."""
+
+    def __init__(self, write_end: int, block_end: int) -> None:
+        self.write_end, self.block_end = write_end, block_end
+
+    def __getitem__(self, index: int):
+        os.write(self.write_end, os.getpid().to_bytes(8, "little"))
+        os.read(self.block_end, 1)
+
+
+class Stream(IterableDataset):
+    """An IterableDataset without state."""
+
+    def __iter__(self):
+        return iter(torch.arange(LENGTH))
+
+
+class StatefulStream(Stream):
+    """An IterableDataset that keeps its position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        start, self.at = self.at, self.at
+        for index in range(start, LENGTH):
+            self.at = index + 1
+            yield torch.tensor(index)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class OwnSampler(Sampler):
+    """A custom sampler: pure in its seed and epoch."""
+
+    def __init__(self) -> None:
+        self.seed, self.epoch = 3, 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self):
+        order = list(range(LENGTH))
+        random.Random(self.seed + self.epoch).shuffle(order)
+        return iter(order)
+
+
+class StatefulSampler(OwnSampler):
+    """A custom sampler that turns its own state on at each pass."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def __iter__(self):
+        self.turns += 1
+        order = list(range(LENGTH))
+        random.Random(self.turns).shuffle(order)
+        return iter(order)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.turns = state["turns"]
+
+
+class Countdown:
+    """Not a DataLoader: an iterable with a state of its own."""
+
+    def __init__(self) -> None:
+        self.left = 5
+
+    def __iter__(self):
+        while self.left > 0:
+            self.left -= 1
+            yield self.left
+        self.left = 5
+
+    def state_dict(self) -> dict[str, int]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.left = state["left"]
+
+
+def init_that_draws(worker: int) -> None:
+    """A worker_init_fn that leaves its trace in all three generators."""
+    random.random(), np.random.rand(), torch.rand(())
+
+
+def seed_all(seed: int) -> None:
+    """Seed the main process."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def digest(batch: object) -> str:
+    """Return a short name of a batch's bits."""
+    tensors = batch if isinstance(batch, (list, tuple)) else [batch]
+    return hashlib.sha1(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:10]
+
+
+class Stop(Exception):
+    """Raised at the boundary where a run is interrupted."""
+
+
+class Run:
+    """A training loop of some epochs that draws from the main generators like dropout would."""
+
+    def __init__(self, loader, *, stop=None, limit: int | None = None) -> None:
+        self.rows: list[tuple[int, str, float, float]] = []
+        self.saved: dict | None = None
+        self.stop, self.limit, self.boundaries = stop, limit, 0
+        self.rng: dict | None = None
+        self.epoch = 0
+        self.plain = loader
+        self.loader = TrackedLoader(
+            loader, name="train", on_boundary=self.boundary, before_first_fetch=self.restore
+        )
+
+    def boundary(self) -> None:
+        self.boundaries += 1
+        if self.boundaries == self.stop:
+            self.saved = {"data": self.loader.state(), "rng": main_rng(), "epoch": self.epoch}
+            raise Stop
+
+    def restore(self) -> None:
+        if self.rng is not None:
+            set_main_rng(self.rng)
+            self.rng = None
+
+    def load(self, saved: dict) -> Run:
+        self.loader.load_state(saved["data"])
+        self.rng, self.epoch = saved["rng"], saved["epoch"]
+        return self
+
+    def train(self, loader=None, epochs: int = 3) -> list:
+        loader = self.loader if loader is None else loader
+        while self.epoch < epochs:
+            self.set_epoch()
+            for number, batch in enumerate(loader):
+                self.rows.append((self.epoch, digest(batch), float(torch.rand(())), random.random()))
+                if number + 1 == self.limit:
+                    break
+            self.epoch += 1
+        return self.rows
+
+    def set_epoch(self) -> None:
+        for sampler in (self.plain.sampler, getattr(self.plain.batch_sampler, "sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+
+
+def straight(make, epochs: int = 3, limit: int | None = None) -> list:
+    """Return the rows of the plain DataLoader, untracked."""
+    seed_all(7)
+    loader = make()
+    return Run(loader, limit=limit).train(loader, epochs)
+
+
+def interrupted(make, stop: int, epochs: int = 3, limit: int | None = None) -> tuple[list, list]:
+    """Return the rows up to boundary `stop` and those of the run that was resumed from there."""
+    seed_all(7)
+    first = Run(make(), stop=stop, limit=limit)
+    try:
+        first.train(epochs=epochs)
+        raise AssertionError(f"the run has no boundary {stop}")
+    except Stop:
+        pass
+    first.loader.shutdown()
+    seed_all(999)
+    second = Run(make(), limit=limit).load(first.saved)
+    try:
+        return first.rows, second.train(epochs=epochs)
+    finally:
+        second.loader.shutdown()
