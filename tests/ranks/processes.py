@@ -1,0 +1,57 @@
+"""Real ranks for tests: processes with a gloo group over a TCPStore that the test holds.
+
+They are forked from a server that has torch loaded, so that a test costs tenths of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+
+import torch.distributed
+from torch.distributed import PrefixStore, TCPStore
+
+LIMIT_S = 60
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "tests.ranks.programs"])
+
+
+def run_ranks(program, size, *arguments):
+    """Run `program(rank, *arguments)` on `size` ranks; its results, in the order of ranks."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = []
+    for rank in range(size):
+        here, there = context.Pipe(duplex=False)
+        given = (there, program, rank, size, server.port, arguments)
+        process = context.Process(target=_be_a_rank, args=given, daemon=True)
+        process.start()
+        there.close()
+        started.append((process, here))
+    return [_result(rank, *process_and_pipe) for rank, process_and_pipe in enumerate(started)]
+
+
+def _result(rank, process, pipe):
+    if not pipe.poll(LIMIT_S):
+        process.kill()
+        raise AssertionError(f"rank {rank} said nothing within {LIMIT_S} s")
+    try:
+        failed, result = pipe.recv()
+    except EOFError:
+        process.join(LIMIT_S)
+        return ("exit", process.exitcode)
+    process.join(LIMIT_S)
+    assert not failed, f"rank {rank}:\n{result}"
+    return result
+
+
+def _be_a_rank(pipe, program, rank, size, port, arguments):
+    try:
+        store = PrefixStore("group", TCPStore("127.0.0.1", port, is_master=False))
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        result = program(rank, *arguments)
+        torch.distributed.destroy_process_group()
+        pipe.send((False, result))
+    except Exception:
+        pipe.send((True, traceback.format_exc()))
+    finally:
+        pipe.close()

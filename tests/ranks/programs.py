@@ -1,0 +1,146 @@
+"""What ranks do in the tests with real processes: small trainings without a model."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+import torch.distributed
+
+from trainckpt.preemption import SignalSource
+from trainckpt.ranks import Agreement, Watcher, connect, current_world
+
+
+class Training:
+    """A rank that passes boundaries, notes what is due, and leaves as the owner has to."""
+
+    def __init__(self, coupled=False, **options):
+        self.channel = connect(current_world(), "test/1")
+        self.rank = self.channel.world.rank
+        self.agreement = Agreement()
+        self.watcher = Watcher(self.agreement, self.channel, [SignalSource()], **options)
+        self.coupled = coupled
+        self.dues = []
+        self.watcher.start()
+        self.channel.barrier("all ranks watch", 30)
+
+    def boundary(self):
+        """One boundary; False once a stop is due."""
+        while due := self.agreement.at_boundary():
+            self.dues.append((self.agreement.passed, due.action, due.reason, due.number, due.tag))
+            if due.action == "stop":
+                return False
+            self.agreement.close_round(due.round)
+        return True
+
+    def micro_batch(self):
+        """Work that takes up to twice as long on higher ranks, and a collective where ranks are coupled."""
+        sum(range((2 + self.rank) * 5_000))
+        if self.coupled:
+            torch.distributed.all_reduce(torch.ones(1))
+
+    def leave(self):
+        """As after `Stopped`: the others go first through a barrier, then nobody answers."""
+        self.channel.barrier("all ranks leave", 30)
+        self.watcher.publish_final()
+        self.watcher.stop()
+        self.channel.barrier("all ranks left", 30)
+        assert self.watcher.problems == []
+        return self.dues
+
+
+def terminate_myself():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_signalled(rank, coupled, signalled):
+    """Each rank in `signalled` gets a real SIGTERM after its given number of micro-batches."""
+    training = Training(coupled)
+    while training.boundary():
+        training.micro_batch()
+        if training.agreement.passed == signalled.get(rank):
+            terminate_myself()
+    return training.leave()
+
+
+def save_on_one_then_stop_on_another(rank):
+    """Rank 1 asks for a save, rank 2 is told to stop after it was taken."""
+    training = Training(coupled=True)
+    told = False
+    while training.boundary():
+        training.micro_batch()
+        if rank == 1 and training.agreement.passed == 4:
+            training.watcher.request_save(1, "best")
+        if rank == 2 and training.dues and not told:
+            told = True
+            terminate_myself()
+    return training.leave()
+
+
+def save_on_all(rank):
+    """All ranks call for saves 1 and 2 at the same places, and train a fixed length."""
+    training = Training()
+    while training.agreement.passed < 30:
+        training.boundary()
+        training.micro_batch()
+        if training.agreement.passed in (5, 12):
+            training.watcher.request_save({5: 1, 12: 2}[training.agreement.passed], "all")
+    return training.leave()
+
+
+def one_leaves_early(rank):
+    """Rank 0 leaves by an exception; then rank 1 is signalled, and ranks 1 and 2 stop."""
+    training = Training()
+    if rank == 0:
+        for _ in range(3):
+            training.boundary()
+        training.watcher.publish_final()
+        training.watcher.stop()
+        training.channel.put("rank 0 has left", True)
+        training.channel.get("the others stopped", 30)
+        return training.agreement.passed
+    gone = training.channel.connection()
+    while training.boundary():
+        training.micro_batch()
+        if rank == 1 and training.agreement.passed == 1:
+            gone.get("rank 0 has left", 30)
+            terminate_myself()
+    training.watcher.publish_final()
+    training.watcher.stop()
+    if training.channel.count("stopped") == 2:
+        training.channel.put("the others stopped", True)
+    return training.dues
+
+
+def one_does_not_answer(rank):
+    """Rank 2 has no watcher, as if it were stuck holding the GIL; the others are told to stop."""
+    channel = connect(current_world(), "test/1")
+    if rank == 2:
+        channel.get("rank 2 may go", 30)
+        return "left in peace"
+    agreement = Agreement()
+    sources = [SignalSource()] if rank == 0 else []
+    watcher = Watcher(agreement, channel, sources, decision_timeout_s=0.5, on_failed_stop=lambda: release(channel))
+    watcher.start()
+    if rank == 0:
+        terminate_myself()
+    while agreement.at_boundary() is None:
+        pass
+    return "acted on a stop that failed"
+
+
+def release(channel):
+    """The last rank to end lets the silent one go, then this one ends as it would in earnest."""
+    if channel.count("ended") == 2:
+        channel.put("rank 2 may go", True)
+    os._exit(71)
+
+
+def brings_its_rank(rank):
+    """gather, barrier and propose over the default process group's store."""
+    channel = connect(current_world(), "test/1")
+    everyone = channel.gather("rank", {"i am": rank}, 30)
+    winner = channel.propose("winner", rank)
+    channel.barrier("done", 30)
+    return everyone, winner
