@@ -64,8 +64,8 @@ def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
 @contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[int]:
     """Join the other ranks where there can be any; gives this process's rank."""
-    if WORLD > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    if (WORLD > 1 or args.size == "small") and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more would only wait for each other
     if "RANK" in os.environ:  # under torchrun
         dist.init_process_group("gloo")
     elif args.parallel == "ddp":
