@@ -51,10 +51,12 @@ class StateMismatch(ConfigurationError):
     """The snapshot is whole, but the script's objects are not the ones it was taken of.
 
     Attributes:
+        what: What was compared.
         differences: Every difference found, one sentence each, not only the first.
     """
 
     def __init__(self, what: str, differences: Sequence[str], *, hint: str = "") -> None:
+        self.what = what
         self.differences = tuple(differences)
         listing = "".join(f"\n  {line}" for line in self.differences)
         super().__init__(f"{what} ({len(self.differences)} differences){listing}", hint=hint)

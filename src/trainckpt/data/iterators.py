@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import dataloader as torch_loader
 
-from trainckpt.data.shield import adopt, shielded
+from trainckpt.data.shield import adopt, kill_workers, shielded
 from trainckpt.data.worker import Tap, Tapped, WorkerStart
 from trainckpt.errors import ConfigurationError, StateMismatch
 
@@ -208,7 +208,11 @@ class WorkersIterator(_Multi):
             self._untap(self._get_data()[1])  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:
-        if os.getpid() == self._owner:  # a forked worker may inherit and drop an older iterator
+        if os.getpid() != self._owner:
+            return  # a forked worker inherited this iterator and drops it
+        if not any(worker.is_alive() for worker in self._workers):
+            kill_workers(self)  # nobody to wait for: they ended, or were killed by the collector
+        else:
             super()._shutdown_workers()
 
     def _untap(self, data: Any) -> Any:

@@ -51,6 +51,8 @@ class TrackedLoader:
         in_pass: The first `__next__` of a pass was reached and the pass has not ended.
         exhausted: The last pass ended by running out, and no new one has begun.
         passes_started: Passes begun, those of the loaded run included.
+        total_batches, total_samples: Returned since this object was made, over all passes.
+        after_fetch: Called with every batch before it is returned, if set.
     """
 
     def __init__(
@@ -69,6 +71,10 @@ class TrackedLoader:
         self.in_pass = False
         self.exhausted = False
         self.passes_started = 0
+        self.total_batches = self.total_samples = 0
+        self.after_fetch: Callable[[Any], None] | None = None
+        self._skips_next_pass = False
+        self._samples_before = 0
         self._source = source_of(loader, name)
         self._facts = self._source.facts()
         self._pending: dict[str, Any] | None = None
@@ -137,6 +143,10 @@ class TrackedLoader:
             )
         return found
 
+    def skip_next_pass(self) -> None:
+        """Let the next pass end at once, without a boundary: it was over before the resume."""
+        self._skips_next_pass = True
+
     def shutdown(self) -> None:
         """Kill the workers now. The running pass cannot go on; a new one can begin."""
         self._turn = None
@@ -158,6 +168,7 @@ class TrackedLoader:
             self._first_fetch()
         batches = self._go_on(saved) if saved is not None and going_on else self._source.start()
         self._pending = None
+        self._samples_before = self.samples
         if not going_on:
             self._facts = self._source.facts()
             self.batches, self.exhausted = 0, False
@@ -173,6 +184,16 @@ class TrackedLoader:
             return self._source.resume(saved)
         finally:
             set_main_rng(here)
+
+    def _skip(self) -> bool:
+        skips, self._skips_next_pass = self._skips_next_pass, False
+        return skips
+
+    def _count(self) -> None:
+        self.batches += 1
+        self.total_batches += 1
+        self.total_samples += self.samples - self._samples_before
+        self._samples_before = self.samples
 
     def _first_fetch(self) -> None:
         if self.before_first_fetch is not None:
@@ -201,7 +222,8 @@ class TrackedIterator:
 
     def __next__(self) -> Any:
         loader = self._loader
-        if self._over:
+        if self._over or (self._batches is None and loader._skip()):
+            self._over = True
             raise StopIteration
         self._take_turn()
         if loader.on_boundary is not None:
@@ -215,7 +237,9 @@ class TrackedIterator:
             loader._source.finish()
             loader._end(exhausted=True)
             raise
-        loader.batches += 1
+        loader._count()
+        if loader.after_fetch is not None:
+            loader.after_fetch(batch)
         return batch
 
     def _take_turn(self) -> None:

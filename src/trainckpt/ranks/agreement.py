@@ -110,6 +110,10 @@ class Agreement:
             skipped, self._skipped = self._skipped, []
             return skipped
 
+    def has_open_round(self) -> bool:
+        """Whether a round waits to be decided or acted on."""
+        return bool(self._open)
+
     def open_round(self, round_: int) -> int:
         """Hold main at its next boundary until this round is decided. Returns what to publish."""
         with self._lock:

@@ -1,0 +1,52 @@
+"""The attempt's record, kept up to date by rank 0 alone; other ranks keep it in memory only.
+
+The training thread and the saving thread both write, so every change goes through one lock. A
+change that cannot be written is logged: the record informs, it never stops training.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import TrainckptError
+from trainckpt.lifecycle.log import logger
+from trainckpt.snapshot import attempts
+
+if TYPE_CHECKING:
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.tiers.base import Tier
+
+
+class AttemptLog:
+    """Holds and rewrites one attempt's record."""
+
+    def __init__(self, tier: Tier, record: AttemptRecord, *, writes: bool) -> None:
+        self._tier = tier
+        self._record = record
+        self._writes = writes
+        self._lock = threading.Lock()
+
+    @property
+    def record(self) -> AttemptRecord:
+        """The record as it is now."""
+        return self._record
+
+    def change(self, *, must: bool = False, **changes: Any) -> None:
+        """Replace some fields, here and (rank 0) in the run's place.
+
+        Args:
+            must: Raise if it cannot be written: a parent that is not recorded would let a later
+                attempt take an abandoned branch for its ancestry.
+            changes: Fields of `AttemptRecord`.
+        """
+        with self._lock:
+            self._record = self._record.with_(**changes)
+            if not self._writes:
+                return
+            try:
+                attempts.replace(self._tier, self._record)
+            except TrainckptError as error:
+                if must:
+                    raise
+                logger.warning("the attempt's record could not be written: %s", error.message)

@@ -1,0 +1,421 @@
+"""The Checkpointer: the object a training script holds.
+
+    with Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader=loader) as ckpt:
+        for epoch in ckpt.epochs(3):
+            for batch in ckpt.batches():
+                ...
+
+Order of events:
+
+    construct   read options, register objects, start to listen for notices
+    resume      claim the attempt, choose and read a snapshot, apply it        (on entering)
+    boundary    whenever the next batch is asked for: count, save if due, act on what all ranks
+                agreed on. Without a notice it costs a flag test
+    close       a counted boundary, the final snapshot, a barrier               (on leaving)
+
+Everything public is called on the training thread, by all ranks alike, except `save`, which one
+rank alone may call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.data.loader import TrackedLoader
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.attempt import RUNNING
+from trainckpt.format.cursor import Cursor
+from trainckpt.format.names import check_tag
+from trainckpt.lifecycle import place, recorder
+from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.departure import Departure
+from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.log import logger, prepare
+from trainckpt.lifecycle.options import TABLE, read_options
+from trainckpt.lifecycle.pending import PendingSave
+from trainckpt.lifecycle.policy import Policy
+from trainckpt.lifecycle.position import Position
+from trainckpt.lifecycle.requests import Requests
+from trainckpt.lifecycle.resume import Beginning, begin
+from trainckpt.lifecycle.saver import Facts, Saver
+from trainckpt.preemption.halt_file import NoticeFiles
+from trainckpt.preemption.notice import Notice
+from trainckpt.preemption.signals import SignalSource
+from trainckpt.ranks.agreement import Agreement
+from trainckpt.ranks.channel import connect
+from trainckpt.ranks.watcher import Watcher
+from trainckpt.ranks.world import current_world
+from trainckpt.state import apply
+from trainckpt.state.registry import Registry
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator
+
+    from trainckpt.ranks.agreement import Due
+    from trainckpt.state.captured import Saved
+
+_made = itertools.count(1)  # names the keys of each Checkpointer of a process
+
+
+class Checkpointer:
+    """Saves and resumes one training run, exactly, at any micro-batch.
+
+    Args:
+        run: Directory of the run, on a file system that all hosts see.
+        loader: The training data loader (or a list; the first one's batches are the
+            micro-batches).
+        **keywords: Options (`every`, `keep_last`, `stop_at`, `on_stop`, `exit_code`, `resume`;
+            see docs/options.md), and the objects to track, each under its own name: modules,
+            optimizers, anything with `state_dict` and `load_state_dict`, or lists of them.
+
+    Raises:
+        ConfigurationError: an option or an object cannot work; says which.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str], *, loader: Any = None, **keywords: Any
+    ) -> None:
+        prepare()
+        self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
+        self._tier = place.open_place(run)
+        self._world = current_world()
+        self._position = Position()
+        self._registry = Registry()
+        self._loaders: list[tuple[Any, TrackedLoader]] = []
+        for name, value in keywords.items():
+            self._registry.add(name, value)
+        self._watch_steps()
+        for item in loader if isinstance(loader, (list, tuple)) else [loader]:
+            if item is not None:
+                self.loader(item)
+        self._channel = connect(self._world, f"checkpointer{next(_made)}")
+        self._agreement = Agreement()
+        self._signals = SignalSource()
+        self._requests = Requests()
+        self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
+        self._beginning: Beginning | None = None
+        self._arriving: Saved | None = None
+        self._arrive_at = Cursor()
+        self._departure: Departure | None = None
+
+    # ---- life cycle
+
+    def __enter__(self) -> Checkpointer:
+        if self._beginning is None:
+            self.resume()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if kind is None:
+            self.close()
+        elif self._departure is not None:
+            self._departure.abandon(error)
+
+    def resume(self, mode: str | None = None) -> Cursor:
+        """Go on from the newest usable snapshot, or begin at step 0. Called once.
+
+        Args:
+            mode: "auto", "required" or "never"; None means the option `resume`.
+
+        Returns:
+            The cursor to go on from.
+
+        Raises:
+            NothingToResume: required, and there is no such run.
+            NoUsableSnapshot: snapshots were committed, and each is refused; lists why.
+            StateMismatch: the script's objects differ from the snapshot; lists every difference.
+            TierUnavailable: the run's place refused or did not answer.
+        """
+        if self._beginning is not None:
+            raise ConfigurationError("this Checkpointer has resumed already")
+        beginning = begin(self._tier, self._channel, self._registry, mode or self.options.resume)
+        self._beginning = beginning
+        here = fingerprint(self._world.size)
+        parent = str(beginning.manifest.name) if beginning.manifest else None
+        log = AttemptLog(self._tier, beginning.record, writes=self._world.rank == 0)
+        log.change(must=True, parent=parent)
+        place.tell_supervisor(self._tier, beginning.record.attempt, self._world.rank)
+        facts = Facts(
+            beginning.run, beginning.record.attempt, parent, here, self.options.keep_last
+        )
+        self._saver = Saver(self._tier, self._channel, self._registry, facts, log)
+        self._start_watching(beginning.record.attempt)
+        self._departure = Departure(
+            self.options, self._channel, self._saver, self._watcher, log,
+            [tracked for _, tracked in self._loaders],
+        )  # fmt: skip
+        if beginning.manifest is not None and beginning.saved is not None:
+            self._apply(beginning.saved, beginning.manifest.cursor)
+            self._departure.began_from(parent, beginning.manifest.cursor)
+            exactness, reasons = compare(beginning.manifest.fingerprint, here)
+            self._departure.exactness = exactness
+        else:
+            exactness, reasons = EXACT, []
+        self._policy = Policy(self.options.every, self._position.cursor, time.monotonic())
+        self._say_where(beginning, exactness, reasons)
+        return self._position.cursor
+
+    def close(self) -> None:
+        """A counted boundary, the final snapshot, a barrier: the attempt is finished.
+
+        Raises:
+            SaveFailed: the final snapshot could not be committed.
+            Stopped: the ranks had agreed to stop here.
+        """
+        if self._departure is None or self._departure.left:
+            return
+        if self._boundary():
+            self._departure.finish(self._position.cursor, self._take)
+
+    # ---- loops
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Count epochs up to `number`, from the one the run is in.
+
+        Tells the loader's sampler each epoch (`set_epoch`), where it wants to know.
+        """
+        self._must_have_resumed()
+        self._position.manage_epochs()
+        while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
+            for original, _ in self._loaders:
+                _set_epoch(original, epoch)
+            yield epoch
+            if not self._has_returned():
+                self._position.enter_epoch(epoch + 1)
+
+    def batches(self) -> Iterator[Any]:
+        """The loader's next pass, or the rest of the one the run stopped in."""
+        self._must_have_resumed()
+        if not self._loaders:
+            raise ConfigurationError(
+                "there is no loader to take batches from",
+                hint="pass loader=, or call ckpt.boundary() before fetching each micro-batch",
+            )
+        return iter(self._loaders[0][1])
+
+    def loader(self, loader: Iterable[Any]) -> TrackedLoader:
+        """A drop-in for `loader`, with the boundary inside; the same one for the same loader."""
+        for original, tracked in self._loaders:
+            if loader is original or loader is tracked:
+                return tracked
+        first = not self._loaders
+        name = "loader" if first else f"loader.{len(self._loaders)}"
+        tracked = TrackedLoader(
+            loader,
+            name=name,
+            on_boundary=self._loader_boundary if first else None,
+            before_first_fetch=self._before_first_fetch if first else None,
+        )
+        if first and getattr(self, "_recorder", None) is not None:
+            tracked.after_fetch = self._recorder.batch
+        self._registry.add_loader(name, tracked, loader)
+        self._loaders.append((loader, tracked))
+        for problem in tracked.problems():
+            logger.warning("not exact: %s", problem)
+        if first:
+            self._position.watch_loader(tracked)
+        return tracked
+
+    def boundary(self) -> bool:
+        """Call before fetching each micro-batch, in loops without a tracked loader.
+
+        Returns:
+            True to go on; False after a stop with `on_stop="return"`.
+        """
+        self._must_have_resumed()
+        goes_on = self._boundary()
+        self._position.begin_outside_batch()
+        return goes_on
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation. Entering is a counted boundary.
+
+        A resume from there repeats the evaluation, not the epoch. In the middle of an epoch
+        nothing is saved here: what is due is done when the next batch is asked for.
+        """
+        self._must_have_resumed()
+        self._boundary(evaluation=True)
+        yield
+
+    def save(self, tag: str | None = None, wait: str | None = None) -> PendingSave:
+        """Ask for a snapshot, taken at the next boundary that all ranks agree on.
+
+        Called by all ranks or by one: the n-th call of any rank asks for the same save.
+
+        Args:
+            tag: A name for it; a tagged snapshot is never pruned.
+            wait: Moment to wait for; an error on the training thread, which has to reach the
+                boundary first.
+
+        Returns:
+            The handle: `.wait("staged" | "local" | "durable")`.
+        """
+        self._must_have_resumed()
+        number, pending = self._requests.ask()
+        self._watcher.request_save(number, check_tag(tag) if tag else None)
+        return pending.wait(wait) if wait else pending
+
+    # ---- what is known
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the run is; inside the loop, of the micro-batch being trained."""
+        return self._position.cursor
+
+    @property
+    def resumed_from(self) -> Cursor | None:
+        """The cursor this attempt went on from, or None if it began at step 0."""
+        manifest = self._beginning.manifest if self._beginning else None
+        return manifest.cursor if manifest else None
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt, from 1."""
+        self._must_have_resumed()
+        assert self._beginning is not None
+        return self._beginning.record.attempt
+
+    # ---- the boundary
+
+    def _boundary(self, *, evaluation: bool = False) -> bool:
+        """Count, save what is due, act on what was agreed. True: training goes on."""
+        departure = self._departure
+        if departure is None or departure.left:
+            return self._boundary_after_leaving()
+        cursor = self._position.reach_boundary(evaluation=evaluation)
+        resumable = self._position.between_batches or not evaluation
+        if self._arriving is not None:
+            self._arrive(cursor)
+        if self._recorder is not None:
+            self._recorder.boundary(cursor, evaluation=evaluation)
+            self._recorder.strike(cursor, self._agreement.has_open_round)
+        if resumable and self._policy.due_by_steps(cursor):
+            self._take(cursor, self._policy.reason)
+        if self._policy.due_by_time(time.monotonic()) and self._world.rank == 0:
+            self._watcher.request(Notice(self._policy.reason, action="save"))
+        while (due := self._agreement.at_boundary(resumable=resumable)) is not None:
+            if due.action == "stop":
+                departure.stop(cursor, due.reason, self._take)
+                return False
+            self._take_requested(cursor, due)
+        self._requests.drop(self._agreement.skipped())
+        return True
+
+    def _loader_boundary(self) -> None:
+        self._must_have_resumed()
+        if not self._boundary():
+            raise StopIteration  # on_stop="return": the loop simply ends
+
+    def _boundary_after_leaving(self) -> bool:
+        if self._departure is None:
+            self._must_have_resumed()
+        elif not self._has_returned():
+            self._departure.exit_now()
+        return False
+
+    def _take(self, cursor: Cursor, reason: str) -> PendingSave:
+        return self._saver.save(cursor, reason, (), PendingSave())
+
+    def _take_requested(self, cursor: Cursor, due: Due) -> None:
+        pending = self._requests.taken(due.number)
+        tags = (due.tag,) if due.tag else ()
+        self._saver.save(cursor, due.reason, tags, pending)
+        self._agreement.close_round(due.round)
+
+    # ---- coming back
+
+    def _apply(self, saved: Saved, cursor: Cursor) -> None:
+        apply.apply(self._registry, saved)
+        self._position.restore(cursor)
+        self._arriving, self._arrive_at = saved, cursor
+        if self._loaders and self._position.pass_is_over:
+            self._loaders[0][1].skip_next_pass()
+
+    def _arrive(self, cursor: Cursor) -> None:
+        """At the first boundary, or at the entry of the evaluation the snapshot was taken at."""
+        assert self._arriving is not None
+        at = self._arrive_at.evaluations
+        if at and cursor.evaluations and cursor.evaluations < at:
+            return
+        if at and cursor.evaluations == at:
+            # What the script did between its last batch and here was in the snapshot already.
+            apply.apply(self._registry, self._arriving)
+        apply.apply_rng(self._arriving)
+        if at or not self._loaders:
+            self._arriving = None
+        self._saver_log_running()
+
+    def _before_first_fetch(self) -> None:
+        if self._arriving is not None:
+            apply.apply_rng(self._arriving)
+            self._arriving = None
+
+    def _saver_log_running(self) -> None:
+        assert self._departure is not None
+        self._departure.log.change(state=RUNNING)
+
+    # ---- small things
+
+    def _watch_steps(self) -> None:
+        scalers = [g.target for g in self._registry.generics if _is_scaler(g.target)]
+        if scalers:
+            self._position.watch_scaler(scalers[0])
+        elif self._registry.optimizers:
+            self._position.watch_optimizer(self._registry.optimizers[0].optimizer)
+
+    def _start_watching(self, attempt: int) -> None:
+        notices = NoticeFiles(place.notices_folder(self._tier), attempt)
+        self._watcher = Watcher(self._agreement, self._channel, [self._signals, notices])
+        self._watcher.start()
+        if not self._signals.available:
+            logger.warning("signals are not heard: %s", self._signals.why)
+        for replaced in self._signals.replaced:
+            logger.info("%s is replaced while the run lasts", replaced)
+
+    def _say_where(self, beginning: Beginning, exactness: str, reasons: list[str]) -> None:
+        if self._world.rank != 0:
+            return
+        for name, reason in (beginning.refused or {}).items():
+            logger.info("passed over %s: %s", name, reason)
+        where = f"{self._tier.url}, attempt {beginning.record.attempt}"
+        if beginning.manifest is None:
+            why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
+            logger.info("%s: begins at step 0%s", where, why)
+            return
+        cursor = beginning.manifest.cursor
+        logger.info("%s: resumed from %s, %s: %s", where, beginning.manifest.name, cursor, exactness)
+        for reason in reasons:
+            logger.info("not bitwise: %s", reason)
+
+    def _has_returned(self) -> bool:
+        departure = self._departure
+        return departure is not None and departure.left and self.options.on_stop == "return"
+
+    def _must_have_resumed(self) -> None:
+        if self._beginning is None:
+            raise ConfigurationError(
+                "this Checkpointer has not resumed yet",
+                hint="use it in a with statement, or call ckpt.resume() first",
+            )
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (
+        getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+    )  # fmt: skip
+    told: set[int] = set()
+    for sampler in samplers:
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch) and id(sampler) not in told:
+            told.add(id(sampler))
+            set_epoch(epoch)
+
+
+def _is_scaler(value: Any) -> bool:
+    return type(value).__name__ == "GradScaler" and callable(getattr(value, "update", None))

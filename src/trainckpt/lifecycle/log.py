@@ -1,0 +1,18 @@
+"""What trainckpt says: through the logger `trainckpt`, on stderr unless the script says otherwise."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("trainckpt")
+
+
+def prepare() -> None:
+    """Make INFO lines visible where the script has configured no logging for us."""
+    if logger.hasHandlers() or logger.level:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("trainckpt: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,151 @@
+"""Options: each with one default, one TOML key and one variable, read once.
+
+Precedence: the argument, `TRAINCKPT_<NAME>`, `trainckpt.toml` in the working directory, the
+default. An unreadable value is refused with the place it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainckpt.errors import ConfigurationError
+
+TOML_FILE = "trainckpt.toml"
+_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Every:
+    """When to save unasked: after so many steps, or so many seconds; neither is never."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    text: str = "never"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose.
+
+    Attributes:
+        every: "100 steps", "10 min", or "never" (only at a stop and at the end).
+        keep_last: Usable snapshots kept; tagged ones are kept besides.
+        stop_at: "micro-batch", or "auto", which is the micro-batch in this version.
+        on_stop: "exit" raises `Stopped`; "return" ends the loops instead.
+        exit_code: Of `Stopped`: saved, start me again.
+        resume: "auto", "required" or "never".
+        origins: Option -> where its value came from.
+    """
+
+    every: Every
+    keep_last: int
+    stop_at: str
+    on_stop: str
+    exit_code: int
+    resume: str
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_options(
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Options:
+    """Resolve every option.
+
+    Raises:
+        ConfigurationError: a value is unreadable; says which and where it came from.
+    """
+    environment = os.environ if environment is None else environment
+    file = _read_toml((folder or Path.cwd()) / TOML_FILE)
+    values, origins = {}, {}
+    for name, (default, parse, wanted) in TABLE.items():
+        value, origin = default, "default"
+        for found, where in (
+            (file.get(name), TOML_FILE),
+            (environment.get(f"TRAINCKPT_{name.upper()}"), f"TRAINCKPT_{name.upper()}"),
+            (arguments.get(name), "argument"),
+        ):
+            if found is not None:
+                value, origin = found, where
+        try:
+            values[name] = parse(value)
+        except (ValueError, TypeError):
+            raise ConfigurationError(
+                f"{name}={value!r} ({origin}) is not an option", hint=f"use {wanted}"
+            ) from None
+        origins[name] = origin
+    return Options(**values, origins=origins)
+
+
+def _parse_every(value: Any) -> Every:
+    if isinstance(value, Every):
+        return value
+    text = str(value).strip()
+    if text == "never":
+        return Every()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
+    if match is None:
+        raise ValueError(text)
+    number, unit = float(match[1]), match[2]
+    if unit in ("step", "steps"):
+        if number != int(number) or number < 1:
+            raise ValueError(text)
+        return Every(steps=int(number), text=text)
+    if unit not in _SECONDS or number <= 0:
+        raise ValueError(text)
+    return Every(seconds=number * _SECONDS[unit], text=text)
+
+
+def _number(least: int, most: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        number = int(value)
+        if isinstance(value, bool) or not least <= number <= most:
+            raise ValueError(value)
+        return number
+
+    return parse
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in words:
+            raise ValueError(value)
+        return str(value)
+
+    return parse
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is not readable: {error}") from error
+    unknown = sorted(found.keys() - TABLE.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"{path} has unknown keys {unknown}", hint=f"known: {', '.join(TABLE)}"
+        )
+    return found
+
+
+# name -> default, parser, what to type
+TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "every": ("10 min", _parse_every, '"100 steps", "10 min", "30 s" or "never"'),
+    "keep_last": (3, _number(1, 10**6), "a number from 1 on"),
+    "stop_at": ("auto", _one_of("auto", "micro-batch"), '"auto" or "micro-batch"'),
+    "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),
+    "exit_code": (75, _number(1, 255), "a number from 1 to 255"),
+    "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
+}

@@ -1,0 +1,52 @@
+"""The run's place: from what the user typed to a tier, and back to what a supervisor reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsspec.core import split_protocol
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.format import names
+from trainckpt.tiers.local import LocalTier
+
+if TYPE_CHECKING:
+    from trainckpt.tiers.base import Tier
+
+SUPERVISOR_VARIABLE = "TRAINCKPT_SUPERVISOR"
+
+
+def open_place(run: str | os.PathLike[str]) -> LocalTier:
+    """The tier at `run`: a path or a `file://` URL.
+
+    Raises:
+        ConfigurationError: a URL of another kind.
+    """
+    protocol, path = split_protocol(os.fspath(run))
+    if protocol not in (None, "file", "local"):
+        raise ConfigurationError(
+            f"{run}: object stores are not supported by this version",
+            hint="name a directory that all hosts see; object stores come with issue 6",
+        )
+    if not path:
+        raise ConfigurationError("the run's place is empty", hint="name a directory")
+    return LocalTier(Path(path).expanduser())
+
+
+def notices_folder(tier: LocalTier) -> Path:
+    """Where notices for this run's attempts are put."""
+    return tier.root / names.NOTICES
+
+
+def tell_supervisor(tier: Tier, attempt: int, rank: int) -> None:
+    """Rank 0 tells the supervisor that launched it where the attempt's record lies."""
+    file = os.environ.get(SUPERVISOR_VARIABLE)
+    if not file or rank != 0:
+        return
+    path = Path(file)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps({"run": tier.url, "attempt": attempt}), encoding="utf-8")
+    temporary.replace(path)

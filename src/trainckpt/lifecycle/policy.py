@@ -1,0 +1,41 @@
+"""When to save without being asked. Pure, or with the time passed in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.lifecycle.options import Every
+
+
+class Policy:
+    """Decides about saves by steps (the same on all ranks) and by time (asked by rank 0).
+
+    `every="100 steps"` is a pure function of the cursor, so every rank finds it due at the same
+    boundary. `every="10 min"` is not: one rank asks, and all agree on the boundary.
+    """
+
+    def __init__(self, every: Every, begun: Cursor, now_s: float) -> None:
+        self._steps = every.steps
+        self._seconds = every.seconds
+        self.reason = f"every {every.text}"
+        self._multiple = begun.step // self._steps if self._steps else 0
+        self._next_s = now_s + self._seconds if self._seconds else float("inf")
+
+    def due_by_steps(self, cursor: Cursor) -> bool:
+        """True once, at the first window's start at or beyond each multiple."""
+        if self._steps is None or cursor.micro:
+            return False
+        multiple = cursor.step // self._steps
+        if multiple <= self._multiple:
+            return False
+        self._multiple = multiple
+        return True
+
+    def due_by_time(self, now_s: float) -> bool:
+        """True once each time the interval has passed."""
+        if now_s < self._next_s or self._seconds is None:
+            return False
+        self._next_s = now_s + self._seconds
+        return True

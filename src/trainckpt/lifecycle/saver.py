@@ -1,0 +1,242 @@
+"""The saver: takes one snapshot at a time, on all ranks together.
+
+    training thread, at a boundary               saving thread, training goes on
+    1  wait for the save in flight, if any        5  write the shard file, fsync        (every rank)
+    2  capture; agree which groups are shared     6  report its receipt                 (every rank)
+    3  plan what this rank stores                 7  commit when all have reported      (rank 0)
+    4  copy it into one shard: "staged"           8  tell all: "durable"; prune         (rank 0)
+
+All ranks take the same saves in the same order, since each is asked for at a boundary that all
+agreed on. A rank that fails says so in 2 or 6, and then nobody commits: training goes on, the
+failure is logged, older snapshots stand.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import SaveFailed, TrainckptError
+from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
+from trainckpt.snapshot import catalog, prune
+from trainckpt.snapshot.attempts import read_attempts
+from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.save import Receipt, write_shard
+from trainckpt.snapshot.save_plan import plan_save
+from trainckpt.state import stage
+from trainckpt.state.capture import capture
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.state.registry import Registry
+    from trainckpt.tiers.base import Tier
+
+RANKS_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What every manifest of this attempt says alike."""
+
+    run: str
+    attempt: int
+    parent: str | None
+    fingerprint: dict[str, Any]
+    keep_last: int
+
+
+class Saver:
+    """Takes the snapshots of one attempt.
+
+    Attributes:
+        committed: Full name and cursor of the newest snapshot this attempt committed.
+        in_flight: The save that is being written, or the last one.
+    """
+
+    def __init__(
+        self, tier: Tier, channel: Channel, registry: Registry, facts: Facts, log: AttemptLog
+    ) -> None:
+        self.committed: tuple[str, Cursor] | None = None
+        self.in_flight: PendingSave | None = None
+        self._tier = tier
+        self._channel = channel
+        self._background = channel.connection()
+        self._registry = registry
+        self._facts = facts
+        self._log = log
+        self._sequence = 0
+        self._memory: torch.Tensor | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self, cursor: Cursor, reason: str, tags: tuple[str, ...], pending: PendingSave
+    ) -> PendingSave:
+        """Take a snapshot now. Every rank calls it at the same boundary.
+
+        Returns when the state is staged, or the save has failed; never raises for a failed save.
+        """
+        self.wait()
+        self._sequence += 1
+        name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
+        self.in_flight = pending
+        try:
+            shard, shared = self._stage()
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
+            self._tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
+            self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
+            return pending
+        pending.reach(STAGED, str(name))
+        manifest = Manifest(
+            self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
+            time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
+        )  # fmt: skip
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(manifest, shard, shared, pending),
+            name="trainckpt-save",
+            daemon=True,
+        )
+        self._thread.start()
+        return pending
+
+    def wait(self) -> None:
+        """Return when no save is in flight."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _stage(self) -> tuple[stage.Shard, dict[str, TensorEntry]]:
+        """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
+        world = self._channel.world
+        answer: dict[str, Any] = {}
+        try:
+            captured = capture(self._registry)
+            if world.size > 1:
+                answer["groups"] = stage.group_digests(captured)
+        except TrainckptError as error:
+            answer["error"] = f"rank {world.rank}: {error.message}"
+        answers = self._channel.gather(f"save/{self._sequence}/groups", answer, RANKS_TIMEOUT_S)
+        errors = [other["error"] for other in answers if "error" in other]
+        if errors:
+            raise SaveFailed("; ".join(errors))
+        shared: set[str] = set()
+        if world.size > 1:
+            everyone = [other["groups"] for other in answers]
+            shared = set(answer["groups"]) - stage.differing(answer["groups"], everyone)
+        regions = stage.describe(captured)
+        planned = plan_save(
+            regions, captured.groups, shared, rank=world.rank, world=world.size
+        )
+        shard = stage.stage(
+            captured, planned, rank=world.rank, world=world.size, memory=self._memory
+        )
+        self._memory = shard.memory
+        entries = {}
+        for region in regions:
+            split = captured.groups.get(region.tensor) in shared
+            entries[region.tensor] = TensorEntry(region.dtype, region.of, SPLIT if split else RANK)
+        return shard, entries
+
+    def _write(
+        self,
+        manifest: Manifest,
+        shard: stage.Shard,
+        entries: dict[str, TensorEntry],
+        pending: PendingSave,
+    ) -> None:
+        # background thread: no collectives here, only the store
+        try:
+            self._write_and_commit(manifest, shard, entries)
+        except SaveFailed as error:
+            self._failed(pending, manifest.name, error)
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
+            self._failed(pending, manifest.name, SaveFailed(str(error) or repr(error)))
+        else:
+            self.committed = (str(manifest.name), manifest.cursor)
+            if self._channel.world.rank == 0:
+                logger.info("saved %s (%s)", manifest.name, manifest.reason)
+            pending.reach(COMMITTED)
+
+    def _write_and_commit(
+        self, manifest: Manifest, shard: stage.Shard, entries: dict[str, TensorEntry]
+    ) -> None:
+        rank, prefix = self._channel.world.rank, f"save/{manifest.name.sequence}"
+        report: dict[str, Any] = {}
+        try:
+            receipt = write_shard(self._tier, manifest.name, rank, shard.head, shard.blocks)
+            report["receipt"] = receipt.to_json()
+            report["tensors"] = {
+                name: [entry.dtype, list(entry.shape)]
+                for name, entry in entries.items()
+                if entry.placement == RANK
+            }
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
+        if rank != 0:
+            self._tell(manifest.name.sequence, report)
+            verdict = self._background.get(f"{prefix}/verdict", RANKS_TIMEOUT_S)
+        else:
+            verdict = self._commit(manifest, report, entries)
+            self._tell(manifest.name.sequence, verdict)
+        if "error" in verdict:
+            raise SaveFailed(str(verdict["error"]))
+        if rank == 0:
+            self._log.change(newest_commit=str(manifest.name))
+            self._prune()
+
+    def _commit(
+        self, manifest: Manifest, own: dict[str, Any], entries: dict[str, TensorEntry]
+    ) -> dict[str, Any]:
+        """Rank 0: collect every report, then commit; returns what all ranks are told."""
+        prefix, world = f"save/{manifest.name.sequence}/report", self._channel.world.size
+        try:
+            others = [
+                self._background.get(f"{prefix}/{r}", RANKS_TIMEOUT_S) for r in range(1, world)
+            ]
+            reports = [own, *others]
+            errors = [report["error"] for report in reports if "error" in report]
+            if errors:
+                return {"error": "; ".join(errors)}
+            tensors = {
+                name: TensorEntry(dtype, tuple(shape), RANK)
+                for report in reversed(reports)
+                for name, (dtype, shape) in report["tensors"].items()
+            }
+            tensors.update({n: e for n, e in entries.items() if e.placement == SPLIT})
+            files = tuple(Receipt.from_json(report["receipt"]).file for report in reports)
+            commit(self._tier, replace(manifest, files=files, tensors=tensors))
+        except TrainckptError as error:
+            return {"error": f"rank 0: {error.message}"}
+        return {"ok": True}
+
+    def _tell(self, sequence: int, message: dict[str, Any]) -> None:
+        """Rank 0 tells all ranks the verdict; any other tells rank 0 its report."""
+        rank = self._channel.world.rank
+        key = f"report/{rank}" if rank else "verdict"
+        self._background.put(f"save/{sequence}/{key}", message)
+
+    def _prune(self) -> None:
+        try:
+            attempts = read_attempts(self._tier)
+            if max(attempts, default=0) > self._facts.attempt:
+                return  # a newer attempt decides what is kept
+            candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
+            doomed = prune.plan_prune(
+                candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt
+            )
+            prune.prune(self._tier, doomed)
+        except TrainckptError as error:
+            logger.warning("old snapshots could not be pruned: %s", error.message)
+
+    def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
+        logger.warning("save %s failed, training goes on: %s", name, error.message)
+        pending.fail(error)
