@@ -6,12 +6,16 @@ They are forked from a server that has torch loaded, so that a test costs tenths
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 
 import torch.distributed
 from torch.distributed import PrefixStore, TCPStore
 
 LIMIT_S = 60
+# c10d asks the name server for the name of every address it connects to; where that does not
+# answer, each connection takes the resolver's time-out, 5 s unless told otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "tests.ranks.programs"])
 

@@ -35,7 +35,7 @@ class Training:
         return True
 
     def micro_batch(self):
-        """Work that takes up to twice as long on higher ranks, and a collective where ranks are coupled."""
+        """Work that takes longer on higher ranks, and a collective where ranks are coupled."""
         sum(range((2 + self.rank) * 5_000))
         if self.coupled:
             torch.distributed.all_reduce(torch.ones(1))
@@ -121,7 +121,9 @@ def one_does_not_answer(rank):
         return "left in peace"
     agreement = Agreement()
     sources = [SignalSource()] if rank == 0 else []
-    watcher = Watcher(agreement, channel, sources, decision_timeout_s=0.5, on_failed_stop=lambda: release(channel))
+    watcher = Watcher(
+        agreement, channel, sources, decision_timeout_s=0.5, on_failed_stop=lambda: release(channel)
+    )
     watcher.start()
     if rank == 0:
         terminate_myself()

@@ -125,10 +125,11 @@ class SignalSource:
     def stop(self) -> None:
         """Put back what `start` found, unless somebody has changed it since.
 
-        Elsewhere than on the main thread this is not allowed; then each handler puts back its
-        predecessor, and sends the signal again, when it is next called.
+        Elsewhere than on the main thread Python does not allow that; then each handler puts back
+        its predecessor, and sends the signal again, when it is next called, and another `stop`
+        from the main thread does the rest.
         """
-        if not self.available:
+        if self._ends is None:
             return
         self.available, self.why = False, "stopped"
         if threading.current_thread() is threading.main_thread():

@@ -176,10 +176,15 @@ class Alone(Channel):
 
 
 class OverStore(Channel):
-    """The channel of several ranks, over one connection to a torch.distributed store."""
+    """The channel of several ranks, over one connection to a torch.distributed store.
 
-    def __init__(self, world: World, store: Store, prefix: str = "") -> None:
+    It keeps alive what it was made of: on the rank that holds the store's server, a script may
+    drop its process group before we have left.
+    """
+
+    def __init__(self, world: World, store: Store, prefix: str = "", made_of: Any = None) -> None:
         self.world = world
+        self._made_of = made_of
         self._store = store
         self._prefix = prefix
 
@@ -224,12 +229,12 @@ class OverStore(Channel):
 
     def scoped(self, prefix: str) -> Channel:
         """See `Channel`."""
-        return OverStore(self.world, self._store, f"{self._prefix}{prefix}/")
+        return OverStore(self.world, self._store, f"{self._prefix}{prefix}/", self)
 
     def connection(self) -> Channel:
         """See `Channel`."""
         store = self._ask("connect", self._prefix, lambda: own_connection(self._store))
-        return OverStore(self.world, store, self._prefix)
+        return OverStore(self.world, store, self._prefix, self)
 
     def _read(self, keys: list[str]) -> list[Any]:
         if self._store.check(keys):
@@ -273,16 +278,14 @@ def own_connection(store: Store, *, clone: bool = True) -> Store:
     is made and the prefixes are lost (they cannot be read), on all ranks alike: our own namespace
     keeps us apart. Other stores hold no connection that a wait could stall.
     """
-    from torch.distributed import distributed_c10d
-
     if clone and hasattr(store, "clone"):
         return store.clone()
     innermost = store
     while hasattr(innermost, "underlying_store"):
         innermost = innermost.underlying_store
-    if not isinstance(innermost, distributed_c10d.TCPStore):
+    if not hasattr(innermost, "host"):
         return innermost
-    return distributed_c10d.TCPStore(
+    return type(innermost)(
         innermost.host, innermost.port, is_master=False, timeout=innermost.timeout
     )
 

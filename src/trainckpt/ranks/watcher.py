@@ -190,14 +190,13 @@ class Watcher:
                 return
             self._wishes.add(wish)
             self._open_rounds()
-            cannot_ask = self._lost is not None and wish.action == "stop"
-            unmet = self._wishes.to_answer()
-        if cannot_ask and unmet is not None and unmet.action == "stop":
+            cannot_stop = self._lost is not None and self._wishes.unmet_stop()
+        if cannot_stop:
             self._fail_stop()
         self._wake()
 
     def _open_rounds(self) -> None:
-        while self._lost is None and (wish := self._wishes.to_open(self._undecided)):
+        while self._lost is None and (wish := self._wishes.to_bring(self._undecided)):
             self._answer(wish, wish.seconds_left)
 
     def _answer(self, wish: Wish | None, seconds_left: float | None) -> None:
@@ -221,11 +220,12 @@ class Watcher:
             if self._undecided.pop(decision.round, None) is None:
                 return
             self._wishes.settle(decision)
-            self._agreement.decided(decision)
-            self._open_rounds()
         if decision.failed and decision.action == "stop":
             self.problems.append(f"stop failed: {decision.why}")
-            self._fail_stop()
+            self._fail_stop()  # before main is told: it does not return
+        self._agreement.decided(decision)
+        with self._lock:
+            self._open_rounds()
         self._wake()
 
     def _fail_stop(self) -> None:
@@ -309,7 +309,8 @@ class Watcher:
             return
         with self._lock:
             if k == self._answered + 1:
-                self._answer(self._wishes.to_answer(), _seconds(bell.get("seconds_left")))
+                wish = self._wishes.to_bring(self._undecided)
+                self._answer(wish, _seconds(bell.get("seconds_left")))
         self._send()
 
     def _settle_rounds(self) -> None:

@@ -48,15 +48,19 @@ class Wishes:
         elif self.stop_mode is None and not self._is_covered(wish):
             self._saves.append(wish)
 
-    def to_open(self, undecided: Collection[int]) -> Wish | None:
-        """The wish to open a round for now, if any."""
+    def to_bring(self, undecided: Collection[int]) -> Wish | None:
+        """The wish to open a round for now, or to bring to one that another rank has opened.
+
+        No save while a round is undecided here: it may be that very save, and the ranks that
+        know so already would take it twice.
+        """
         if self._stop is not None or not undecided:
             return self._stop or next(iter(self._saves), None)
         return None
 
-    def to_answer(self) -> Wish | None:
-        """The wish to bring to a round that another rank has opened."""
-        return self.to_open(())
+    def unmet_stop(self) -> bool:
+        """Whether a stop is wanted that no round has been opened for."""
+        return self._stop is not None
 
     def asked(self, round_: int, wish: Wish | None) -> None:
         """This rank has published `wish` for `round_`."""
