@@ -1,18 +1,21 @@
-"""Datasets, samplers and loops that the tests share; importable, so that spawned workers find them."""
+"""Datasets, samplers and loops that the tests share; spawned workers import them from here."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import random
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.randomness import main_rng, set_main_rng
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LENGTH = 23
 
@@ -162,7 +165,7 @@ def digest(batch: object) -> str:
     return hashlib.sha1(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:10]
 
 
-class Stop(Exception):
+class StoppedError(Exception):
     """Raised at the boundary where a run is interrupted."""
 
 
@@ -174,7 +177,7 @@ class Run:
         self.saved: dict | None = None
         self.stop, self.limit, self.boundaries = stop, limit, 0
         self.rng: dict | None = None
-        self.epoch = 0
+        self.epoch = self.number = 0
         self.plain = loader
         self.loader = TrackedLoader(
             loader, name="train", on_boundary=self.boundary, before_first_fetch=self.restore
@@ -184,7 +187,7 @@ class Run:
         self.boundaries += 1
         if self.boundaries == self.stop:
             self.saved = {"data": self.loader.state(), "rng": main_rng(), "epoch": self.epoch}
-            raise Stop
+            raise StoppedError
 
     def restore(self) -> None:
         if self.rng is not None:
@@ -194,17 +197,21 @@ class Run:
     def load(self, saved: dict) -> Run:
         self.loader.load_state(saved["data"])
         self.rng, self.epoch = saved["rng"], saved["epoch"]
+        self.number = saved["data"]["batches"] if saved["data"]["in_pass"] else 0
         return self
 
     def train(self, loader=None, epochs: int = 3) -> list:
         loader = self.loader if loader is None else loader
         while self.epoch < epochs:
             self.set_epoch()
-            for number, batch in enumerate(loader):
-                self.rows.append((self.epoch, digest(batch), float(torch.rand(())), random.random()))
-                if number + 1 == self.limit:
+            for batch in loader:
+                self.number += 1
+                self.rows.append(
+                    (self.epoch, digest(batch), float(torch.rand(())), random.random())
+                )
+                if self.number == self.limit:
                     break
-            self.epoch += 1
+            self.epoch, self.number = self.epoch + 1, 0
         return self.rows
 
     def set_epoch(self) -> None:
@@ -217,7 +224,9 @@ def straight(make, epochs: int = 3, limit: int | None = None) -> list:
     """Return the rows of the plain DataLoader, untracked."""
     seed_all(7)
     loader = make()
-    return Run(loader, limit=limit).train(loader, epochs)
+    rows = Run(loader, limit=limit).train(loader, epochs)
+    loader._iterator = None  # persistent workers end here, not when the collector comes by
+    return rows
 
 
 def interrupted(make, stop: int, epochs: int = 3, limit: int | None = None) -> tuple[list, list]:
@@ -227,9 +236,11 @@ def interrupted(make, stop: int, epochs: int = 3, limit: int | None = None) -> t
     try:
         first.train(epochs=epochs)
         raise AssertionError(f"the run has no boundary {stop}")
-    except Stop:
+    except StoppedError:
         pass
     first.loader.shutdown()
+    if isinstance(first.plain.generator, torch.Generator):
+        first.plain.generator.manual_seed(1)
     seed_all(999)
     second = Run(make(), limit=limit).load(first.saved)
     try:

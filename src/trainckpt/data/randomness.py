@@ -8,7 +8,8 @@ Values are bytes with a fixed layout (and one uint8 tensor for torch in the main
 equal bytes means equal randomness, on every platform.
 
     python  version i32, 625 words u32, has a cached gaussian u8, its value f64
-    numpy   position i32, has a cached gaussian i32, its value f64, 624 words u32
+    numpy   624 words u32, position i32, has a cached gaussian i32, its value f64
+    torch   as torch.get_rng_state gives it
 
 Used by: loader.py (main process), worker.py (inside workers), whoever owns the main generators.
 """
@@ -26,7 +27,8 @@ import torch
 from trainckpt.errors import ConfigurationError
 
 _PYTHON = struct.Struct("<i625IBd")
-_NUMPY = struct.Struct("<iid")
+_NUMPY_WORDS = 2496  # bytes; the position follows them, in the value and in NumPy's own memory
+_NUMPY_TAIL = struct.Struct("<iid")
 
 
 def main_rng() -> dict[str, Any]:
@@ -55,6 +57,14 @@ def packed_rng() -> dict[str, bytes]:
     state: dict[str, Any] = main_rng()
     state["torch"] = as_bytes(state["torch"])
     return state
+
+
+def changed_since(known: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the parts of `packed_rng` that differ from `known`; cheap where nothing was drawn."""
+    now = {"python": _read_python(), "torch": as_bytes(torch.get_rng_state())}
+    if "numpy" in sys.modules and not _numpy_untouched(known.get("numpy", b"")):
+        now["numpy"] = _read_numpy()
+    return {key: value for key, value in now.items() if value != known.get(key)}
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -101,12 +111,27 @@ def _read_numpy() -> bytes:
             "numpy.random.set_bit_generator",
         )
     words: bytes = state["state"]["key"].astype("<u4", copy=False).tobytes()
-    return _NUMPY.pack(state["state"]["pos"], state["has_gauss"], state["gauss"]) + words
+    return words + _NUMPY_TAIL.pack(state["state"]["pos"], state["has_gauss"], state["gauss"])
+
+
+def _numpy_untouched(known: bytes) -> bool:
+    # Reading NumPy's state takes it 70 us, looking at its memory 1 us. A cached gaussian is not in
+    # that memory and can be used up without a draw: then the long way is the only one.
+    import numpy as np
+
+    if len(known) != _NUMPY_WORDS + _NUMPY_TAIL.size or not hasattr(np.random, "get_bit_generator"):
+        return False
+    generator = np.random.get_bit_generator()
+    _, has_gauss, _ = _NUMPY_TAIL.unpack_from(known, _NUMPY_WORDS)
+    if has_gauss or sys.byteorder != "little" or not isinstance(generator, np.random.MT19937):
+        return False
+    seen = _NUMPY_WORDS + 4
+    return ctypes.string_at(generator.ctypes.state_address, seen) == known[:seen]
 
 
 def _write_numpy(packed: bytes) -> None:
     import numpy as np
 
-    position, has_gauss, gauss = _NUMPY.unpack_from(packed)
-    words = np.frombuffer(packed, dtype="<u4", offset=_NUMPY.size)
+    position, has_gauss, gauss = _NUMPY_TAIL.unpack_from(packed, _NUMPY_WORDS)
+    words = np.frombuffer(packed, dtype="<u4", count=_NUMPY_WORDS // 4)
     np.random.set_state(("MT19937", words, position, has_gauss, gauss))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from trainckpt.data.randomness import packed_rng, set_main_rng
+from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
 from trainckpt.data.shield import shield_worker
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class Tap:
         worker = get_worker_info()
         if worker is None:
             return batch
-        rng = packed_rng()
-        news = {key: value for key, value in rng.items() if value != _told.get(key)}
+        news = changed_since(_told)
         _told.update(news)
         return Tapped(batch, worker.id, **news)
 

@@ -1,0 +1,52 @@
+"""The three generators are read and written bitwise, without a draw."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from tests.data.datasets import seed_all
+from trainckpt.data.randomness import changed_since, main_rng, packed_rng, set_main_rng
+
+
+def draws() -> list[float]:
+    return [random.gauss(0, 1), random.random(), np.random.randn(), float(torch.randn(()))]
+
+
+def test_generators_go_on_where_they_were_read():
+    """Also between the two halves of a pair of gaussians."""
+    seed_all(3)
+    draws()  # leaves a cached gaussian in Python and in NumPy
+    state = main_rng()
+    want = draws() + draws()
+    seed_all(4)
+    set_main_rng(state)
+    assert draws() + draws() == want
+    assert all(isinstance(state[key], bytes) for key in ("python", "numpy"))
+
+
+def test_packed_generators_are_bytes_and_say_the_same():
+    """What workers send home can be written back in the main process, and compared."""
+    state = packed_rng()
+    want = draws()
+    assert packed_rng() != state
+    set_main_rng(state)
+    assert packed_rng() == state
+    assert draws() == want
+
+
+def test_only_generators_that_were_used_are_news():
+    """A used-up cached gaussian counts, although no word of the generator changed."""
+    np.random.seed(1)
+    known = packed_rng()
+    assert changed_since(known) == {}
+    torch.rand(())
+    assert set(changed_since(known)) == {"torch"}
+    np.random.randn()
+    random.random()
+    assert set(changed_since(known)) == {"torch", "numpy", "python"}
+    known = packed_rng()
+    np.random.randn()
+    assert set(changed_since(known)) == {"numpy"}
