@@ -141,6 +141,16 @@ def test_the_same_number_of_save_is_taken_once(ranks):
     assert rank.train(3) == []
 
 
+def test_a_save_asked_for_at_each_boundary_until_it_is_taken_is_one_save(ranks):
+    """A timer that is due stays due until the agreed boundary is reached."""
+    rank = ranks()
+    for _ in range(3):
+        rank.watcher.request(SAVE)
+    assert [action for _, action, *_ in rank.train(3)] == ["save"]
+    rank.watcher.request(SAVE)
+    assert [action for _, action, *_ in rank.train(3)] == ["save"]
+
+
 def test_a_save_that_cannot_be_taken_is_skipped_and_reported(ranks):
     """Back-pressure: training goes on."""
     rank = ranks(can_save=lambda: False)

@@ -114,6 +114,12 @@ class Agreement:
         """Whether a round waits to be decided or acted on."""
         return bool(self._open)
 
+    def has_save_to_come(self) -> bool:
+        """Whether a save is decided that this rank has still to take."""
+        with self._lock:
+            decisions = [entry.decision for entry in self._open.values() if entry.decision]
+            return any(d.action == "save" and not d.failed for d in decisions)
+
     def open_round(self, round_: int) -> int:
         """Hold main at its next boundary until this round is decided. Returns what to publish."""
         with self._lock:

@@ -132,8 +132,12 @@ class Watcher:
         """Ask all ranks for what `notice` says. The caller's next boundary waits for the answer.
 
         A stop that was asked for already, as strict or stricter, opens no round. A save asked for
-        while a round is undecided is merged with it if that becomes a save.
+        while a round is undecided is merged with it if that becomes a save, and one asked for
+        while a decided save is still to be taken is that save (with a tag it is another one).
         """
+        any_save_will_do = notice.action == "save" and notice.tag is None
+        if any_save_will_do and self._agreement.has_save_to_come():
+            return
         mode = notice.mode or self._mode
         self._want(Wish(notice.reason, notice.action, mode, notice.seconds_left, notice.tag))
 
