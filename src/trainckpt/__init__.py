@@ -1,9 +1,9 @@
 """Checkpoints for PyTorch training that resume at the exact micro-batch, bitwise.
 
-    with trainckpt.Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader=loader) as c:
-        for epoch in c.epochs(3):
-            for batch in c.batches():
-                ...
+with trainckpt.Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader=loader) as c:
+    for epoch in c.epochs(3):
+        for batch in c.batches():
+            ...
 """
 
 from trainckpt.errors import (

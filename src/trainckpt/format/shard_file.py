@@ -132,7 +132,7 @@ def build(header: ShardHeader) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def header_length(prefix: bytes | memoryview, what: str) -> int:
+def header_length(prefix: bytes | bytearray | memoryview, what: str) -> int:
     """Bytes of prefix and header together, from the file's first 8 bytes."""
     length = int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or not 2 <= length <= MAX_HEADER_BYTES:

@@ -76,15 +76,14 @@ class Checkpointer:
         ConfigurationError: an option or an object cannot work; says which.
     """
 
-    def __init__(
-        self, run: str | os.PathLike[str], *, loader: Any = None, **keywords: Any
-    ) -> None:
+    def __init__(self, run: str | os.PathLike[str], *, loader: Any = None, **keywords: Any) -> None:
         prepare()
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
         self._tier = place.open_place(run)
         self._world = current_world()
         self._position = Position()
         self._registry = Registry()
+        self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             self._registry.add(name, value)
@@ -96,7 +95,6 @@ class Checkpointer:
         self._agreement = Agreement()
         self._signals = SignalSource()
         self._requests = Requests()
-        self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
         self._beginning: Beginning | None = None
         self._arriving: Saved | None = None
         self._arrive_at = Cursor()
@@ -109,7 +107,9 @@ class Checkpointer:
             self.resume()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if kind is None:
             self.close()
         elif self._departure is not None:
@@ -139,9 +139,7 @@ class Checkpointer:
         log = AttemptLog(self._tier, beginning.record, writes=self._world.rank == 0)
         log.change(must=True, parent=parent)
         place.tell_supervisor(self._tier, beginning.record.attempt, self._world.rank)
-        facts = Facts(
-            beginning.run, beginning.record.attempt, parent, here, self.options.keep_last
-        )
+        facts = Facts(beginning.run, beginning.record.attempt, parent, here, self.options.keep_last)
         self._saver = Saver(self._tier, self._channel, self._registry, facts, log)
         self._start_watching(beginning.record.attempt)
         self._departure = Departure(
@@ -210,7 +208,7 @@ class Checkpointer:
             on_boundary=self._loader_boundary if first else None,
             before_first_fetch=self._before_first_fetch if first else None,
         )
-        if first and getattr(self, "_recorder", None) is not None:
+        if first and self._recorder is not None:
             tracked.after_fetch = self._recorder.batch
         self._registry.add_loader(name, tracked, loader)
         self._loaders.append((loader, tracked))
@@ -388,7 +386,9 @@ class Checkpointer:
             logger.info("%s: begins at step 0%s", where, why)
             return
         cursor = beginning.manifest.cursor
-        logger.info("%s: resumed from %s, %s: %s", where, beginning.manifest.name, cursor, exactness)
+        logger.info(
+            "%s: resumed from %s, %s: %s", where, beginning.manifest.name, cursor, exactness
+        )
         for reason in reasons:
             logger.info("not bitwise: %s", reason)
 

@@ -33,9 +33,7 @@ def fingerprint(world: int) -> dict[str, Any]:
         "numpy": getattr(sys.modules.get("numpy"), "__version__", None),
     }
     if torch.cuda.is_available():
-        found["devices"] = [
-            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-        ]
+        found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["cuda"] = torch.version.cuda
         found["cudnn benchmark"] = torch.backends.cudnn.benchmark
         found["cublas workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")

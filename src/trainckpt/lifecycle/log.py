@@ -1,4 +1,4 @@
-"""What trainckpt says: through the logger `trainckpt`, on stderr unless the script says otherwise."""
+"""What trainckpt says: through the logger `trainckpt`, by default on stderr."""
 
 from __future__ import annotations
 

@@ -6,14 +6,18 @@ default. An unreadable value is refused with the place it came from.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 TOML_FILE = "trainckpt.toml"
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
@@ -124,12 +128,9 @@ def _one_of(*words: str) -> Callable[[Any], str]:
 def _read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        import tomllib
-    except ImportError:  # Python 3.10
-        import tomli as tomllib
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} is not readable: {error}") from error
     unknown = sorted(found.keys() - TABLE.keys())

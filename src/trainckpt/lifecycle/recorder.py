@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import TrainckptError
 from trainckpt.format.digest import digest
 from trainckpt.format.strict import canonical
+from trainckpt.lifecycle.place import PROVE_VARIABLE
 from trainckpt.state import stage, values
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.state.registry import Registry
 
-VARIABLE = "TRAINCKPT_PROVE"
 HOLD_S = 15.0
 
 
@@ -82,7 +81,7 @@ class Recorder:
 
 def recorder_from_environment(rank: int, registry: Registry) -> Recorder | None:
     """A recorder if `prove` launched this process, else None."""
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(PROVE_VARIABLE, "")
     return Recorder(json.loads(text), rank, registry) if text else None
 
 
@@ -125,10 +124,8 @@ def _untracked(registry: Registry) -> list[tuple[str, Any]]:
         torch.amp.GradScaler,
     )
     found: list[tuple[str, Any]] = []
-    if "torch" not in sys.modules:
-        return found
     for candidate in gc.get_objects():
-        if isinstance(candidate, kinds) and not registry.tracks(candidate):
+        if issubclass(type(candidate), kinds) and not registry.tracks(candidate):
             seen = Captured()
             try:
                 tree = seen.encode(candidate.state_dict(), "untracked")

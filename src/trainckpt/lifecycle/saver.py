@@ -133,9 +133,7 @@ class Saver:
             everyone = [other["groups"] for other in answers]
             shared = set(answer["groups"]) - stage.differing(answer["groups"], everyone)
         regions = stage.describe(captured)
-        planned = plan_save(
-            regions, captured.groups, shared, rank=world.rank, world=world.size
-        )
+        planned = plan_save(regions, captured.groups, shared, rank=world.rank, world=world.size)
         shard = stage.stage(
             captured, planned, rank=world.rank, world=world.size, memory=self._memory
         )

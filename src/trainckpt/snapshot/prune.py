@@ -38,11 +38,13 @@ def plan_prune(
             kept += 1
         elif str(candidate.name) in keep or tagged:
             continue
-        elif candidate.usable or candidate.reason == ABANDONED:
-            doomed.append(candidate.name)
-        elif candidate.reason == NOT_COMMITTED and candidate.name.attempt < attempt:
+        elif candidate.usable or candidate.reason == ABANDONED or _is_garbage(candidate, attempt):
             doomed.append(candidate.name)
     return tuple(doomed)
+
+
+def _is_garbage(candidate: Candidate, attempt: int) -> bool:
+    return candidate.reason == NOT_COMMITTED and candidate.name.attempt < attempt
 
 
 def prune(tier: Tier, doomed: Iterable[SnapshotName]) -> None:

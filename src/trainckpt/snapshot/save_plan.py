@@ -37,7 +37,8 @@ def plan_save(
     Returns:
         Regions sorted by key. Over all ranks they cover every shared tensor exactly once.
     """
-    own, split = [], []
+    own: list[Region] = []
+    split: list[Region] = []
     for region in regions:
         (split if groups.get(region.tensor) in shared else own).append(region)
     split.sort(key=lambda region: region.tensor)

@@ -90,6 +90,13 @@ def _generics(registry: Registry, saved: Saved) -> None:
         generic.apply(saved)
 
 
+def _used_parameters(registry: Registry, saved: Saved) -> None:
+    stored = saved.values[gradients.PART]
+    for model in registry.models:
+        used = [parameter for name, parameter in model.parameters() if name in stored]
+        ddp.apply_used_parameters(model.wrapped, saved.values[DDP].get(model.name), used)
+
+
 def _gradients(registry: Registry, saved: Saved) -> None:
     gradients.apply(saved, registry.trained_parameters())
 
@@ -106,6 +113,7 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     ("DDP forward sync", _forward_sync),
     ("optimizers", _optimizers),
     ("objects", _generics),
+    ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),
     ("loaders", _loaders),
 )

@@ -16,6 +16,7 @@ import torch
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.state import values
 
+_LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 VALUES = "values.json"  # the tensor (bytes) that holds all values of a rank
 
 
@@ -73,7 +74,7 @@ class Saved:
         if "sparse" in node:
             shape, coalesced = node["sparse"]
             parts = [self._fresh(f"{name}/{part}", target) for part in ("indices", "values")]
-            return torch.sparse_coo_tensor(*parts, tuple(shape), is_coalesced=coalesced)
+            return torch.sparse_coo_tensor(parts[0], parts[1], tuple(shape), is_coalesced=coalesced)
         return self._fresh(name, target)
 
     def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Saved:
 def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """`tensor`, detached, if its bytes are all there is to it; else `UnknownValue`."""
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, _LAZY):
         raise values.UnknownValue(
             f"{name} is a lazy parameter without a shape",
             hint="run one forward pass before the Checkpointer is made",

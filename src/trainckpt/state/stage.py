@@ -156,7 +156,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     size = plain.numel() * plain.element_size()
     if not size:
         return memoryview(b"")
-    block = (ctypes.c_ubyte * size).from_address(plain.data_ptr())
+    block: Any = (ctypes.c_ubyte * size).from_address(plain.data_ptr())
     block._owner = plain
     return memoryview(block).cast("B")
 

@@ -83,9 +83,17 @@ def decode(tree: JSON, tensor: Callable[[JSON], torch.Tensor]) -> Any:
 
 
 def leaves(tree: JSON, path: str = "") -> Mapping[str, str]:
-    """Flat view of an encoded tree: path -> spelling, to say where two of them differ."""
-    if isinstance(tree, dict) and "$tensor" not in tree:
-        if tree.get("$") == "dict":
+    """Flat view of an encoded tree: path -> spelling, to say where two of them differ.
+
+    Tensors are left out: they are parts of their own.
+    """
+    if isinstance(tree, dict) and "$tensor" in tree:
+        return {}
+    if isinstance(tree, dict):
+        pairs: list[tuple[str, JSON]]
+        if "$" not in tree:
+            pairs = list(tree.items())
+        elif tree["$"] == "dict":
             pairs = [(str(decode(k, _no_tensor)), v) for k, v in tree["of"]]
         elif isinstance(tree.get("of"), list):
             pairs = [(str(i), v) for i, v in enumerate(tree["of"])]
@@ -129,7 +137,7 @@ def _encode_mapping(value: Any, path: str, store: Any) -> JSON:
         [encode(k, f"{path}.<key>", store), encode(v, f"{path}.{k}", store)]
         for k, v in value.items()
     ]
-    kinds = {dict: "", OrderedDict: "ordered", Counter: "counter"}
+    kinds: dict[Any, str] = {dict: "", OrderedDict: "ordered", Counter: "counter"}
     if type(value) is defaultdict:
         factory = {None: "none", list: "list", dict: "dict", int: "int", float: "float"}
         if value.default_factory not in factory:

@@ -8,18 +8,23 @@ backward in which the reducer's own hooks are called in the recorded order.
 `require_forward_param_sync`: False inside a window under no_sync; a fresh DDP would broadcast
 rank 0's buffers on its next forward.
 
+Used parameters, with `find_unused_parameters`: which ones the window has used so far.
+
 Private names of torch are used here and only here; `self_test` says which one is gone.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _DDP_NAMES = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data", "logger", "reducer",
               "require_forward_param_sync")  # fmt: skip
@@ -68,11 +73,29 @@ def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
         for index in order:
             reducer._autograd_hook(index)
 
-    start.register_hook(call_hooks)
+    start.register_hook(call_hooks)  # type: ignore[no-untyped-call]
     (start * 1).backward()  # type: ignore[no-untyped-call]
     reducer._rebuild_buckets()
     for parameter in module.parameters():
         parameter.grad = None
+
+
+def apply_used_parameters(
+    module: nn.Module, saved: dict[str, Any] | None, used: Collection[torch.Tensor]
+) -> None:
+    """Tell DDP which parameters the open window has used so far; overwrites their gradients.
+
+    With `find_unused_parameters` the reducer remembers them over the window's no_sync
+    micro-batches. One that only an earlier micro-batch used would else not be reduced at the
+    window's end, and the ranks would drift apart. A backward of zeros tells it.
+    """
+    inside_window = bool(saved) and not (saved or {})["forward_sync"]
+    if not (isinstance(module, DistributedDataParallel) and module.find_unused_parameters):
+        return
+    terms = [(parameter * 0).sum() for parameter in used if parameter.requires_grad]
+    if inside_window and terms:
+        with module.no_sync():
+            torch.stack([term.float() for term in terms]).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def apply_forward_sync(module: nn.Module, saved: dict[str, Any] | None) -> None:
@@ -85,7 +108,8 @@ def _bucket_order(module: DistributedDataParallel) -> str:
     logger: Any = module.logger
     if logger is None or module.find_unused_parameters:
         return ""  # with find_unused_parameters buckets are never rebuilt
-    module._set_ddp_runtime_logging_sample_rate(1)
+    private: Any = module
+    private._set_ddp_runtime_logging_sample_rate(1)
     logger.set_runtime_stats_and_log()
-    data: dict[str, Any] = module._get_ddp_logging_data()
+    data: dict[str, Any] = private._get_ddp_logging_data()
     return str(data.get("rebuilt_per_bucket_param_indices", ""))

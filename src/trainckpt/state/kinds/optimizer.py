@@ -36,7 +36,7 @@ class OptimizerState:
 
     def capture(self, out: Captured, names: Mapping[int, str]) -> None:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
-        known = self._names(names)
+        known, group = self._names(names), self.name
         groups = [
             {
                 "options": out.encode(_options(group), f"{self.name}/group{i}", self.name),
@@ -45,8 +45,14 @@ class OptimizerState:
             for i, group in enumerate(self.optimizer.param_groups)
         ]
         state = {
-            known[id(p)]: out.encode(dict(s), f"{self.name}/{known[id(p)]}", self.name)
-            for p, s in self.optimizer.state.items()
+            known[id(p)]: [
+                [
+                    out.encode(key, self.name),
+                    out.encode(value, self._path(known[id(p)], key), group),
+                ]
+                for key, value in items.items()
+            ]
+            for p, items in self.optimizer.state.items()
             if id(p) in known
         }
         out.values[self.name] = {"groups": groups, "state": state}
@@ -80,9 +86,14 @@ class OptimizerState:
         known = self._names(names)
         self.optimizer.state.clear()
         for parameter in self.parameters():
-            tree = stored["state"].get(known[id(parameter)])
-            if tree is not None:
-                self.optimizer.state[parameter] = saved.decode(tree, parameter.device)
+            items = stored["state"].get(known[id(parameter)])
+            if items is not None:
+                self.optimizer.state[parameter] = {
+                    saved.decode(key): saved.decode(value, parameter.device) for key, value in items
+                }
+
+    def _path(self, parameter: str, key: object) -> str:
+        return f"{self.name}/{parameter}/{key}"
 
     def _names(self, names: Mapping[int, str]) -> dict[int, str]:
         """Names of this optimizer's parameters; those of no tracked model by their position."""

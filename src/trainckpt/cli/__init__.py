@@ -1,0 +1,1 @@
+"""The `trainckpt` command: one file a verb."""

@@ -1,0 +1,26 @@
+"""demo: prove on a small built-in example; needs no clone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.cli.prove import _say, report
+from trainckpt.prove import builtin
+from trainckpt.prove.proof import prove
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("--nproc", type=int, help="processes, through torchrun (default: python)")
+    parser.add_argument("--stops", type=int, default=2, help="how often to stop it (default 2)")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Prove the built-in example."""
+    script = str(Path(builtin.__file__))
+    proof = prove([script], stops=arguments.stops, nproc=arguments.nproc, keep=None, say=_say)
+    return report(proof, as_json=arguments.json)

@@ -1,0 +1,44 @@
+"""prove: run a script straight, then stopped and resumed, and compare every bit of both."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainckpt.cli import show
+from trainckpt.errors import ConfigurationError
+from trainckpt.prove.proof import Proof, prove
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("--stops", type=int, default=3, help="how often to stop it (default 3)")
+    parser.add_argument("--nproc", type=int, help="processes, through torchrun (default: python)")
+    parser.add_argument("--keep", metavar="DIR", help="keep logs and records in this folder")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="[--] SCRIPT ARGS", help="what to prove"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Prove, print what was found, and return 0 if it is exact, else 1."""
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        raise ConfigurationError("there is no script to prove", hint="trainckpt prove -- train.py")
+    proof = prove(
+        command, stops=arguments.stops, nproc=arguments.nproc, keep=arguments.keep, say=_say
+    )
+    return report(proof, as_json=arguments.json)
+
+
+def report(proof: Proof, *, as_json: bool) -> int:
+    """Print the verdict."""
+    if as_json:
+        show.document(proof.to_json())
+    else:
+        print(proof.verdict())
+    return 0 if proof.exact else 1
+
+
+def _say(line: str) -> None:
+    print(f"prove: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,46 @@
+"""run: launch a training script through torchrun, and return the exit code it meant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trainckpt.cli import show
+from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.supervisor import (
+    Ended,
+    split_torchrun_options,
+    supervise,
+    torchrun_command,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("--nproc", type=int, default=1, help="processes on this host (default 1)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="[torchrun options] [--] SCRIPT ARGS",
+        help="what to run; any option of torchrun may stand before the script",
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Launch, wait, and report how the attempt ended."""
+    options, command = split_torchrun_options(arguments.command)
+    if not command:
+        raise ConfigurationError("there is no script to run", hint="trainckpt run -- train.py")
+    ended = supervise(
+        torchrun_command(arguments.nproc, options, command),
+        output=sys.stderr if arguments.json else None,
+    )
+    return report(ended, as_json=arguments.json)
+
+
+def report(ended: Ended, *, as_json: bool) -> int:
+    """Print how an attempt ended, as JSON if asked for; returns its exit code."""
+    if as_json:
+        outcome = dict(ended.record.outcome or {}) if ended.record else {}
+        show.document({"outcome": None, **outcome, "exit_code": ended.exit_code})
+    return ended.exit_code

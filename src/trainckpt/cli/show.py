@@ -1,0 +1,45 @@
+"""How verbs print: tables for people, one JSON document for programs, progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def document(value: Any) -> None:
+    """Print one JSON document on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
+    """Print a table on stdout, as wide as it needs to be where stdout is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=220)
+    drawn = Table(*columns, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for row in rows:
+        drawn.add_row(*row)
+    console.print(drawn)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the largest unit that leaves a number of at least one: `1.2 GB`."""
+    value, unit = float(num_bytes), 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {UNITS[unit]}" if unit == 0 else f"{value:.1f} {UNITS[unit]}"
+
+
+def when(created: float) -> str:
+    """A time, as the people here write it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))

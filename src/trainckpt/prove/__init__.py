@@ -1,0 +1,1 @@
+"""Prove: run a script straight and interrupted, and compare."""

@@ -1,0 +1,245 @@
+"""The proof: a script straight, and again stopped and resumed; every batch and state compared.
+
+    1  straight      the script, uninterrupted, recording digests at each boundary
+    2  interrupted   the script again in another place. At each chosen micro-batch it is stopped:
+                     a real SIGTERM that one rank gets, the last time a real SIGKILL of everything
+    3  compare       the interrupted attempts must repeat the straight run bit for bit
+    4  doubt         if they do not: straight once more. Two straight runs that differ mean the
+                     script itself is not deterministic, and that is said instead
+
+The user's own run is left alone: both runs keep their snapshots in a folder of the proof's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.lifecycle.place import PROVE_VARIABLE
+from trainckpt.lifecycle.supervisor import Ended, kill_session, supervise, torchrun_command
+from trainckpt.prove import naming
+from trainckpt.prove.compare import (
+    Difference,
+    boundaries,
+    first_difference,
+    read_records,
+    unseeded,
+)
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Sequence
+
+    Say = Callable[[str], None]
+
+SHOWN_LOG_LINES = 15
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One planned interruption.
+
+    Attributes:
+        at: After so many micro-batches.
+        step, micro: The same place as step and micro-batch of its window.
+        signal: "SIGTERM" or "SIGKILL".
+        rank: Which rank gets it.
+    """
+
+    at: int
+    step: int
+    micro: int
+    signal: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        exact: True if every batch and every state was bitwise identical.
+        micro_batches, ranks: Size of the straight run.
+        stops: Where it was stopped.
+        difference: Where it differs first, or None.
+        deterministic: False if two straight runs differ, whatever resume does.
+        folder: Where logs and records were kept, or "".
+    """
+
+    exact: bool
+    micro_batches: int
+    ranks: int
+    stops: tuple[Stop, ...]
+    difference: Difference | None = None
+    deterministic: bool = True
+    folder: str = ""
+
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.exact:
+            inside = [stop for stop in self.stops if stop.micro] or list(self.stops)
+            return (
+                f"exact: {self.micro_batches} micro-batches on {self.ranks} ranks, resumed from "
+                f"step {inside[0].step} micro-batch {inside[0].micro}, bitwise identical"
+            )
+        kept = f"\nlogs and records: {self.folder}" if self.folder else ""
+        if not self.deterministic:
+            return f"not deterministic: two uninterrupted runs {_lower(self.difference)}{kept}"
+        return f"not exact: {self.difference}{kept}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return {**asdict(self), "verdict": self.verdict()}
+
+
+def prove(
+    command: Sequence[str], *, stops: int, nproc: int | None, keep: str | None, say: Say
+) -> Proof:
+    """Prove that `command` resumes exactly.
+
+    Args:
+        command: Script and arguments, without `python`.
+        stops: How often to interrupt it, at least once.
+        nproc: Processes under torchrun; None runs it with plain `python`.
+        keep: Folder for logs and records; None is a temporary one, kept only on a difference.
+        say: Told of progress, a line at a time.
+
+    Raises:
+        ConfigurationError: the script failed by itself, or made no Checkpointer.
+    """
+    if stops < 1:
+        raise ConfigurationError("a proof needs at least one stop", hint="--stops 1 or more")
+    folder = Path(keep) if keep else Path(tempfile.mkdtemp(prefix="trainckpt-prove-"))
+    runs = _Runs(folder, command, nproc, say)
+    straight = runs.finish("straight")
+    cursors = boundaries(straight)
+    last = cursors[-1]["micro_batches"] if cursors else 0
+    if last < 2:
+        raise ConfigurationError(
+            f"the script passed {len(cursors)} boundaries of a Checkpointer; too few to stop at",
+            hint="let it train some micro-batches inside `with trainckpt.Checkpointer(...)`",
+        )
+    planned = plan_stops(cursors, stops, len(straight))
+    attempts = [runs.interrupt(number, stop) for number, stop in enumerate(planned, start=1)]
+    attempts.append(runs.finish("interrupted", f"attempt{len(planned) + 1}"))
+    left_out = unseeded(straight, attempts[0])
+    for part in sorted(naming.say(name) for name in left_out):
+        say(f"{part}: never seeded by the script, so left out of the comparison")
+    difference = first_difference(straight, attempts, left_out)
+    deterministic = True
+    if difference is not None:
+        say(f"{difference}; running it straight again, to see whether it repeats itself")
+        again = first_difference(straight, [runs.finish("again")], left_out)
+        if again is not None:
+            difference, deterministic = again, False
+    exact = difference is None
+    if exact and not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    kept = "" if exact and not keep else str(folder)
+    return Proof(exact, last, len(straight), tuple(planned), difference, deterministic, kept)
+
+
+def plan_stops(cursors: Sequence[dict[str, Any]], stops: int, ranks: int) -> list[Stop]:
+    """Spread the stops over the run, inside windows where there are any. Pure.
+
+    The last of several is a SIGKILL; a SIGTERM goes to one rank only, from the last one down.
+    """
+    last = cursors[-1]["micro_batches"]
+    inside = [c for c in cursors if c["micro"] and 0 < c["micro_batches"] < last]
+    usable = inside or [c for c in cursors if 0 < c["micro_batches"] < last]
+    planned: list[Stop] = []
+    for number in range(1, stops + 1):
+        wanted = last * number / (stops + 1)
+        after = planned[-1].at if planned else 0
+        left = [c for c in usable if c["micro_batches"] > after]
+        if not left:
+            break
+        best = min(left, key=lambda c: abs(c["micro_batches"] - wanted))
+        kind = "SIGKILL" if number == stops and stops > 1 else "SIGTERM"
+        rank = (ranks - number) % ranks
+        planned.append(Stop(best["micro_batches"], best["step"], best["micro"], kind, rank))
+    return planned
+
+
+class _Runs:
+    """Launches the script for the proof, each attempt with a folder for its records."""
+
+    def __init__(self, folder: Path, command: Sequence[str], nproc: int | None, say: Say) -> None:
+        self._folder = folder
+        self._say = say
+        self._command = (
+            [sys.executable, *command] if nproc is None else torchrun_command(nproc, [], command)
+        )
+
+    def finish(self, run: str, attempt: str = "attempt1") -> Any:
+        """Run to the end; returns the records."""
+        self._say(f"{run}: running to the end")
+        ended, records = self._launch(run, attempt, None)
+        if ended.exit_code != 0:
+            self._complain(run, attempt, f"ended with {ended.exit_code}")
+        return records
+
+    def interrupt(self, number: int, stop: Stop) -> Any:
+        """Run until the stop; returns the records up to there."""
+        attempt = f"attempt{number}"
+        where = f"step {stop.step} micro-batch {stop.micro}"
+        whom = "everything" if stop.signal == "SIGKILL" else f"rank {stop.rank}"
+        self._say(f"interrupted: {stop.signal} to {whom} at {where}")
+        ended, records = self._launch("interrupted", attempt, stop)
+        if ended.exit_code == 0:
+            self._complain("interrupted", attempt, f"was not stopped by {stop.signal}")
+        if stop.signal == "SIGTERM" and (
+            ended.record is None
+            or not ended.record.outcome
+            or ended.record.outcome.get("outcome") != "stopped"
+        ):
+            self._complain("interrupted", attempt, f"ended with {ended.exit_code}, not stopped")
+        return records
+
+    def _launch(self, run: str, attempt: str, stop: Stop | None) -> tuple[Ended, Any]:
+        folder = self._folder / run / attempt
+        folder.mkdir(parents=True, exist_ok=True)
+        plan: dict[str, Any] = {"dir": str(folder), "place": str(self._folder / run / "run")}
+        if stop is not None:
+            plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}
+
+        def watch(process: subprocess.Popen[bytes]) -> None:
+            while process.poll() is None:
+                if (folder / "struck").exists():
+                    kill_session(process)  # what a SIGKILL leaves of a host: nothing
+                time.sleep(POLL_S)
+
+        with (folder / "log").open("wb") as log:
+            ended = supervise(
+                self._command,
+                environment={PROVE_VARIABLE: json.dumps(plan)},
+                output=log,
+                watch=watch,
+            )
+        return ended, read_records(folder)
+
+    def _complain(self, run: str, attempt: str, what: str) -> None:
+        log = self._folder / run / attempt / "log"
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LOG_LINES:]
+        shown = "".join(f"\n  {line}" for line in tail)
+        raise ScriptFailed(
+            f"the script {what} ({run}); its last lines:{shown}", hint=f"the whole log is {log}"
+        )
+
+
+class ScriptFailed(TrainckptError):
+    """The script under proof ended in a way that proves nothing."""
+
+    exit_code = 78
+
+
+def _lower(difference: Difference | None) -> str:
+    return str(difference).replace("differs first", "differ first")
