@@ -1,6 +1,7 @@
 """What tracking a DataLoader costs: TrackedLoader against the plain loader at 5 ms per batch.
 
-Both run in turn, `--rounds` times; medians are compared. The dataset draws from all three random
+Both run in turn, `--rounds` times. Seconds are medians; the overhead is the median of the rounds'
+ratios, which a machine that gets slower or faster on the way does not move. The dataset draws from all three random
 generators for every sample, so that each batch brings its worker's randomness along.
 
     python -m benchmarks.loader --json benchmarks/results/loader.json
@@ -64,11 +65,12 @@ def row(workers: int, batches: int, rounds: int) -> dict[str, float]:
         for kind in sorted(kinds, reverse=bool(number % 2)):
             times[kind].append(seconds(kinds[kind]))
     plain, tracked = (statistics.median(times[kind]) for kind in ("plain", "tracked"))
+    ratios = [t / p for t, p in zip(times["tracked"], times["plain"], strict=True)]
     return {
         "workers": workers,
         "plain_s": plain,
         "tracked_s": tracked,
-        "overhead_percent": 100 * (tracked / plain - 1),
+        "overhead_percent": 100 * (statistics.median(ratios) - 1),
     }
 
 
