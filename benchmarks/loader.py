@@ -1,8 +1,8 @@
 """What tracking a DataLoader costs: TrackedLoader against the plain loader at 5 ms per batch.
 
 Both run in turn, `--rounds` times. Seconds are medians; the overhead is the median of the rounds'
-ratios, which a machine that gets slower or faster on the way does not move. The dataset draws from all three random
-generators for every sample, so that each batch brings its worker's randomness along.
+ratios, which a machine that gets slower or faster on the way does not move. The dataset draws from
+all three random generators for every sample, so each batch brings its worker's randomness along.
 
     python -m benchmarks.loader --json benchmarks/results/loader.json
 """
