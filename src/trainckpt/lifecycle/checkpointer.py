@@ -294,6 +294,7 @@ class Checkpointer:
             self._recorder.strike(cursor, self._agreement.has_open_round)
         if resumable and self._policy.due_by_steps(cursor):
             self._take(cursor, self._policy.reason)
+        self._signals.check()
         if self._policy.due_by_time(time.monotonic()) and self._world.rank == 0:
             self._watcher.request(Notice(self._policy.reason, action="save"))
         while (due := self._agreement.at_boundary(resumable=resumable)) is not None:

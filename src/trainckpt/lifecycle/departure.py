@@ -87,8 +87,7 @@ class Departure:
         self._barrier("stopped")
         for loader in self._loaders:
             loader.shutdown()
-        self._watcher.publish_final()
-        self._watcher.stop()
+        self._stop_watching()
         if self._options.on_stop == "return":
             return
         self._exit_soon()
@@ -101,11 +100,11 @@ class Departure:
             SaveFailed: the final snapshot did not commit; said after all ranks have left in order.
         """
         failure = self._save_unless_standing(cursor, "final", take)
+        self._watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
-        self._watcher.publish_final()
-        self._watcher.stop()
+        self._stop_watching()
         if failure:
             raise failure
 
@@ -167,6 +166,13 @@ class Departure:
             self._channel.barrier(name, BARRIER_TIMEOUT_S)
         except NoAgreement as error:
             logger.warning("leaving without the others: %s", error.message)
+
+    def _stop_watching(self) -> None:
+        self._watcher.publish_final()
+        self._watcher.stop()
+        for problem in self._watcher.problems:
+            logger.warning("while watching: %s", problem)
+        self._barrier("gone")  # the process that holds the store leaves last
 
     def _exit_soon(self) -> None:
         timer = threading.Timer(EXIT_AFTER_S, os._exit, [self._code])
