@@ -1,0 +1,98 @@
+"""A process that has torch and trainckpt loaded, from which the ranks of an attempt fork.
+
+Importing torch takes seconds, a fork milliseconds. The server computes nothing, so it has one
+thread and no autograd engine, and a forked rank is as good as a fresh one. Each child runs the
+script as `__main__` and then leaves through the interpreter's own end, as `python SCRIPT` would.
+
+One JSON request a line on stdin, one answer a line on stdout:
+
+    {"script", "argv", "log", "ranks": [{variable: value}]}  ->  {"pids": [...]}
+    {"poll": [pid, ...]}                                     ->  {"codes": [code or null, ...]}
+
+At the end of stdin it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+PRELOADED = (
+    "numpy", "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel",
+    "torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.utils.data", "trainckpt",
+)  # fmt: skip
+
+
+def main() -> None:
+    task = serve()
+    if task is not None:
+        run_script(task)
+
+
+def serve() -> dict | None:
+    """Answer until stdin ends; in a forked rank, its task."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    sys.modules["trainckpt"].Checkpointer  # noqa: B018 - loads what is loaded lazily
+    sys.modules["torch"].set_num_threads(1)
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    assert threads == 1, f"{threads} threads: the children would miss them"
+    gc.freeze()
+    codes: dict[int, int] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "poll" in request:
+            answer = {"codes": [poll(pid, codes) for pid in request["poll"]]}
+        else:
+            answer, task = launch(request)
+            if task is not None:
+                return task
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def launch(request: dict) -> tuple[dict, dict | None]:
+    """Fork every rank into one process group; (answer, None), or ({}, task) in a child."""
+    pids: list[int] = []
+    for rank, variables in enumerate(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, pids[0] if pids else 0)
+            task = {"script": request["script"], "argv": request["argv"], "variables": variables}
+            return {}, {**task, "log": f"{request['log']}.rank{rank}"}
+        pids.append(pid)
+        os.setpgid(pid, pids[0])  # both sides: whoever comes first
+    return {"pids": pids}, None
+
+
+def poll(pid: int, codes: dict[int, int]) -> int | None:
+    """Exit code as `subprocess` tells it (negative: a signal), None while it runs."""
+    if pid not in codes:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes.get(pid)
+
+
+def run_script(task: dict) -> None:
+    """Become what `python SCRIPT ARGV` is."""
+    log = os.open(task["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(log)
+    os.close(null)
+    os.environ.update(task["variables"])
+    sys.argv = [task["script"], *task["argv"]]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    sys.path[0] = str(Path(task["script"]).parent)
+    runpy.run_path(task["script"], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
