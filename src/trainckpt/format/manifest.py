@@ -102,8 +102,7 @@ def dump(manifest: Manifest) -> bytes:
         "reason": manifest.reason,
         "fingerprint": manifest.fingerprint,
     }
-    body["digest"] = digest.digest(strict.canonical(body))
-    return strict.canonical(body)
+    return strict.sealed(body)
 
 
 def load(data: bytes, what: str) -> Manifest:
@@ -112,13 +111,7 @@ def load(data: bytes, what: str) -> Manifest:
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what} is not a manifest")
     versions.check_version(body.get("format"), what)
-    own = body.pop("digest", None)
-    try:
-        fits = own == digest.digest(strict.canonical(body))
-    except (ValueError, RecursionError):
-        fits = False
-    if not fits:
-        raise UnusableSnapshot(f"{what} does not match its own digest")
+    body = strict.unsealed(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
     files = tuple(_file(entry, what) for entry in strict.field(body, "files", list, what))
     tensors = {

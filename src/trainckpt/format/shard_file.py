@@ -106,10 +106,17 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
     """Give each region its place: item sizes descending, then names, back to back.
 
     Larger items first keeps every region aligned to its item size without padding.
+
+    Raises:
+        UnusableSnapshot: two regions have one key, so one would hide the other in the header.
     """
     ordered = sorted(regions, key=lambda r: (-ITEM_BYTES[r.dtype], r.key))
     placed, first_byte = [], 0
+    seen: set[str] = set()
     for region in ordered:
+        if region.key in seen:
+            raise UnusableSnapshot(f"two tensors would both be stored as {region.key[:100]}")
+        seen.add(region.key)
         placed.append(_moved(region, first_byte))
         first_byte += region.num_bytes
     return tuple(placed)

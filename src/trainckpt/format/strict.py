@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.digest import digest
 
 MAX_NESTING = 64
 
@@ -15,6 +16,24 @@ def canonical(value: Any) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     ).encode()
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """Canonical JSON of `body`, with the digest of everything else in it under `digest`."""
+    rest = {key: value for key, value in body.items() if key != "digest"}
+    return canonical({**rest, "digest": digest(canonical(rest))})
+
+
+def unsealed(body: dict[str, Any], what: str) -> dict[str, Any]:
+    """`body` without its digest, or `UnusableSnapshot` if that does not fit the rest."""
+    rest = {key: value for key, value in body.items() if key != "digest"}
+    try:
+        fits = body.get("digest") == digest(canonical(rest))
+    except (ValueError, RecursionError):
+        fits = False
+    if not fits:
+        raise UnusableSnapshot(f"{what} does not match its own digest")
+    return rest
 
 
 def parse(data: bytes | bytearray | memoryview, what: str, *, max_bytes: int) -> Any:

@@ -10,7 +10,7 @@ READABLE = frozenset({1})
 
 def check_version(found: object, what: str) -> None:
     """Raise `UnusableSnapshot` unless `found` is a format version this release reads."""
-    if found not in READABLE or isinstance(found, bool):
+    if type(found) is not int or found not in READABLE:
         raise UnusableSnapshot(
             f"{what} has format version {found!r}; this release reads {sorted(READABLE)}",
             hint="resume with the release of trainckpt that wrote it, or a newer one",
