@@ -1,0 +1,120 @@
+"""Manifests: read back as written; anything else is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import manifest as manifests
+from trainckpt.format import strict
+from trainckpt.format.cursor import Cursor
+from trainckpt.format.digest import digest
+from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Manifest, TensorEntry
+from trainckpt.format.names import SnapshotName
+
+D = digest(b"d")
+MANIFEST = Manifest(
+    "run", SnapshotName(2, 7, 12, 3), "s8~1.4", Cursor(1, 12, 3, 7, 51, 204), 2,
+    (FileEntry("rank00000.safetensors", 5000, D, D), FileEntry("rank00001.safetensors", 1, D, D)),
+    {"w": TensorEntry("F32", (2, 3), SPLIT), "b": TensorEntry("BF16", (), RANK)},
+    1.5, tags=("best",), reason="SIGTERM", fingerprint={"torch": "2", "threads": 1},
+)  # fmt: skip
+
+
+def with_changes(**changes):
+    """The manifest's bytes with some fields changed and its own digest made to fit."""
+    body = json.loads(manifests.dump(MANIFEST))
+    del body["digest"]
+    for key, value in changes.items():
+        if value is KeyError:
+            del body[key]
+        else:
+            body[key] = value
+    body["digest"] = digest(strict.canonical(body))
+    return strict.canonical(body)
+
+
+def test_it_comes_back_as_it_was():
+    assert manifests.load(manifests.dump(MANIFEST), "x") == MANIFEST
+    assert MANIFEST.num_bytes == 5001
+
+
+def test_every_flipped_bit_is_found():
+    data = manifests.dump(MANIFEST)
+    for bit in range(0, len(data) * 8, 7):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(UnusableSnapshot):
+            manifests.load(bytes(flipped), "x")
+
+
+def test_every_truncation_is_found():
+    data = manifests.dump(MANIFEST)
+    for length in range(0, len(data), 11):
+        with pytest.raises(UnusableSnapshot):
+            manifests.load(data[:length], "x")
+
+
+def test_a_newer_format_says_so_and_what_to_do():
+    with pytest.raises(UnusableSnapshot, match="format version 2.*reads \\[1\\]") as caught:
+        manifests.load(with_changes(format=2), "x")
+    assert "the release of trainckpt that wrote it" in caught.value.hint
+
+
+FILE = {"name": "a", "bytes": 1, "digest": D, "header": D}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [{**FILE, "name": "../../etc/passwd"}, FILE]},
+        {"files": [{**FILE, "name": ".."}, FILE]},
+        {"files": [{**FILE, "name": "/etc/passwd"}, FILE]},
+        {"files": [{**FILE, "bytes": -1}, {**FILE, "name": "b"}]},
+        {"files": [{**FILE, "bytes": 2**70}, {**FILE, "name": "b"}]},
+        {"files": [{**FILE, "digest": "0"}, {**FILE, "name": "b"}]},
+        {"files": [FILE, FILE]},  # one file twice
+        {"files": [FILE]},  # for two ranks
+        {"files": {}},
+        {"files": ["a", "b"]},
+        {"world": -1},
+        {"world": True},
+        {"tensors": {"w": ["F32", [2, -3], "split"]}},
+        {"tensors": {"w": ["F32", [2], "everywhere"]}},
+        {"tensors": {"w": ["F32", "x", "rank"]}},
+        {"tensors": {"w": 3}},
+        {"cursor": {"step": 1}},
+        {"tags": "best"},
+        {"run": 3},
+        {"attempt": "2"},
+        {"fingerprint": []},
+        {"created": "now"},
+        {"kind": None},
+        {"reason": KeyError},
+        {"cursor": KeyError},
+        {"format": KeyError},
+    ],
+)
+def test_a_field_that_cannot_be_is_refused(change):
+    with pytest.raises(UnusableSnapshot):
+        manifests.load(with_changes(**change), "x")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"3", b"null", b"[" * 100_000, b'{"format":1}'])
+def test_what_is_no_manifest_is_refused(data):
+    with pytest.raises(UnusableSnapshot):
+        manifests.load(data, "x")
+
+
+@given(st.dictionaries(st.sampled_from(sorted(json.loads(manifests.dump(MANIFEST)))),
+                       st.none() | st.integers() | st.text() | st.lists(st.integers())))  # fmt: skip
+def test_any_fields_are_read_or_refused(changes):
+    """Whatever stands in it, with a digest that fits: a manifest, or `UnusableSnapshot`."""
+    try:
+        manifests.load(with_changes(**changes), "x")
+    except UnusableSnapshot:
+        pass
