@@ -11,10 +11,15 @@ import argparse
 import contextlib
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainckpt
 from trainckpt.preemption import SignalSource
 from trainckpt.ranks import Agreement, Alone, Watcher, World
 
@@ -49,7 +54,25 @@ def agreement_and_check() -> Iterator[Callable[[], object]]:
     watcher.stop()
 
 
-SUBJECTS = {"agreement": agreement_alone, "agreement and check": agreement_and_check}
+@contextlib.contextmanager
+def whole_boundary() -> Iterator[Callable[[], object]]:
+    """`Checkpointer.boundary`, all that is asked when a script takes its next batch."""
+    model = torch.nn.Linear(4, 4)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        tempfile.TemporaryDirectory() as run,
+        trainckpt.Checkpointer(run, model=model, optimizer=optimizer, loader=loader) as ckpt,
+    ):
+        next(iter(ckpt.batches()))
+        yield ckpt.boundary
+
+
+SUBJECTS = {
+    "agreement": agreement_alone,
+    "agreement and check": agreement_and_check,
+    "checkpointer": whole_boundary,
+}
 
 
 def measure(call: Callable[[], object], calls: int) -> float:

@@ -40,7 +40,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def report(ended: Ended, *, as_json: bool) -> int:
     """Print how an attempt ended, as JSON if asked for; returns its exit code."""
+    outcome = dict(ended.record.outcome or {}) if ended.record else {}
     if as_json:
-        outcome = dict(ended.record.outcome or {}) if ended.record else {}
         show.document({"outcome": None, **outcome, "exit_code": ended.exit_code})
+    elif outcome:
+        where = f", go on from {outcome['snapshot']}" if outcome.get("snapshot") else ""
+        how = f"attempt {ended.record.attempt} {outcome['outcome']}" if ended.record else ""
+        print(f"trainckpt: {how}{where}; exit code {ended.exit_code}", file=sys.stderr)
     return ended.exit_code

@@ -96,6 +96,7 @@ class Checkpointer:
         self._signals = SignalSource()
         self._requests = Requests()
         self._beginning: Beginning | None = None
+        self._first = True
         self._arriving: Saved | None = None
         self._arrive_at = Cursor()
         self._departure: Departure | None = None
@@ -153,7 +154,7 @@ class Checkpointer:
             self._departure.exactness = exactness
         else:
             exactness, reasons = EXACT, []
-        self._policy = Policy(self.options.every, self._position.cursor, time.monotonic())
+        self._policy = Policy(self.options.every, self._position.step, time.monotonic())
         self._say_where(beginning, exactness, reasons)
         return self._position.cursor
 
@@ -285,25 +286,36 @@ class Checkpointer:
         departure = self._departure
         if departure is None or departure.left:
             return self._boundary_after_leaving()
-        cursor = self._position.reach_boundary(evaluation=evaluation)
-        resumable = self._position.between_batches or not evaluation
+        position, policy = self._position, self._policy
+        position.reach_boundary(evaluation=evaluation)
+        resumable = position.between_batches or not evaluation
+        if self._first or self._arriving is not None or self._recorder is not None:
+            self._seldom(position.cursor, evaluation=evaluation)
+        if resumable and policy.due_by_steps(position.step, position.micro):
+            self._take(position.cursor, policy.reason)
+        self._signals.check()
+        if policy.due_by_time(time.monotonic()) and self._world.rank == 0:
+            self._watcher.request(Notice(policy.reason, action="save"))
+        while (due := self._agreement.at_boundary(resumable=resumable)) is not None:
+            if due.action == "stop":
+                departure.stop(position.cursor, due.reason, self._take)
+                return False
+            self._take_requested(position.cursor, due)
+        if self._agreement.has_skipped():
+            self._requests.drop(self._agreement.skipped())
+        return True
+
+    def _seldom(self, cursor: Cursor, *, evaluation: bool) -> None:
+        """What only the first boundary, the arrival of a resume, or a proof asks for."""
+        if self._first:
+            self._first = False
+            assert self._departure is not None
+            self._departure.log.change(state=RUNNING)
         if self._arriving is not None:
             self._arrive(cursor)
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._agreement.has_open_round)
-        if resumable and self._policy.due_by_steps(cursor):
-            self._take(cursor, self._policy.reason)
-        self._signals.check()
-        if self._policy.due_by_time(time.monotonic()) and self._world.rank == 0:
-            self._watcher.request(Notice(self._policy.reason, action="save"))
-        while (due := self._agreement.at_boundary(resumable=resumable)) is not None:
-            if due.action == "stop":
-                departure.stop(cursor, due.reason, self._take)
-                return False
-            self._take_requested(cursor, due)
-        self._requests.drop(self._agreement.skipped())
-        return True
 
     def _loader_boundary(self) -> None:
         self._must_have_resumed()
@@ -343,20 +355,15 @@ class Checkpointer:
             return
         if at and cursor.evaluations == at:
             # What the script did between its last batch and here was in the snapshot already.
-            apply.apply(self._registry, self._arriving)
+            apply.apply(self._registry, self._arriving, again=True)
         apply.apply_rng(self._arriving)
         if at or not self._loaders:
             self._arriving = None
-        self._saver_log_running()
 
     def _before_first_fetch(self) -> None:
         if self._arriving is not None:
             apply.apply_rng(self._arriving)
             self._arriving = None
-
-    def _saver_log_running(self) -> None:
-        assert self._departure is not None
-        self._departure.log.change(state=RUNNING)
 
     # ---- small things
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,15 @@ _KEPT = re.compile(
 _OURS_ALONE = re.compile(r"TRAINCKPT_(SUPERVISOR|PROVE|RESUME_AT|RESTART)|TORCHELASTIC_|TORCH_NCCL")
 
 
-def describe(world: int, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Facts of this process for the attempt's record."""
+def describe(
+    everyone: Sequence[tuple[str, int]], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Facts of this attempt for its record.
+
+    Args:
+        everyone: Host and process id of each rank, in rank order.
+        environment: Of rank 0; None is this process's.
+    """
     environment = os.environ if environment is None else environment
     torchrun = "TORCHELASTIC_RUN_ID" in environment
     return {
@@ -37,11 +43,11 @@ def describe(world: int, environment: Mapping[str, str] | None = None) -> dict[s
         "env": redact_environment(environment),
         "launch": {
             "kind": "torchrun" if torchrun else "python",
-            "nproc": int(environment.get("LOCAL_WORLD_SIZE", world)),
+            "nproc": int(environment.get("LOCAL_WORLD_SIZE", len(everyone))),
         },
-        "world": world,
-        "hosts": [socket.gethostname()],
-        "pids": [os.getpid()],
+        "world": len(everyone),
+        "hosts": [host for host, _ in everyone],
+        "pids": [pid for _, pid in everyone],
         "started": time.time(),
     }
 

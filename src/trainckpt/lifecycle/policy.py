@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.options import Every
 
 
@@ -16,18 +15,18 @@ class Policy:
     boundary. `every="10 min"` is not: one rank asks, and all agree on the boundary.
     """
 
-    def __init__(self, every: Every, begun: Cursor, now_s: float) -> None:
+    def __init__(self, every: Every, begun_step: int, now_s: float) -> None:
         self._steps = every.steps
         self._seconds = every.seconds
         self.reason = f"every {every.text}"
-        self._multiple = begun.step // self._steps if self._steps else 0
+        self._multiple = begun_step // self._steps if self._steps else 0
         self._next_s = now_s + self._seconds if self._seconds else float("inf")
 
-    def due_by_steps(self, cursor: Cursor) -> bool:
+    def due_by_steps(self, step: int, micro: int) -> bool:
         """True once, at the first window's start at or beyond each multiple."""
-        if self._steps is None or cursor.micro:
+        if self._steps is None or micro:
             return False
-        multiple = cursor.step // self._steps
+        multiple = step // self._steps
         if multiple <= self._multiple:
             return False
         self._multiple = multiple

@@ -10,7 +10,6 @@ Pure counting; one rank; the training thread.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.cursor import Cursor
@@ -27,25 +26,35 @@ class Position:
     Attributes:
         between_batches: As of the last boundary: no loop body was left half-way, so a resume can
             begin there even if it is the entry of an evaluation.
+        step: Completed steps, as of now.
+        micro: Micro-batches of the open window, as of the last boundary.
     """
 
     def __init__(self) -> None:
-        self._cursor = Cursor()
-        self._steps = 0
-        self._steps_at_boundary = 0
+        self.between_batches = True
+        self.step = 0
+        self.micro = 0
+        self._step_at_boundary = 0
+        self._epoch = self._batches = self._evaluations = 0
+        self._micro_batches = self._samples = 0
         self._loader: TrackedLoader | None = None
         self._seen_batches = self._seen_samples = self._seen_passes = 0
         self._outside = False  # a micro-batch begun by `ckpt.boundary()`, without a loader
         self._epochs_are_ours = False
         self._epoch_is_fresh = False  # entered, and the loader's pass for it not yet begun
-        self.between_batches = True
 
     @property
     def cursor(self) -> Cursor:
         """The cursor; inside a loop body, of the micro-batch being trained."""
-        if self._steps != self._steps_at_boundary:
-            return replace(self._cursor, step=self._steps, micro=0)
-        return self._cursor
+        return Cursor(
+            epoch=self._epoch,
+            step=self.step,
+            micro=self.micro if self.step == self._step_at_boundary else 0,
+            batches=self._batches,
+            micro_batches=self._micro_batches,
+            samples=self._samples,
+            evaluations=self._evaluations,
+        )
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count this optimizer's completed steps."""
@@ -69,8 +78,10 @@ class Position:
 
     def restore(self, cursor: Cursor) -> None:
         """Go on counting from a saved cursor; the loader has been restored before."""
-        self._cursor = replace(cursor, evaluations=0)
-        self._steps = self._steps_at_boundary = cursor.step
+        self._epoch, self._batches, self._evaluations = cursor.epoch, cursor.batches, 0
+        self._micro_batches, self._samples = cursor.micro_batches, cursor.samples
+        self.step = self._step_at_boundary = cursor.step
+        self.micro = cursor.micro
         self._mark_seen()
 
     def manage_epochs(self) -> None:
@@ -79,62 +90,46 @@ class Position:
 
     def enter_epoch(self, epoch: int) -> None:
         """The epoch before is over; the loader's next pass belongs to this one."""
-        self._cursor = replace(self.cursor, epoch=epoch, batches=0)
+        self._epoch, self._batches = epoch, 0
         self._epoch_is_fresh = True
 
     @property
     def pass_is_over(self) -> bool:
         """True if the loader's pass for the cursor's epoch has ended: only what follows is left."""
-        return self._loader is not None and self._loader.exhausted and self._cursor.batches > 0
+        return self._loader is not None and self._loader.exhausted and self._batches > 0
 
-    def reach_boundary(self, *, evaluation: bool = False) -> Cursor:
-        """Count what was trained since the last boundary; returns the cursor of this one."""
-        self.between_batches = not (self._outside if self._loader is None else self._loader.in_pass)
-        batches, samples = self._trained()
-        self._outside = False
-        at = self._cursor
-        micro = at.micro + batches
-        if self._steps != self._steps_at_boundary:
-            self._steps_at_boundary = self._steps
-            micro = 0
-        self._cursor = Cursor(
-            epoch=self._epoch(),
-            step=self._steps,
-            micro=micro,
-            batches=self._batches_of_epoch(batches),
-            micro_batches=at.micro_batches + batches,
-            samples=at.samples + samples,
-            evaluations=at.evaluations + 1 if evaluation else 0,
-        )
-        return self._cursor
+    # At every boundary of the run: no object is made here, the cursor only when it is wanted.
+    def reach_boundary(self, *, evaluation: bool = False) -> None:
+        """Count what was trained since the last boundary."""
+        loader = self._loader
+        if loader is None:
+            trained, self._outside = int(self._outside), False
+            self.between_batches = not trained
+            self._batches += trained
+        else:
+            trained = loader.total_batches - self._seen_batches
+            self._seen_batches += trained
+            self._samples += loader.total_samples - self._seen_samples
+            self._seen_samples = loader.total_samples
+            self.between_batches = not loader.in_pass
+            self._count_epoch(loader)
+        self._micro_batches += trained
+        self.micro += trained
+        if self.step != self._step_at_boundary:
+            self._step_at_boundary = self.step
+            self.micro = 0
+        self._evaluations = self._evaluations + 1 if evaluation else 0
 
     def begin_outside_batch(self) -> None:
         """After `ckpt.boundary()`: the caller now fetches and trains one micro-batch."""
         self._outside = self._loader is None
 
-    def _trained(self) -> tuple[int, int]:
-        if self._loader is None:
-            return int(self._outside), 0
-        batches = self._loader.total_batches - self._seen_batches
-        samples = self._loader.total_samples - self._seen_samples
-        self._seen_batches, self._seen_samples = (
-            self._loader.total_batches,
-            self._loader.total_samples,
-        )
-        return batches, samples
-
-    def _batches_of_epoch(self, trained: int) -> int:
-        if self._loader is None:
-            return self._cursor.batches + trained
-        self._epoch_is_fresh = self._epoch_is_fresh and not self._loader.in_pass
-        return 0 if self._epoch_is_fresh else self._loader.batches
-
-    def _epoch(self) -> int:
-        if self._loader is None or self._epochs_are_ours:
-            return self._cursor.epoch
-        begun = max(0, self._loader.passes_started - self._seen_passes)
-        self._seen_passes += begun
-        return self._cursor.epoch + begun
+    def _count_epoch(self, loader: TrackedLoader) -> None:
+        if not self._epochs_are_ours and loader.passes_started > self._seen_passes:
+            self._epoch += loader.passes_started - self._seen_passes
+            self._seen_passes = loader.passes_started
+        self._epoch_is_fresh = self._epoch_is_fresh and not loader.in_pass
+        self._batches = 0 if self._epoch_is_fresh else loader.batches
 
     def _mark_seen(self) -> None:
         if self._loader is not None:
@@ -143,4 +138,4 @@ class Position:
             self._seen_passes = max(self._loader.passes_started, 1)
 
     def _count_step(self) -> None:
-        self._steps += 1
+        self.step += 1

@@ -83,9 +83,10 @@ def begin(tier: Tier, channel: Channel, registry: Registry, mode: str) -> Beginn
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
     """
     rank = channel.world.rank
+    everyone = channel.gather("who", [channel.world.host, os.getpid()], RANKS_TIMEOUT_S)
     if rank == 0:
         try:
-            beginning, candidates, refused = _look(tier, channel.world.size, mode)
+            beginning, candidates, refused = _look(tier, everyone, mode)
         except TrainckptError as error:
             channel.put("begin", {"error": _error_to_json(error)})
             raise
@@ -116,7 +117,7 @@ def died_on(attempts: Mapping[int, AttemptRecord], snapshot: str) -> int:
 
 
 def _look(
-    tier: Tier, world: int, mode: str
+    tier: Tier, everyone: list[tuple[str, int]], mode: str
 ) -> tuple[Beginning, list[SnapshotName], dict[str, str]]:
     """Rank 0: claim the attempt, and say which snapshots to try in which order."""
     run = attempt_records.run_id(tier)
@@ -129,7 +130,7 @@ def _look(
         logger.warning("%s says this is a restart, but %s holds no run", evidence, tier.url)
     before = attempt_records.read_attempts(tier)
     run = run or attempt_records.found_run(tier)
-    facts = launch.describe(world)
+    facts = launch.describe(everyone)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts))
     beginning = Beginning(run, record)
     if mode == "never":

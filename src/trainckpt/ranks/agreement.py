@@ -110,6 +110,10 @@ class Agreement:
             skipped, self._skipped = self._skipped, []
             return skipped
 
+    def has_skipped(self) -> bool:
+        """Whether `skipped` has something to tell; cheap enough for every boundary."""
+        return bool(self._skipped)
+
     def has_open_round(self) -> bool:
         """Whether a round waits to be decided or acted on."""
         return bool(self._open)

@@ -45,10 +45,17 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
         )
 
 
-def apply(registry: Registry, saved: Saved) -> None:
-    """Put everything but the random generators back. Collective under DDP."""
-    for _, step in STEPS:
-        step(registry, saved)
+def apply(registry: Registry, saved: Saved, *, again: bool = False) -> None:
+    """Put everything but the random generators back. Collective under DDP.
+
+    Args:
+        registry: Where to put it.
+        saved: What was read, and checked to fit.
+        again: The same state was applied before in this process; DDP rebuilds its buckets once.
+    """
+    for name, step in STEPS:
+        if not (again and name == ONCE):
+            step(registry, saved)
 
 
 def apply_rng(saved: Saved) -> None:
@@ -106,8 +113,9 @@ def _loaders(registry: Registry, saved: Saved) -> None:
         loader.apply(saved)
 
 
+ONCE = "DDP bucket order"
 STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
-    ("DDP bucket order", _bucket_order),
+    (ONCE, _bucket_order),
     ("parameters", _parameters),
     ("buffers", _buffers),
     ("DDP forward sync", _forward_sync),
