@@ -36,12 +36,16 @@ class UnknownValue(ConfigurationError):
     """A value that cannot be stored without pickling it."""
 
 
-def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], JSON]) -> JSON:
+def encode(
+    value: Any, path: str, store: Callable[[str, torch.Tensor], JSON], depth: int = 0
+) -> JSON:
     """Turn `value` into JSON; tensors go to `store(path, tensor)`, which returns their JSON.
 
     Raises:
         UnknownValue: names the path to the first value of an unknown type.
     """
+    if depth > MAX_DEPTH:
+        raise UnknownValue(f"{path[:200]} is more than {MAX_DEPTH} containers deep")
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
@@ -50,12 +54,12 @@ def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], JSON]) ->
         return value if math.isfinite(value) else {"$": "float", "of": repr(value)}
     if isinstance(value, torch.Tensor):
         return store(path, value)
-    for types, function in _ENCODERS:
-        if isinstance(value, types):
-            return function(value, path, store)
-    numpy = _encode_numpy(value, path, store)
+    numpy = _encode_numpy(value, path, store)  # first: some of its scalars are Python's too
     if numpy is not None:
         return numpy
+    for types, function in _ENCODERS:
+        if isinstance(value, types):
+            return function(value, path, lambda v, where: encode(v, where, store, depth + 1))
     raise UnknownValue(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
         "without pickling it",
@@ -63,22 +67,25 @@ def encode(value: Any, path: str, store: Callable[[str, torch.Tensor], JSON]) ->
     )
 
 
-def decode(tree: JSON, tensor: Callable[[JSON], torch.Tensor]) -> Any:
+def decode(tree: JSON, tensor: Callable[[JSON], torch.Tensor], depth: int = 0) -> Any:
     """The inverse of `encode`; `tensor` returns the tensor for a `{"$tensor": ...}` node.
 
     Raises:
         UnusableSnapshot: the tree is not one that `encode` writes.
     """
+    if depth > MAX_DEPTH:
+        raise UnusableSnapshot(f"a stored value is more than {MAX_DEPTH} containers deep")
     if isinstance(tree, list):
-        return [decode(item, tensor) for item in tree]
+        return [decode(item, tensor, depth + 1) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if "$tensor" in tree:
         return tensor(tree)
     tag = tree.get("$")
     try:
-        return _DECODERS[tag](tree["of"], tree, lambda item: decode(item, tensor))
-    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        return _DECODERS[tag](tree["of"], tree, lambda item: decode(item, tensor, depth + 1))
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
+            RuntimeError) as error:  # fmt: skip
         raise UnusableSnapshot(f"a stored value is not readable: {str(tree)[:100]}") from error
 
 
@@ -115,28 +122,25 @@ def _no_tensor(_: JSON) -> torch.Tensor:
     raise UnusableSnapshot("a tensor stands where none can")
 
 
-def _encode_items(value: Any, path: str, store: Any) -> list[JSON]:
-    return [encode(item, f"{path}.{i}", store) for i, item in enumerate(value)]
+def _encode_items(value: Any, path: str, inner: Any) -> list[JSON]:
+    return [inner(item, f"{path}.{i}") for i, item in enumerate(value)]
 
 
-def _encode_list(value: list[Any], path: str, store: Any) -> JSON:
+def _encode_list(value: list[Any], path: str, inner: Any) -> JSON:
     if type(value) is not list:
         raise UnknownValue(f"{path} is a {type(value).__qualname__}, an unknown list")
-    return _encode_items(value, path, store)
+    return _encode_items(value, path, inner)
 
 
-def _encode_tuple(value: tuple[Any, ...], path: str, store: Any) -> JSON:
+def _encode_tuple(value: tuple[Any, ...], path: str, inner: Any) -> JSON:
     if type(value) is not tuple and type(value) is not torch.Size:
         raise UnknownValue(f"{path} is a {type(value).__qualname__}, a named tuple of the script")
     tag = "size" if type(value) is torch.Size else "tuple"
-    return {"$": tag, "of": _encode_items(value, path, store)}
+    return {"$": tag, "of": _encode_items(value, path, inner)}
 
 
-def _encode_mapping(value: Any, path: str, store: Any) -> JSON:
-    pairs = [
-        [encode(k, f"{path}.<key>", store), encode(v, f"{path}.{k}", store)]
-        for k, v in value.items()
-    ]
+def _encode_mapping(value: Any, path: str, inner: Any) -> JSON:
+    pairs = [[inner(k, f"{path}.<key>"), inner(v, f"{path}.{k}")] for k, v in value.items()]
     kinds: dict[Any, str] = {dict: "", OrderedDict: "ordered", Counter: "counter"}
     if type(value) is defaultdict:
         factory = {None: "none", list: "list", dict: "dict", int: "int", float: "float"}
@@ -149,28 +153,28 @@ def _encode_mapping(value: Any, path: str, store: Any) -> JSON:
     return {"$": "dict", "of": pairs, **({"kind": kind} if kind else {})}
 
 
-def _encode_set(value: Any, path: str, store: Any) -> JSON:
+def _encode_set(value: Any, path: str, inner: Any) -> JSON:
     items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
     tag = "set" if isinstance(value, set) else "frozenset"
-    return {"$": tag, "of": _encode_items(items, path, store)}
+    return {"$": tag, "of": _encode_items(items, path, inner)}
 
 
-def _encode_deque(value: deque[Any], path: str, store: Any) -> JSON:
-    return {"$": "deque", "of": _encode_items(value, path, store), "most": value.maxlen}
+def _encode_deque(value: deque[Any], path: str, inner: Any) -> JSON:
+    return {"$": "deque", "of": _encode_items(value, path, inner), "most": value.maxlen}
 
 
-def _encode_bytes(value: Any, path: str, store: Any) -> JSON:
-    del path, store
+def _encode_bytes(value: Any, path: str, inner: Any) -> JSON:
+    del path, inner
     tag = "bytearray" if isinstance(value, bytearray) else "bytes"
     return {"$": tag, "of": base64.b64encode(bytes(value)).decode()}
 
 
 def _encode_plain(tag: str) -> Any:
-    return lambda value, path, store: {"$": tag, "of": str(value).removeprefix("torch.")}
+    return lambda value, path, inner: {"$": tag, "of": str(value).removeprefix("torch.")}
 
 
-def _encode_complex(value: complex, path: str, store: Any) -> JSON:
-    del path, store
+def _encode_complex(value: complex, path: str, inner: Any) -> JSON:
+    del path, inner
     return {"$": "complex", "of": [value.real.hex(), value.imag.hex()]}
 
 
@@ -178,10 +182,11 @@ def _encode_numpy(value: Any, path: str, store: Any) -> JSON | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic, numpy.dtype)):
         return None
+    dtype = value if isinstance(value, numpy.dtype) else value.dtype
+    if dtype.kind not in "biufc" or dtype.isnative is False:
+        raise UnknownValue(f"{path} is a NumPy value of type {dtype}")
     if isinstance(value, numpy.dtype):
         return {"$": "numpy dtype", "of": value.str}
-    if value.dtype.kind not in "biufc" or value.dtype.isnative is False:
-        raise UnknownValue(f"{path} is a NumPy value of type {value.dtype}")
     raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
     tag = "numpy" if isinstance(value, numpy.ndarray) else "numpy scalar"
     return {
@@ -195,11 +200,11 @@ def _encode_numpy(value: Any, path: str, store: Any) -> JSON | None:
 def _decode_numpy(of: Any, tree: JSON, inner: Any) -> Any:
     import numpy as np
 
-    dtype = np.dtype(str(tree["dtype"]))
-    if dtype.kind not in "biufc":
-        raise ValueError(dtype)
-    data = b"" if of is None else bytes(inner(of).tolist())
-    array = np.frombuffer(data, dtype=dtype).reshape(tree["shape"]).copy()
+    dtype = _numpy_dtype(tree["dtype"])
+    array = np.empty(0, dtype)
+    if of is not None:
+        array = np.frombuffer(inner(of).numpy().tobytes(), dtype=dtype)
+    array = array.reshape(tree["shape"]).copy()
     return array[()] if tree["$"] == "numpy scalar" else array
 
 
@@ -247,7 +252,10 @@ _DECODERS: dict[Any, Any] = {
 }
 
 
-def _numpy_dtype(text: str) -> Any:
+def _numpy_dtype(text: Any) -> Any:
     import numpy as np
 
-    return np.dtype(text)
+    dtype = np.dtype(str(text))
+    if dtype.kind not in "biufc":
+        raise ValueError(text)
+    return dtype
