@@ -60,7 +60,7 @@ def test_every_truncation_is_found():
 
 
 def test_a_newer_format_says_so_and_what_to_do():
-    with pytest.raises(UnusableSnapshot, match="format version 2.*reads \\[1\\]") as caught:
+    with pytest.raises(UnusableSnapshot, match="format version 2") as caught:
         manifests.load(with_changes(format=2), "x")
     assert "the release of trainckpt that wrote it" in caught.value.hint
 
@@ -110,8 +110,11 @@ def test_what_is_no_manifest_is_refused(data):
         manifests.load(data, "x")
 
 
-@given(st.dictionaries(st.sampled_from(sorted(json.loads(manifests.dump(MANIFEST)))),
-                       st.none() | st.integers() | st.text() | st.lists(st.integers())))  # fmt: skip
+FIELDS = st.sampled_from(sorted(json.loads(manifests.dump(MANIFEST))))
+ANYTHING = st.none() | st.integers() | st.text() | st.lists(st.integers())
+
+
+@given(st.dictionaries(FIELDS, ANYTHING))
 def test_any_fields_are_read_or_refused(changes):
     """Whatever stands in it, with a digest that fits: a manifest, or `UnusableSnapshot`."""
     try:

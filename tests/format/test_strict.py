@@ -25,8 +25,8 @@ def test_what_was_spelled_is_read(value):
 def test_any_bytes_are_read_or_refused(data):
     try:
         strict.parse(data, "x", max_bytes=1000)
-    except UnusableSnapshot as error:
-        assert "x is not valid JSON" in error.message
+    except UnusableSnapshot:
+        pass
 
 
 @pytest.mark.parametrize(
