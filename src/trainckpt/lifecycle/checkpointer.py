@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
-from trainckpt.format.cursor import Cursor
 from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import place, recorder
+from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
@@ -48,15 +48,14 @@ from trainckpt.ranks.agreement import Agreement
 from trainckpt.ranks.channel import connect
 from trainckpt.ranks.watcher import Watcher
 from trainckpt.ranks.world import current_world
-from trainckpt.state import apply
 from trainckpt.state.registry import Registry
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
+    from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.agreement import Due
-    from trainckpt.state.captured import Saved
 
 _made = itertools.count(1)  # names the keys of each Checkpointer of a process
 
@@ -83,6 +82,7 @@ class Checkpointer:
         self._world = current_world()
         self._position = Position()
         self._registry = Registry()
+        self._arrival = Arrival(self._registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
@@ -97,8 +97,6 @@ class Checkpointer:
         self._requests = Requests()
         self._beginning: Beginning | None = None
         self._first = True
-        self._arriving: Saved | None = None
-        self._arrive_at = Cursor()
         self._departure: Departure | None = None
 
     # ---- life cycle
@@ -148,7 +146,8 @@ class Checkpointer:
             [tracked for _, tracked in self._loaders],
         )  # fmt: skip
         if beginning.manifest is not None and beginning.saved is not None:
-            self._apply(beginning.saved, beginning.manifest.cursor)
+            first_loader = self._loaders[0][1] if self._loaders else None
+            self._arrival.begin(beginning.saved, beginning.manifest.cursor, first_loader)
             self._departure.began_from(parent, beginning.manifest.cursor)
             exactness, reasons = compare(beginning.manifest.fingerprint, here)
             self._departure.exactness = exactness
@@ -207,7 +206,7 @@ class Checkpointer:
             loader,
             name=name,
             on_boundary=self._loader_boundary if first else None,
-            before_first_fetch=self._before_first_fetch if first else None,
+            before_first_fetch=self._arrival.before_first_fetch if first else None,
         )
         if first and self._recorder is not None:
             tracked.after_fetch = self._recorder.batch
@@ -217,6 +216,7 @@ class Checkpointer:
             logger.warning("not exact: %s", problem)
         if first:
             self._position.watch_loader(tracked)
+        self._arrival.register_late(self._registry.loaders[-1], tracked if first else None)
         return tracked
 
     def boundary(self) -> bool:
@@ -289,7 +289,7 @@ class Checkpointer:
         position, policy = self._position, self._policy
         position.reach_boundary(evaluation=evaluation)
         resumable = position.between_batches or not evaluation
-        if self._first or self._arriving is not None or self._recorder is not None:
+        if self._first or self._arrival.under_way or self._recorder is not None:
             self._seldom(position.cursor, evaluation=evaluation)
         if resumable and policy.due_by_steps(position.step, position.micro):
             self._take(position.cursor, policy.reason)
@@ -311,8 +311,7 @@ class Checkpointer:
             self._first = False
             assert self._departure is not None
             self._departure.log.change(state=RUNNING)
-        if self._arriving is not None:
-            self._arrive(cursor)
+        self._arrival.reach(cursor, has_loader=bool(self._loaders))
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._agreement.has_open_round)
@@ -337,33 +336,6 @@ class Checkpointer:
         tags = (due.tag,) if due.tag else ()
         self._saver.save(cursor, due.reason, tags, pending)
         self._agreement.close_round(due.round)
-
-    # ---- coming back
-
-    def _apply(self, saved: Saved, cursor: Cursor) -> None:
-        apply.apply(self._registry, saved)
-        self._position.restore(cursor)
-        self._arriving, self._arrive_at = saved, cursor
-        if self._loaders and self._position.pass_is_over:
-            self._loaders[0][1].skip_next_pass()
-
-    def _arrive(self, cursor: Cursor) -> None:
-        """At the first boundary, or at the entry of the evaluation the snapshot was taken at."""
-        assert self._arriving is not None
-        at = self._arrive_at.evaluations
-        if at and cursor.evaluations and cursor.evaluations < at:
-            return
-        if at and cursor.evaluations == at:
-            # What the script did between its last batch and here was in the snapshot already.
-            apply.apply(self._registry, self._arriving, again=True)
-        apply.apply_rng(self._arriving)
-        if at or not self._loaders:
-            self._arriving = None
-
-    def _before_first_fetch(self) -> None:
-        if self._arriving is not None:
-            apply.apply_rng(self._arriving)
-            self._arriving = None
 
     # ---- small things
 

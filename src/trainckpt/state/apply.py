@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import StateMismatch
-from trainckpt.state.capture import DDP
+from trainckpt.state.capture import DDP, LOADERS
 from trainckpt.state.kinds import ddp, gradients, rng
 
 if TYPE_CHECKING:
@@ -22,9 +22,14 @@ if TYPE_CHECKING:
 
 
 def check(registry: Registry, saved: Saved, snapshot: str) -> None:
-    """Raise `StateMismatch` with every difference between the script's objects and `saved`."""
+    """Raise `StateMismatch` with every difference between the script's objects and `saved`.
+
+    A saved loader that is not tracked yet is none: scripts may register it after resuming, and
+    `loaders_to_come` says which are still missing.
+    """
     live = {*registry.names(), *(m.name for m in registry.models)}
-    then = {name for name in saved.values if name not in (DDP, gradients.PART, rng.PART)}
+    own = {DDP, LOADERS, gradients.PART, rng.PART}
+    then = {name for name in saved.values if name not in own} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
     names = registry.parameter_names()
@@ -43,6 +48,11 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
             found,
             hint="run the script as it was, or start a new run in another place",
         )
+
+
+def loaders_to_come(registry: Registry, saved: Saved) -> set[str]:
+    """Loaders of the snapshot that the script has not registered yet."""
+    return set(saved.values.get(LOADERS, ())) - set(registry.names())
 
 
 def apply(registry: Registry, saved: Saved, *, again: bool = False) -> None:

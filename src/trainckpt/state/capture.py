@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 DDP = "ddp"
+LOADERS = "loaders"  # names of the tracked loaders: a script may register them later
 
 
 def capture(registry: Registry) -> Captured:
@@ -33,6 +34,7 @@ def capture(registry: Registry) -> Captured:
         generic.capture(out)
     for loader in registry.loaders:
         loader.capture(out)
+    out.values[LOADERS] = [loader.name for loader in registry.loaders]
     gradients.capture(out, registry.trained_parameters())
     out.values[DDP] = {}
     for model in registry.models:

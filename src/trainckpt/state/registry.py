@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
 
-RESERVED = frozenset({"gradients", "rng", "ddp", "values.json"})
+RESERVED = frozenset({"gradients", "rng", "ddp", "loaders", "values.json"})
 
 
 class Registry:
