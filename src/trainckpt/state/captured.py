@@ -42,14 +42,20 @@ class Captured:
             values.UnknownValue: the tensor is of a kind that cannot be captured, by name.
         """
         if tensor.layout is torch.sparse_coo and type(tensor) is torch.Tensor:
-            self.add(f"{name}/indices", tensor._indices(), group)
-            self.add(f"{name}/values", tensor._values(), group)
+            indices = self.add(f"{name}/indices", tensor._indices(), group)
+            values_ = self.add(f"{name}/values", tensor._values(), group)
             shape = [list(tensor.shape), tensor.is_coalesced()]
-            return {"$tensor": name, "device": tensor.device.type, "sparse": shape}
+            parts = [indices["$tensor"], values_["$tensor"]]
+            device = tensor.device.type
+            return {"$tensor": name, "device": device, "sparse": shape, "parts": parts}
+        while name in self.tensors:  # paths of the state can meet: {"a.b": x, "a": {"b": y}}
+            name += "'"
         self.tensors[name] = dense(tensor, name)
         if group:
             self.groups[name] = group
-        return {"$tensor": name, "device": tensor.device.type}
+        node = {"$tensor": name, "device": tensor.device.type}
+        order = memory_order(tensor)
+        return {**node, "order": order} if order else node
 
     def encode(self, value: Any, path: str, group: str = "") -> Any:
         """Encode any value under `path`; its tensors are added to this capture."""
@@ -69,13 +75,13 @@ class Saved:
 
     def tensor(self, node: Any, device: torch.device | None = None) -> torch.Tensor:
         """The tensor that a `{"$tensor": ...}` node stands for, as a fresh copy."""
-        name = node["$tensor"]
         target = device if device is not None and node.get("device") != "cpu" else None
         if "sparse" in node:
             shape, coalesced = node["sparse"]
-            parts = [self._fresh(f"{name}/{part}", target) for part in ("indices", "values")]
+            parts = [self._fresh(name, target) for name in node["parts"]]
             return torch.sparse_coo_tensor(parts[0], parts[1], tuple(shape), is_coalesced=coalesced)
-        return self._fresh(name, target)
+        fresh = self._fresh(node["$tensor"], target)
+        return in_memory_order(fresh, node["order"]) if "order" in node else fresh
 
     def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
         if name not in self.tensors:
@@ -104,6 +110,27 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise values.UnknownValue(f"{name} is a {kind} tensor, which cannot be captured")
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Dimensions from the slowest in memory to the fastest; [] where row-major will do.
+
+    Kept because fused optimizers walk parameter, gradient and moments as they lie in memory: in
+    a channels_last model a row-major moment would be paired with other elements.
+    """
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    stride = 1
+    for d in reversed(order):
+        if tensor.shape[d] != 1 and tensor.stride(d) != stride:
+            return []  # with gaps or overlaps: nothing may rely on that
+        stride *= tensor.shape[d]
+    return [] if tensor.is_contiguous() else order
+
+
+def in_memory_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """The same elements, lying in memory as `memory_order` said."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:

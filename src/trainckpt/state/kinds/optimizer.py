@@ -55,11 +55,17 @@ class OptimizerState:
             for p, items in self.optimizer.state.items()
             if id(p) in known
         }
-        out.values[self.name] = {"groups": groups, "state": state}
+        for name, parameter in self._untracked(names).items():
+            out.add(name, parameter, self.name)
+        kind = type(self.optimizer).__qualname__  # only ever compared
+        out.values[self.name] = {"kind": kind, "groups": groups, "state": state}
 
     def differences(self, saved: Saved, names: Mapping[int, str]) -> list[str]:
-        """Groups that hold other parameters than the saved ones."""
-        known = self._names(names)
+        """Another kind of optimizer, or groups that hold other parameters than the saved ones."""
+        known, kind = self._names(names), type(self.optimizer).__qualname__
+        kind_then = saved.values[self.name]["kind"]
+        if kind_then != kind:
+            return [f"{self.name} was a {kind_then}, is a {kind}"]
         then = [group["params"] for group in saved.values[self.name]["groups"]]
         now = [[known[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         if len(then) != len(now):
@@ -70,11 +76,19 @@ class OptimizerState:
                 gone, added = sorted(set(old) - set(new)), sorted(set(new) - set(old))
                 what = f"lost {gone[:3]}, gained {added[:3]}" if gone or added else "another order"
                 found.append(f"{self.name}: parameter group {i} {what}")
+        for name, parameter in self._untracked(names).items():
+            stored = saved.tensors.get(name)
+            if stored is not None and stored.shape != parameter.shape:
+                found.append(f"{name} has shape {list(stored.shape)} in the snapshot, "
+                             f"{list(parameter.shape)} now")  # fmt: skip
         return found
 
+    @torch.no_grad()
     def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
         """Put groups and per-parameter state back, each tensor with the type it was saved with."""
         stored = saved.values[self.name]
+        for name, parameter in self._untracked(names).items():
+            parameter.copy_(saved.tensors[name])
         for group, then in zip(self.optimizer.param_groups, stored["groups"], strict=True):
             device = group["params"][0].device if group["params"] else None
             for key, value in saved.decode(then["options"], device).items():
@@ -94,6 +108,11 @@ class OptimizerState:
 
     def _path(self, parameter: str, key: object) -> str:
         return f"{self.name}/{parameter}/{key}"
+
+    def _untracked(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+        """Parameters of no tracked model: their values are kept here, or nobody would."""
+        known = self._names(names)
+        return {known[id(p)]: p for p in self.parameters() if id(p) not in names}
 
     def _names(self, names: Mapping[int, str]) -> dict[int, str]:
         """Names of this optimizer's parameters; those of no tracked model by their position."""
