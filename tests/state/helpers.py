@@ -1,0 +1,67 @@
+"""From live objects through real shard bytes to other live objects, without disk or ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from trainckpt.format import digest, shard_file
+from trainckpt.snapshot.save_plan import plan_save
+from trainckpt.state import apply, stage
+from trainckpt.state.capture import capture
+from trainckpt.state.registry import Registry
+
+
+def registry(**tracked):
+    """A registry of these objects."""
+    found = Registry()
+    for name, value in tracked.items():
+        found.add(name, value)
+    return found
+
+
+def shard_of(source, memory=None):
+    """The state of a registry as one rank's shard file in memory."""
+    captured = capture(source)
+    planned = plan_save(stage.describe(captured), captured.groups, (), rank=0, world=1)
+    return stage.stage(captured, planned, rank=0, world=1, memory=memory)
+
+
+def saved_of(source):
+    """The state of a registry, written to bytes and read back."""
+    data = b"".join(shard_of(source).blocks())
+    head = data[: shard_file.header_length(data, "x")]
+    header = shard_file.parse(head, "x", file_bytes=len(data))
+    destination = stage.Destination()
+    for region in header.regions:
+        memory = destination.memory_for(region)
+        first = header.header_bytes + region.first_byte
+        memory[:] = data[first : first + region.num_bytes]
+        assert digest.digest(memory) == region.digest
+    return destination.finish()
+
+
+def move(source, target):
+    """Put the state of registry `source` into the objects of `target`."""
+    saved = saved_of(source)
+    apply.check(target, saved, "s0~1.1")
+    apply.apply(target, saved)
+    return saved
+
+
+def bits(tensor):
+    """Everything that two equal tensors agree in."""
+    if tensor.layout is torch.sparse_coo:
+        parts = (bits(tensor._indices()), bits(tensor._values()))
+        return "sparse", tuple(tensor.shape), tensor.is_coalesced(), parts
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), bytes(stage.bytes_of(tensor))
+
+
+def frozen(value):
+    """A nested state as a value that can be compared, bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return bits(value)
+    if isinstance(value, dict):
+        return type(value), {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [frozen(item) for item in value]
+    return repr(value)
