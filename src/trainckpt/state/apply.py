@@ -8,14 +8,17 @@ Nothing is applied before `check` found no difference, so a refused resume chang
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
 from trainckpt.state.capture import DDP, LOADERS
 from trainckpt.state.kinds import ddp, gradients, rng
 
+MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
+OBJECT = "an object of another kind"
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
@@ -33,14 +36,15 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
     names = registry.parameter_names()
+    found += _other_kinds(registry, saved)
     for model in registry.models:
-        if model.name in then:
+        if _kind(saved, model.name) == MODEL:
             found += model.differences(saved)
     for optimizer in registry.optimizers:
-        if optimizer.name in then:
+        if _kind(saved, optimizer.name) == OPTIMIZER:
             found += optimizer.differences(saved, names)
     for loader in registry.loaders:
-        if loader.name in then:
+        if _kind(saved, loader.name) == LOADER:
             found += loader.differences(saved)
     if found:
         raise StateMismatch(
@@ -48,6 +52,31 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
             found,
             hint="run the script as it was, or start a new run in another place",
         )
+
+
+def _kind(saved: Saved, name: str) -> str:
+    """What the snapshot holds under `name`; "" if it holds nothing."""
+    tree = saved.values.get(name)
+    if name in saved.values.get(LOADERS, ()):
+        return LOADER
+    if isinstance(tree, dict) and tree.keys() >= {"tied", "extra"}:
+        return MODEL
+    if isinstance(tree, dict) and tree.keys() >= {"groups", "state"}:
+        return OPTIMIZER
+    return OBJECT if name in saved.values else ""
+
+
+def _other_kinds(registry: Registry, saved: Saved) -> list[str]:
+    live: dict[str, Sequence[Any]] = {
+        MODEL: registry.models, OPTIMIZER: registry.optimizers,
+        LOADER: registry.loaders, OBJECT: registry.generics,
+    }  # fmt: skip
+    return [
+        f"{item.name} was {_kind(saved, item.name)}, is {kind}"
+        for kind, items in live.items()
+        for item in items
+        if _kind(saved, item.name) not in ("", kind)
+    ]
 
 
 def loaders_to_come(registry: Registry, saved: Saved) -> set[str]:

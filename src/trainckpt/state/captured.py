@@ -79,7 +79,9 @@ class Saved:
         if "sparse" in node:
             shape, coalesced = node["sparse"]
             parts = [self._fresh(name, target) for name in node["parts"]]
-            return torch.sparse_coo_tensor(parts[0], parts[1], tuple(shape), is_coalesced=coalesced)
+            return torch.sparse_coo_tensor(
+                parts[0], parts[1], tuple(shape), is_coalesced=coalesced, check_invariants=True
+            )
         fresh = self._fresh(node["$tensor"], target)
         return in_memory_order(fresh, node["order"]) if "order" in node else fresh
 
@@ -118,7 +120,7 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     Kept because fused optimizers walk parameter, gradient and moments as they lie in memory: in
     a channels_last model a row-major moment would be paired with other elements.
     """
-    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     stride = 1
     for d in reversed(order):
         if tensor.shape[d] != 1 and tensor.stride(d) != stride:

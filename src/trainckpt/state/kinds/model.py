@@ -55,9 +55,8 @@ class ModelState:
             for inner, tensor in inner_tensors(buffer, self._full(path)).items():
                 out.add(inner, tensor, f"{self.name} buffers")
         extra = {
-            path: out.encode(module.get_extra_state(), f"{self.name}/{path}<extra>")
-            for path, module in self.module.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
+            path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
+            for path, module in self._with_extra().items()
         }
         out.values[self.name] = {"tied": self._tied(), "extra": extra}
 
@@ -75,7 +74,11 @@ class ModelState:
                              f"{list(mine.shape)} now")  # fmt: skip
             elif mine.dtype != theirs.dtype:
                 found.append(f"{name} is {theirs.dtype} in the snapshot, {mine.dtype} now")
-        tied_then = saved.values.get(self.name, {}).get("tied", {})
+        extra_then = saved.values[self.name]["extra"].keys()
+        for path in extra_then ^ self._with_extra().keys():
+            when = "in the snapshot only" if path in extra_then else "now only"
+            found.append(f"{self._full(path)} has extra state {when}")
+        tied_then = saved.values[self.name]["tied"]
         if not found and tied_then != self._tied():
             found.append(f"{self.name}: tied names were {tied_then}, are {self._tied()}")
         return sorted(found)
@@ -91,13 +94,19 @@ class ModelState:
         """Copy this rank's buffers and extra state back; after DDP has been constructed."""
         for path, buffer in self.module.named_buffers():
             _copy(inner_tensors(buffer, self._full(path)), saved)
-        modules = dict(self.module.named_modules())
-        for path, tree in saved.values[self.name]["extra"].items():
-            if path in modules:
-                modules[path].set_extra_state(saved.decode(tree))
+        for path, module in self._with_extra().items():
+            module.set_extra_state(saved.decode(saved.values[self.name]["extra"][path]))
 
     def _full(self, path: str) -> str:
-        return f"{self.name}/{path.replace('_orig_mod.', '')}"
+        return f"{self.name}/{_plain(path)}"
+
+    def _with_extra(self) -> dict[str, nn.Module]:
+        """Modules that keep state of a kind of their own, by path."""
+        return {
+            _plain(path): module
+            for path, module in self.module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
 
     def _live(self) -> dict[str, torch.Tensor]:
         live: dict[str, torch.Tensor] = {}
@@ -111,7 +120,7 @@ class ModelState:
         for path, parameter in self.module.named_parameters(remove_duplicate=False):
             name = first.setdefault(id(parameter), path)
             if name != path:
-                tied[path] = name
+                tied[_plain(path)] = _plain(name)
         return tied
 
 
@@ -126,6 +135,20 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def _plain(path: str) -> str:
+    """The path without the wrappers that torch.compile puts around parts of a model."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
 def _copy(live: dict[str, torch.Tensor], saved: Saved) -> None:
     for name, tensor in live.items():
-        tensor.copy_(saved.tensors[name])
+        _once(tensor).copy_(_once(tensor, saved.tensors[name]))
+
+
+def _once(expanded: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """`tensor` without the rows that `expanded` has in memory only once, under many indices."""
+    tensor = expanded if tensor is None else tensor
+    for d in range(expanded.dim()):
+        if expanded.stride(d) == 0 and expanded.shape[d] > 1:
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor
