@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -127,7 +128,9 @@ class Loud(list):
     pass
 
 
-Point = collections.namedtuple("Point", "x y")
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 @pytest.mark.parametrize(
