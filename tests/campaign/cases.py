@@ -114,9 +114,8 @@ def draw(seed: int) -> Case:
     if settings.parallel == "none":
         launcher = FORK  # plain python: there is nothing for torchrun to do
     number = random.choices([1, 2, 3], [5, 4, 2])[0]
-    places = sorted(_place(random, settings) for _ in range(number))
-    stops = tuple(_stop(random, settings, launcher, place) for place in places)
-    return Case(seed, settings, launcher, stops)
+    stops = [_stop(random, settings, launcher) for _ in range(number)]
+    return Case(seed, settings, launcher, tuple(sorted(stops, key=lambda stop: stop.place)))
 
 
 def _table() -> tuple[Settings, ...]:
@@ -140,26 +139,31 @@ def _table() -> tuple[Settings, ...]:
 
 def _weight(row: Settings) -> float:
     many = {1: 1.0, 2: 1.5, 3: 2.0}[row.ranks]  # 3 ranks show what 2 hide
-    return many * (0.8 if row.accumulate == 1 else 1.0) * (1.3 if row.workers else 1.0)
+    return many * (0.5 if row.accumulate == 1 else 1.0) * (1.3 if row.workers else 1.0)
 
 
-def _place(random: Random, settings: Settings) -> int:
-    """Micro-batches trained before a stop, mostly inside a window where there is one."""
-    place = random.randrange(1, settings.micro_batches - 1)
-    if place % settings.accumulate == 0 and random.random() < 0.6:
-        place += 1
-    return place
-
-
-def _stop(random: Random, settings: Settings, launcher: str, place: int) -> Stop:
+def _stop(random: Random, settings: Settings, launcher: str) -> Stop:
     signal = random.choices([SIGTERM, SIGKILL, BOTH], [5, 4, 1])[0]
     targets = ["one", "launcher"] if launcher == TORCHRUN else ["one", "all", "group"]
     target = random.choice(targets)
     kinds = [MICRO_BATCH, SAVE, START_UP, WORKERS]
-    when = random.choices(kinds, [6, 2, 1.3, 1.5 if settings.workers else 0])[0]
-    at_once = when == SAVE or random.random() < 0.4
+    when = random.choices(kinds, [7, 1, 1, 1.2 if settings.workers else 0])[0]
+    place, aimed = random.randrange(1, settings.micro_batches - 3), random.random() < 0.7
+    if aimed and when == MICRO_BATCH:
+        place = _into_window(place, settings.accumulate)
+    at_once = when == SAVE or random.random() < (0.7 if aimed else 0.2)
     delay_s = 0.0 if at_once else random.uniform(0, 0.025)
     return Stop(signal, target, when, place, random.random(), delay_s, random.uniform(0, 0.06))
+
+
+def _into_window(place: int, accumulate: int) -> int:
+    """A place near `place` from which the stop falls inside a window, if nothing is late.
+
+    SIGKILL strikes in the micro-batch after it; SIGTERM is acted on at that one's begin or end.
+    """
+    if accumulate == 1:
+        return place
+    return place - place % accumulate + 1 + place % (accumulate - 2)
 
 
 TABLE = _table()

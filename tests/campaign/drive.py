@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.campaign.launch import Server
 
 LIMIT_S = {cases.FORK: 60.0, cases.TORCHRUN: 120.0}  # longer is a hang
-START_UP_S = {cases.FORK: 1.0, cases.TORCHRUN: 8.0}  # what launching takes, about
+START_UP_S = {cases.FORK: 0.5, cases.TORCHRUN: 6.0}  # what launching takes, about
 LOOK_S = 0.001
 GRACE_S = 0.5  # between a rank's death and that of the others
 LINGER_S = 6.0  # processes may outlive their ranks by that

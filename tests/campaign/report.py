@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.campaign import cases
@@ -12,13 +14,14 @@ from tests.campaign.check import reached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.campaign.cases import Case
     from tests.campaign.drive import Ended
     from tests.campaign.watch import Scene
 
 CASES, INSIDE, EACH, REAL = 300, 0.6, 10, 20  # the quotas of issue 1
+# With another cases.py a seed stands for another case.
+DRAWN_BY = hashlib.sha256(Path(cases.__file__).read_bytes()).hexdigest()[:8]
 
 
 def line_of(case: Case, attempts: list[Ended], wrong: list[str], scene: Scene) -> dict[str, Any]:
@@ -26,6 +29,7 @@ def line_of(case: Case, attempts: list[Ended], wrong: list[str], scene: Scene) -
     shot = [ended for ended in attempts if ended.shot is not None]
     return {
         "seed": case.seed,
+        "drawn_by": DRAWN_BY,
         "settings": asdict(case.settings),
         "launcher": case.launcher,
         "stops": [_stop(case, ended, scene) for ended in shot],
@@ -99,14 +103,16 @@ def _table(name: str, lines: list[dict], values: Callable[[dict], set]) -> str:
 def _quotas(lines: list[dict], stops: list[dict]) -> str:
     inside = sum(any(s["inside_window"] for s in line["stops"]) for line in lines)
     of_stops = sum(s["inside_window"] for s in stops) / max(1, len(stops))
+    stopped = sum(bool(line["stops"]) for line in lines)  # else every stop came too late
     category = Counter(c for line in lines for c in {s["category"] for s in line["stops"]})
     real = sum(line["launcher"] == cases.TORCHRUN for line in lines)
     share = inside / max(1, len(lines))
     failed = [line["seed"] for line in lines if not line["ok"]]
     rows = [
-        (len(lines) >= CASES, f"{len(lines)} of {CASES} cases"),
+        (stopped >= CASES, f"{stopped} of {CASES} cases that were stopped"),
         (not failed, f"{len(failed)} failed{': seeds ' if failed else ''}{str(failed)[1:-1]}"),
-        (share >= INSIDE, f"{share:.0%} of cases, {of_stops:.0%} of stops inside a window"),
+        (min(share, of_stops) >= INSIDE,
+         f"{share:.0%} of cases, {of_stops:.0%} of stops inside a window"),
         *((category[name] >= EACH, f"{category[name]} cases hit {words} (at least {EACH})")
           for name, words in ((cases.SAVE, "a save"), (cases.START_UP, "the start-up"),
                               (cases.WORKERS, "the start of workers"))),
