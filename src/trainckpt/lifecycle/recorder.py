@@ -26,6 +26,8 @@ from trainckpt.state.captured import Captured
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from trainckpt.format.cursor import Cursor
     from trainckpt.state.registry import Registry
 
@@ -53,6 +55,7 @@ class Recorder:
         line = {
             "at": self._at,
             "evaluation": evaluation,
+            "in_pass": any(kind.loader.in_pass for kind in self._registry.loaders[:1]),
             "cursor": cursor.to_json(),
             "parts": state_digests(self._registry),
         }
@@ -86,19 +89,47 @@ def recorder_from_environment(rank: int, registry: Registry) -> Recorder | None:
 
 
 def state_digests(registry: Registry) -> dict[str, str]:
-    """Readable part of the state -> digest, over everything a snapshot would hold.
+    """Part of the state -> what it is, over everything a snapshot would hold.
 
+    What it is: type, shape and digest of a tensor, the text of a short value, else a digest.
     Parts that are not tracked but look as if they should be are named too: they are often what
-    makes a resumed run differ.
+    makes a resumed run differ. `prove/naming.py` knows how people say each part.
     """
     captured = capture(registry)
-    found = {name: stage.tensor_digest(tensor) for name, tensor in captured.tensors.items()}
+    kinds = {f"{m.name} {kind}s": f"{kind}/" for m in registry.models for kind in _OF_MODELS}
+    found = {
+        kinds.get(captured.groups.get(name, ""), "") + name: _tensor_text(tensor)
+        for name, tensor in captured.tensors.items()
+    }
+    optimizers = {optimizer.name for optimizer in registry.optimizers}
     for part, tree in captured.values.items():
-        for path, text in values.leaves(tree, part).items():
-            found[path] = digest(text.encode())
-    for name, tree in _untracked(registry):
-        found[f"{name}, which is not tracked"] = digest(canonical(tree))
+        rest = tree
+        if part in optimizers:
+            rest = {key: value for key, value in tree.items() if key != "state"}
+            for parameter, pairs in tree["state"].items():
+                for key, value in pairs:
+                    found.update(_texts(value, f"{part}/{parameter}/{key}"))
+        found.update(_texts(rest, part))
+    for name, digests in untracked(registry).items():
+        found[f"{name}, which is not tracked"] = digest(canonical(digests))
     return found
+
+
+_OF_MODELS = ("parameter", "buffer")
+SHOWN_CHARACTERS = 40
+
+
+def _texts(tree: Any, part: str) -> dict[str, str]:
+    return {
+        path: text if len(text) <= SHOWN_CHARACTERS else digest(text.encode())
+        for path, text in values.leaves(tree, part).items()
+    }
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    shape = ",".join(map(str, tensor.shape))
+    return f"{kind}[{shape}] {stage.tensor_digest(tensor)}"
 
 
 def batch_digest(batch: Any) -> str:
@@ -112,8 +143,11 @@ def batch_digest(batch: Any) -> str:
     return digest(canonical([tree, parts]))
 
 
-def _untracked(registry: Registry) -> list[tuple[str, Any]]:
-    """Live schedulers, optimizers and scalers that nobody registered, with their state."""
+def untracked(registry: Registry) -> dict[str, list[str]]:
+    """Class -> digests of its living objects that hold state and that nobody registered.
+
+    Schedulers, optimizers, scalers, and modules with tensors that no tracked model holds.
+    """
     import gc
 
     import torch
@@ -123,14 +157,33 @@ def _untracked(registry: Registry) -> list[tuple[str, Any]]:
         torch.optim.Optimizer,
         torch.amp.GradScaler,
     )
-    found: list[tuple[str, Any]] = []
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), kinds) and not registry.tracks(candidate):
-            seen = Captured()
-            try:
-                tree = seen.encode(candidate.state_dict(), "untracked")
-            except (TrainckptError, RuntimeError):
-                continue
-            digests = [stage.tensor_digest(tensor) for tensor in seen.tensors.values()]
-            found.append((f"{type(candidate).__name__}", [tree, digests]))
-    return [(name, tree) for name, tree in sorted(found, key=lambda pair: pair[0])]
+    objects = [o for o in gc.get_objects() if issubclass(type(o), (*kinds, torch.nn.Module))]
+    modules = [o for o in objects if isinstance(o, torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    ours = {id(t) for model in registry.models for t in _tensors(model.wrapped).values()}
+    found: dict[str, list[str]] = {}
+    for candidate in objects:
+        if registry.tracks(candidate):
+            continue
+        state: dict[str, Any] = {}
+        if isinstance(candidate, kinds):
+            state = candidate.state_dict()  # type: ignore[attr-defined]
+        elif id(candidate) not in inner:
+            state = {k: t for k, t in _tensors(candidate).items() if id(t) not in ours}
+        text = _digest_of(state) if state else ""
+        if text:
+            found.setdefault(type(candidate).__name__, []).append(text)
+    return {name: sorted(digests) for name, digests in sorted(found.items())}
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _digest_of(state: dict[str, Any]) -> str:
+    seen = Captured()
+    try:
+        tree = seen.encode(state, "untracked")
+    except (TrainckptError, RuntimeError):
+        return ""  # of a kind that could not be tracked either
+    return digest(canonical([tree, [stage.tensor_digest(t) for t in seen.tensors.values()]]))

@@ -8,18 +8,24 @@ from wherever they went on, and together cover all of it.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.prove.naming import blame_order, say
+from trainckpt.format.digest import NUM_HEX
+from trainckpt.prove.naming import LOADER, RNG, blame, blame_order, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-Key = tuple[int, int, str]  # micro-batches trained, evaluation, "state" or "batch"
-Record = dict[Key, dict[str, Any]]
-START: Key = (0, 0, "state")
+# Micro-batches trained; whether the loader's pass is open (the end of one epoch and the beginning
+# of the next are two boundaries after equally many); evaluation; "state" or "batch".
+Key = tuple[int, bool, int, str]
+Record = dict[Key, dict[str, Any]]  # in the order in which it was written
+START: Key = (0, False, 0, "state")
+_TENSOR = re.compile(rf"(\w+)(\[[\d,]*\]) \w{{{NUM_HEX}}}")  # as the recorder writes it
+BATCH = "the batch: other samples, or other randomness in the loader"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Difference:
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
-        others = f" (and {len(self.parts) - 1} other parts)" if len(self.parts) > 1 else ""
+        more = len(self.parts) - 1
+        others = f" (and {more} other part{'s' if more > 1 else ''})" if more else ""
         place = f"step {self.step} micro-batch {self.micro} on rank {self.rank}"
         return f"differs first at {place}: {self.parts[0]}{others}"
 
@@ -54,9 +61,11 @@ def read_records(folder: Path) -> dict[int, Record]:
             if not line.endswith("\n"):
                 continue
             entry = json.loads(line)
-            kind = "batch" if "batch" in entry else "state"
-            evaluation = entry.get("cursor", {}).get("evaluations", 0)
-            record[entry["at"], evaluation, kind] = entry
+            if "batch" in entry:
+                record[entry["at"], True, 0, "batch"] = entry
+            else:
+                evaluation = entry["cursor"]["evaluations"]
+                record[entry["at"], entry["in_pass"], evaluation, "state"] = entry
         found[int(path.stem.removeprefix("rank"))] = record
     return found
 
@@ -71,7 +80,7 @@ def unseeded(straight: Mapping[int, Record], first: Mapping[int, Record]) -> fro
         mine, theirs = record.get(START), straight.get(rank, {}).get(START)
         if mine and theirs:
             found |= {p for p in mine["parts"] if mine["parts"][p] != theirs["parts"].get(p)}
-    return frozenset(part for part in found if part.startswith(("rng.", "rng/")))
+    return frozenset(part for part in found if blame(part) == RNG)
 
 
 def first_difference(
@@ -80,12 +89,12 @@ def first_difference(
     leave_out: frozenset[str] = frozenset(),
 ) -> Difference | None:
     """The earliest place where any attempt differs from the straight run, or None."""
-    ignored = leave_out | {part.replace("rng.", "loader.rng_before.") for part in leave_out}
+    said = {say(part) + when for part in leave_out for when in ("", " before the epoch's iterator")}
     found = [
         difference
         for attempt in attempts
         for rank, record in attempt.items()
-        for difference in _differences(rank, straight.get(rank, {}), record, ignored)
+        for difference in _differences(rank, straight.get(rank, {}), record, said)
     ]
     found += list(_uncovered(straight, attempts))
     return min(found, key=lambda d: (d.at, _severity(d), d.rank), default=None)
@@ -94,37 +103,89 @@ def first_difference(
 def boundaries(straight: Mapping[int, Record]) -> list[dict[str, Any]]:
     """Rank 0's training boundaries, in order: the cursor at each."""
     record = straight.get(0, {})
-    keys = sorted(key for key in record if key[2] == "state" and key[1] == 0)
-    return [record[key]["cursor"] for key in keys]
+    return [entry["cursor"] for key, entry in record.items() if key[2:] == (0, "state")]
 
 
 def _differences(
     rank: int, straight: Record, record: Record, ignored: Collection[str]
 ) -> Iterable[Difference]:
-    for key in sorted(record, key=lambda k: (k[0], k[1], k[2] == "batch")):
-        entry, other = record[key], straight.get(key)
+    for key, entry in record.items():
+        other = straight.get(key) or _other_pass(key, straight)
         if other is None:
             yield _at(rank, key, entry, straight, ("a micro-batch the straight run does not have",))
             return
-        parts = _parts(entry, other, ignored)
+        if "batch" not in entry:
+            parts = _parts(entry, other, ignored)
+        elif entry["batch"] == other["batch"]:
+            parts = ()
+        else:
+            parts = (*_why_other_batch(key, straight, record, ignored), BATCH)
         if parts:
             yield _at(rank, key, entry, straight, parts)
             return
 
 
+def _other_pass(key: Key, straight: Record) -> dict[str, Any] | None:
+    """The boundary after equally many micro-batches, where only the loader's pass differs."""
+    at, in_pass, evaluation, kind = key
+    return straight.get((at, not in_pass, evaluation, kind))
+
+
 def _parts(
     entry: Mapping[str, Any], other: Mapping[str, Any], ignored: Collection[str]
 ) -> tuple[str, ...]:
-    if "batch" in entry:
-        same = entry["batch"] == other["batch"]
-        return () if same else ("the batch: other samples, or other randomness in the loader",)
-    mine, theirs = entry["parts"], other["parts"]
-    both = (mine.keys() | theirs.keys()) - set(ignored)
-    names = [name for name in both if mine.get(name) != theirs.get(name)]
-    said = dict.fromkeys(say(name) for name in sorted(names, key=blame_order))
+    names = _differing(entry["parts"], other["parts"], ignored)
+    said = dict.fromkeys(
+        say(name) + _how(entry["parts"].get(name), other["parts"].get(name)) for name in names
+    )
     if not said and entry["cursor"] != other["cursor"]:
         return (f"the cursor: {entry['cursor']} instead of {other['cursor']}",)
     return tuple(said)
+
+
+def _differing(
+    mine: Mapping[str, str], theirs: Mapping[str, str], ignored: Collection[str]
+) -> list[str]:
+    """Parts that differ, causes before effects."""
+    return sorted(
+        (
+            name
+            for name in mine.keys() | theirs.keys()
+            if mine.get(name) != theirs.get(name) and say(name) not in ignored
+        ),
+        key=blame_order,
+    )
+
+
+def _how(mine: str | None, theirs: str | None) -> str:
+    """In what it differs, where that can be said: a missing part, another type, a short value."""
+    if mine is None or theirs is None:
+        return " (missing)" if mine is None else " (new)"
+    tensors = _TENSOR.fullmatch(mine), _TENSOR.fullmatch(theirs)
+    if tensors[0] and tensors[1]:
+        mine, theirs = ("".join(match.groups()) for match in tensors if match)
+        if tensors[0][2] == tensors[1][2]:
+            mine, theirs = tensors[0][1], tensors[1][1]
+    is_digest = len(mine) == NUM_HEX or len(theirs) == NUM_HEX
+    return "" if mine == theirs or is_digest else f" ({mine} instead of {theirs})"
+
+
+def _why_other_batch(
+    key: Key, straight: Record, record: Record, ignored: Collection[str]
+) -> tuple[str, ...]:
+    """What of the loader is wrong as of the next boundary: only then it is seen to have been."""
+    later = [k for k in record if k[0] > key[0] and k[3] == "state" and k in straight]
+    for following in later[:1]:
+        mine, theirs = record[following]["parts"], straight[following]["parts"]
+        names = _differing(mine, theirs, ignored)
+        return tuple(
+            dict.fromkeys(
+                say(name) + _how(mine.get(name), theirs.get(name))
+                for name in names
+                if blame(name) <= LOADER
+            )
+        )
+    return ()
 
 
 def _uncovered(
@@ -132,19 +193,22 @@ def _uncovered(
 ) -> Iterable[Difference]:
     for rank, record in straight.items():
         seen = set().union(*(attempt.get(rank, {}).keys() for attempt in attempts))
-        missing = sorted(record.keys() - seen)
-        if missing:
+        missing = next((key for key in record if key not in seen), None)
+        if missing is not None:
             what = ("a micro-batch that no attempt trained",)
-            yield _at(rank, missing[0], record[missing[0]], record, what)
+            yield _at(rank, missing, record[missing], record, what)
 
 
 def _at(
     rank: int, key: Key, entry: Mapping[str, Any], straight: Record, parts: tuple[str, ...]
 ) -> Difference:
-    state = straight.get((key[0], key[1], "state"), entry)
-    cursor = state.get("cursor") or entry.get("cursor") or {"step": -1, "micro": -1}
+    before = entry
+    if "cursor" not in entry:  # a batch: it belongs to the boundary at which it was asked for
+        states = [other for other in straight.values() if "cursor" in other]
+        before = next((state for state in reversed(states) if state["at"] == key[0]), {})
+    cursor = before.get("cursor") or {"step": -1, "micro": -1}
     return Difference(rank, key[0], cursor["step"], cursor["micro"], parts)
 
 
 def _severity(difference: Difference) -> int:
-    return int(difference.parts[0].startswith("the batch"))
+    return int(difference.parts[-1] == BATCH)

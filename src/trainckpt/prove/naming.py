@@ -8,41 +8,69 @@ from __future__ import annotations
 
 import re
 
-# (pattern of the part's path, how to say it); earlier ones are blamed first.
-_SAID: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), said)
-    for pattern, said in (
-        (r"(.+), which is not tracked", "{0}, which is not tracked"),
-        (r"ddp\.(.+?)\.bucket_order", "DDP bucket order of {0}"),
-        (r"ddp\.(.+?)\.forward_sync", "DDP forward-sync flag of {0}"),
-        (r"loader(?:\.\d+)?[./]samplers?\b.*?(seed|epoch)", "sampler {0}"),
-        (r"loader(?:\.\d+)?[./]workers?[./](\d+)[./](\w+).*", "{1} RNG of worker {0}"),
-        (r"loader(?:\.\d+)?[./](.+)", "data loader: {0}"),
-        (r"rng[./](\w+(?::\d+)?).*", "{0} RNG"),
-        (r"(\w+(?:\.\d+)?)\.groups\.(\d+)\.options\.(.+)", "{0}: {2} of parameter group {1}"),
-        (r"(\w+(?:\.\d+)?)\.(?:groups|state)\.(.+)", "{0}: {1}"),
-        (r"(\w+(?:\.\d+)?)/(.+/.+)/(\w+)", "{0} {2} of {1}"),
-        (r"gradients[./](.+?)(?:\.device)?", "gradient of {0}"),
-        (r"(.*)", "{0}"),
+# Whom to blame first, where several parts differ at the same boundary.
+UNTRACKED, DDP, ORDER, WORKERS, RNG, LOADER, OBJECT, BUFFER, GRADIENT, OPTIMIZER, PARAMETER = range(
+    11
+)
+
+_LOADER = r"(?P<loader>loader(?:\.\d+)?)\."
+_NAME = r"(\w+(?:\.\d+)?)"
+# (pattern of the part's path, how to say it, whom it counts to); the first that matches holds.
+_SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
+    (re.compile(pattern), said, blame)
+    for pattern, said, blame in (
+        (r"(.+), which is not tracked", "{0}, which is not tracked", UNTRACKED),
+        (r"ddp\.(.+)\.bucket_order", "DDP bucket order of {0}", DDP),
+        (r"ddp\.(.+)\.forward_sync", "DDP forward-sync flag of {0}", DDP),
+        (_LOADER + r"now\.integers\.(.+)\.(seed|epoch)", "{0} {1}", ORDER),
+        (_LOADER + r"now\.generators\.(.+)", "generator of the {0}", ORDER),
+        (_LOADER + r"now\.samplers\.(.+?)\.(.+)", "{0}: {1}", ORDER),
+        (_LOADER + r"workers\.(\d+)\.(\w+)", "{1} RNG of worker {0}", WORKERS),
+        (_LOADER + r"base_seed", "base seed of the workers", WORKERS),
+        (r"rng[./]([\w:]+)", "{0} RNG", RNG),
+        (_LOADER + r"rng_before\.(\w+)", "{0} RNG before the epoch's iterator", LOADER),
+        (_LOADER + r"before\.\w+\.(.+)", "data loader: {0} before the epoch's iterator", LOADER),
+        (_LOADER + r"own\.(.+)", "data loader: {0}", LOADER),
+        (_LOADER + r"facts\.(.+)", "data loader: {0}", LOADER),
+        (_LOADER + r"(.+)", "data loader: {0}", LOADER),
+        (r"buffer/(.+)", "buffer {0}", BUFFER),
+        (r"gradients/(.+)", "gradient of {0}", GRADIENT),
+        (r"parameter/(.+)", "parameter {0}", PARAMETER),
+        (_NAME + r"\.groups\.(\d+)\.options\.(.+)", "{0}: {2} of group {1}", OPTIMIZER),
+        (_NAME + r"/group(\d+)\.(.+)", "{0}: {2} of group {1}", OPTIMIZER),
+        (_NAME + r"/(.+)/([^/]+)", "{0} {2} of {1}", OPTIMIZER),
+        (_NAME + r"[./](.+)", "{0}: {1}", OBJECT),
+        (r"(.*)", "{0}", OBJECT),
     )
 )
 _PROPER = {"numpy": "NumPy", "python": "Python", "torch": "torch"}
 
 
 def say(part: str) -> str:
-    """`rng/torch` -> "torch RNG", `loader.workers.1.numpy.key` -> "NumPy RNG of worker 1"."""
+    """`rng/torch` -> "torch RNG", `loader.workers.1.numpy` -> "NumPy RNG of worker 1"."""
     return _match(part)[1]
 
 
-def blame_order(part: str) -> tuple[int, str]:
-    """Sort key: causes before effects."""
-    return _match(part)[0], part
+def blame(part: str) -> int:
+    """Which kind of state a part is, causes before effects: `UNTRACKED` ... `PARAMETER`."""
+    return _match(part)[0]
+
+
+def blame_order(part: str) -> tuple[int, bool, str]:
+    """Sort key: causes before effects, the plain name before "... before the epoch's iterator"."""
+    return blame(part), "before" in part, part
 
 
 def _match(part: str) -> tuple[int, str]:
-    for rank, (pattern, said) in enumerate(_SAID):
+    for pattern, said, blamed in _SAID:
         match = pattern.fullmatch(part)
         if match is not None:
-            words = [_PROPER.get(word or "", word or "") for word in match.groups()]
-            return rank, said.format(*words)
-    return len(_SAID), part
+            named = match.groupdict()
+            words = match.groups()[len(named) :]
+            text = said.format(*(_PROPER.get(word, word) for word in words))
+            return blamed, text + _which(named.get("loader", "loader"))
+    raise AssertionError(part)
+
+
+def _which(loader: str) -> str:
+    return "" if loader == "loader" else f" ({loader})"
