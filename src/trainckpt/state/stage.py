@@ -122,7 +122,11 @@ class Destination:
     def memory_for(self, region: Region) -> memoryview:
         """The bytes that `region` fills; only rows of a tensor, so always one block."""
         if region.tensor not in self._tensors:
-            self._tensors[region.tensor] = torch.empty(region.of, dtype=_DTYPES[region.dtype])
+            try:
+                fresh = torch.empty(region.of, dtype=_DTYPES[region.dtype])
+            except RuntimeError as error:  # more than there is, or than can be counted
+                raise UnusableSnapshot(f"{region.tensor[:100]}: {str(error)[:200]}") from error
+            self._tensors[region.tensor] = fresh
             self._true[region.tensor] = region.true_dtype
         tensor = self._tensors[region.tensor]
         if tuple(tensor.shape) != region.of or tensor.dtype != _DTYPES[region.dtype]:
@@ -188,9 +192,12 @@ def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
 def _as_live(tensor: torch.Tensor, true_dtype: str) -> torch.Tensor:
     if not true_dtype:
         return tensor
-    if true_dtype not in DTYPES:
+    if true_dtype not in DTYPES or true_dtype.startswith("q"):  # quantized: never captured
         raise UnusableSnapshot(f"a stored tensor has the unknown type {true_dtype[:40]!r}")
-    return tensor.view(DTYPES[true_dtype]).squeeze(-1)
+    try:
+        return tensor.view(DTYPES[true_dtype]).squeeze(-1)
+    except RuntimeError as error:
+        raise UnusableSnapshot(f"stored bytes are no {true_dtype}: {str(error)[:100]}") from error
 
 
 def _rows(tensor: torch.Tensor, region: Region) -> torch.Tensor:
