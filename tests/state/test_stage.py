@@ -1,0 +1,100 @@
+"""Staging: the exact bytes of a plain safetensors file; hostile regions take no memory."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from tests.state.helpers import bits, registry, shard_of
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.shard_file import Region
+from trainckpt.state.stage import Destination
+
+
+def stored():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
+    model.register_buffer("empty", torch.zeros(3, 0))
+    model.register_buffer("bf16", torch.randn(3).bfloat16())
+    model.register_buffer("unsigned", torch.tensor([7, 2**16 - 1], dtype=torch.uint16))
+    model.register_buffer("complex", torch.randn(3, dtype=torch.complex128))
+    return model
+
+
+def test_a_shard_file_is_read_by_the_plain_safetensors_library(tmp_path):
+    model = stored()
+    file = tmp_path / "rank00000.safetensors"
+    file.write_bytes(b"".join(shard_of(registry(model=model)).blocks()))
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata().keys() == {"trainckpt"}
+        for name, tensor in model.state_dict().items():
+            found = opened.get_tensor(f"model/{name}")
+            if tensor.dtype is torch.complex128:  # safetensors has no type for it
+                found = found.view(torch.complex128).squeeze(-1)
+            assert bits(found) == bits(tensor), name
+
+
+def test_its_data_begins_at_a_page_and_has_no_gap_and_no_tail():
+    shard = shard_of(registry(model=stored()))
+    data = b"".join(shard.blocks())
+    (length,) = struct.unpack("<Q", data[:8])
+    assert (8 + length) % 4096 == 0
+    at = 0
+    for region in shard.header.regions:
+        assert region.first_byte == at
+        at += region.num_bytes
+    assert len(data) == shard.num_bytes == 8 + length + at
+
+
+def test_its_memory_is_used_again_and_holds_the_new_state():
+    model = nn.Linear(3, 3)
+    first = shard_of(registry(model=model))
+    nn.init.constant_(model.weight, 3.0)
+    second = shard_of(registry(model=model), first.memory)
+    assert second.memory is first.memory
+    assert struct.pack("<9f", *[3.0] * 9) in bytes(second.data)
+
+
+def test_the_live_tensors_may_change_once_they_are_staged():
+    model = nn.Linear(3, 3)
+    shard = shard_of(registry(model=model))
+    before = bytes(shard.data)
+    nn.init.zeros_(model.weight)
+    assert bytes(shard.data) == before
+
+
+@pytest.mark.parametrize("of", [(2**62, 2**62), (2**50,), (2**62, 2**62, 0)])
+def test_a_region_of_more_than_can_be_had_is_refused(of):
+    with pytest.raises(UnusableSnapshot):
+        Destination().memory_for(Region("w", "F32", (0,) * len(of), of, of))
+
+
+def test_bytes_that_cannot_be_of_their_type_are_refused():
+    for true in ("complex128", "load", "quint8"):
+        destination = Destination()
+        destination.memory_for(Region("values.json", "U8", (0,), (2,), (2,)))[:] = b"{}"
+        destination.memory_for(Region("w", "U8", (0,), (3,), (3,), true))
+        with pytest.raises(UnusableSnapshot):
+            destination.finish()
+
+
+@pytest.mark.parametrize("values", [b"[]", b"{", b"[" * 100_000, b'{"a":1,"a":2}'])
+def test_values_that_are_no_object_are_refused(values):
+    destination = Destination()
+    destination.memory_for(Region("values.json", "U8", (0,), (len(values),), (len(values),)))[:] = (
+        values
+    )
+    with pytest.raises(UnusableSnapshot):
+        destination.finish()
+
+
+def test_a_tensor_of_which_a_part_was_not_read_is_refused():
+    destination = Destination()
+    destination.memory_for(Region("values.json", "U8", (0,), (2,), (2,)))[:] = b"{}"
+    destination.memory_for(Region("w", "U8", (0,), (3,), (9,)))
+    with pytest.raises(UnusableSnapshot, match="w: a part of it is missing"):
+        destination.finish()
