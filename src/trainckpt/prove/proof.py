@@ -71,6 +71,7 @@ class Proof:
         stops: Where it was stopped.
         difference: Where it differs first, or None.
         deterministic: False if two straight runs differ, whatever resume does.
+        unseeded: Random generators that the script never seeded; not compared.
         folder: Where logs and records were kept, or "".
     """
 
@@ -80,6 +81,7 @@ class Proof:
     stops: tuple[Stop, ...]
     difference: Difference | None = None
     deterministic: bool = True
+    unseeded: tuple[str, ...] = ()
     folder: str = ""
 
     def verdict(self) -> str:
@@ -92,7 +94,9 @@ class Proof:
             )
         kept = f"\nlogs and records: {self.folder}" if self.folder else ""
         if not self.deterministic:
-            return f"not deterministic: two uninterrupted runs {_lower(self.difference)}{kept}"
+            seeds = f"; never seeded: {', '.join(self.unseeded)}" if self.unseeded else ""
+            two = f"two uninterrupted runs {_lower(self.difference)}"
+            return f"not deterministic: {two}{seeds}{kept}"
         return f"not exact: {self.difference}{kept}"
 
     def to_json(self) -> dict[str, Any]:
@@ -117,21 +121,26 @@ def prove(
     """
     if stops < 1:
         raise ConfigurationError("a proof needs at least one stop", hint="--stops 1 or more")
-    folder = Path(keep) if keep else Path(tempfile.mkdtemp(prefix="trainckpt-prove-"))
+    folder = _folder(keep)
     runs = _Runs(folder, command, nproc, say)
     straight = runs.finish("straight")
     cursors = boundaries(straight)
     last = cursors[-1]["micro_batches"] if cursors else 0
     if last < 2:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
         raise ConfigurationError(
             f"the script passed {len(cursors)} boundaries of a Checkpointer; too few to stop at",
             hint="let it train some micro-batches inside `with trainckpt.Checkpointer(...)`",
         )
     planned = plan_stops(cursors, stops, len(straight))
+    if len(planned) < stops:
+        say(f"{last} micro-batches have room for {len(planned)} of {stops} stops")
     attempts = [runs.interrupt(number, stop) for number, stop in enumerate(planned, start=1)]
     attempts.append(runs.finish("interrupted", f"attempt{len(planned) + 1}"))
     left_out = unseeded(straight, attempts[0])
-    for part in sorted(naming.say(name) for name in left_out):
+    never_seeded = tuple(sorted(map(naming.say, left_out)))
+    for part in never_seeded:
         say(f"{part}: never seeded by the script, so left out of the comparison")
     difference = first_difference(straight, attempts, left_out)
     deterministic = True
@@ -144,28 +153,49 @@ def prove(
     if exact and not keep:
         shutil.rmtree(folder, ignore_errors=True)
     kept = "" if exact and not keep else str(folder)
-    return Proof(exact, last, len(straight), tuple(planned), difference, deterministic, kept)
+    return Proof(
+        exact, last, len(straight), tuple(planned), difference, deterministic, never_seeded, kept
+    )
+
+
+def _folder(keep: str | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="trainckpt-prove-"))
+    folder = Path(keep)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{keep} cannot be used for the proof: {error}", hint="--keep a new folder"
+        ) from error
+    if not is_empty:
+        raise ConfigurationError(
+            f"{keep} is not empty, and a proof starts with empty records", hint="--keep a new one"
+        )
+    return folder
 
 
 def plan_stops(cursors: Sequence[dict[str, Any]], stops: int, ranks: int) -> list[Stop]:
     """Spread the stops over the run, inside windows where there are any. Pure.
 
     The last of several is a SIGKILL; a SIGTERM goes to one rank only, from the last one down.
+    There are fewer than asked for where the run has not as many places to stop at.
     """
     last = cursors[-1]["micro_batches"]
-    inside = [c for c in cursors if c["micro"] and 0 < c["micro_batches"] < last]
-    usable = inside or [c for c in cursors if 0 < c["micro_batches"] < last]
+    places = {c["micro_batches"]: c for c in reversed(cursors) if 0 < c["micro_batches"] < last}
+    inside = {at: c for at, c in places.items() if c["micro"]}
+    left = sorted(inside or places)
+    number = min(stops, len(left))
     planned: list[Stop] = []
-    for number in range(1, stops + 1):
-        wanted = last * number / (stops + 1)
-        after = planned[-1].at if planned else 0
-        left = [c for c in usable if c["micro_batches"] > after]
-        if not left:
-            break
-        best = min(left, key=lambda c: abs(c["micro_batches"] - wanted))
-        kind = "SIGKILL" if number == stops and stops > 1 else "SIGTERM"
-        rank = (ranks - number) % ranks
-        planned.append(Stop(best["micro_batches"], best["step"], best["micro"], kind, rank))
+    for nth in range(1, number + 1):
+        wanted = last * nth / (number + 1)
+        before_others = left[: len(left) - (number - nth)]  # the later stops need places too
+        at = min(before_others, key=lambda place: abs(place - wanted))
+        left = [place for place in left if place > at]
+        kind = "SIGKILL" if nth == number and number > 1 else "SIGTERM"
+        cursor = places[at]
+        planned.append(Stop(at, cursor["step"], cursor["micro"], kind, (ranks - nth) % ranks))
     return planned
 
 
