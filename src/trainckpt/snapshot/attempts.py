@@ -10,7 +10,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
-from trainckpt.format import names, strict
+from trainckpt.format import names, strict, versions
 from trainckpt.format.attempt import MAX_BYTES, AttemptRecord
 
 if TYPE_CHECKING:
@@ -22,13 +22,26 @@ CLAIM_TRIES = 100
 
 
 def run_id(tier: Tier) -> str | None:
-    """The id in the run's record, or None if the place holds no run."""
-    if tier.size(names.RUN_RECORD) is None:
+    """The id in the run's record, or None if the place holds no run.
+
+    Raises:
+        UnusableSnapshot: the record is damaged, or missing where there are snapshots: taking that
+            for an empty place would start the run anew beside them.
+    """
+    what = names.RUN_RECORD
+    if tier.size(what) is None:
+        if tier.list(names.SNAPSHOTS):
+            raise UnusableSnapshot(
+                f"{what} is missing from {tier.url}, which holds snapshots",
+                hint="put it back, or name another place for a new run",
+            )
         return None
-    body = strict.parse(
-        tier.read(names.RUN_RECORD, max_bytes=MAX_BYTES), names.RUN_RECORD, max_bytes=MAX_BYTES
-    )
-    return str(strict.field(body, "id", str, names.RUN_RECORD))
+    body = strict.parse(tier.read(what, max_bytes=MAX_BYTES), what, max_bytes=MAX_BYTES)
+    run = str(strict.field(body, "id", str, what))
+    versions.check_version(body.get("format"), what)
+    if "digest" in body:
+        strict.unsealed(body, what)
+    return run
 
 
 def found_run(tier: Tier) -> str:
@@ -37,7 +50,7 @@ def found_run(tier: Tier) -> str:
     if existing is not None:
         return existing
     body = {"format": 1, "id": secrets.token_hex(16)}
-    tier.create(names.RUN_RECORD, strict.canonical(body))
+    tier.create(names.RUN_RECORD, strict.sealed(body))
     created = run_id(tier)
     if created is None:
         raise TierUnavailable(f"{tier.url} does not keep what is written to it")
@@ -50,7 +63,7 @@ def record_key(attempt: int) -> str:
 
 
 def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
-    """Every readable record, by number. A damaged one counts as an attempt that said nothing."""
+    """Every record, by number. A damaged one is an attempt that said nothing, with the reason."""
     found = {}
     for name in tier.list(names.ATTEMPTS):
         stem, dot, suffix = name.partition(".")
@@ -59,8 +72,8 @@ def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
         try:
             data = tier.read(f"{names.ATTEMPTS}/{name}", max_bytes=MAX_BYTES)
             found[int(stem)] = AttemptRecord.load(data, name)
-        except UnusableSnapshot:
-            found[int(stem)] = AttemptRecord(int(stem))
+        except UnusableSnapshot as error:
+            found[int(stem)] = AttemptRecord(int(stem), facts={"damaged": error.message})
     return found
 
 

@@ -2,7 +2,8 @@
 
 Every name becomes visible only after its bytes are on stable storage: write to a temporary
 name, fsync it, rename or link, fsync the folder. A folder made on the way is fsynced into its
-parent first. A power cut leaves temporary files, never half a record.
+parent first; so is, once, each folder found there: a process killed at the wrong moment may have
+left it unsynced. A power cut leaves temporary files, never half a record.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class LocalTier:
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self._disk = disk or Disk()
+        self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
     def write(self, key: str, blocks: Iterable[memoryview]) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
@@ -127,14 +129,24 @@ class LocalTier:
 
     def _make_folders(self, path: Path) -> None:
         missing: list[Path] = []
-        while not path.is_dir():
-            missing.append(path)
-            path = path.parent
+        existing = path
+        while not existing.is_dir():
+            missing.append(existing)
+            existing = existing.parent
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 self._disk.make_folder(folder)
             # Also when another rank made it: our file must not become durable before its folder.
             self._disk.sync_folder(folder.parent)
+            self._durable.add(folder)
+        for folder in [path, *path.parents]:
+            if not folder.is_relative_to(self.root):
+                break
+            if folder not in self._durable:
+                # The parent of the run's place may be closed to us; then it was made by others.
+                with contextlib.suppress(PermissionError):
+                    self._disk.sync_folder(folder.parent)
+                self._durable.add(folder)
 
     def _write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
         descriptor = self._disk.create(path)
@@ -142,6 +154,10 @@ class LocalTier:
             for block in blocks:
                 self._disk.write(path, descriptor, block)
             self._disk.sync(path, descriptor)
+        except OSError:
+            with contextlib.suppress(OSError):  # on a full disk, the space it took
+                self._disk.remove(path)
+            raise
         finally:
             os.close(descriptor)
 
