@@ -1,0 +1,173 @@
+"""Power cuts: after any write, whatever was not synced may be lost, and no snapshot is."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faults.power import ForgetfulDisk, KilledDisk, RecordingDisk, power_cuts, restore
+from trainckpt.errors import TrainckptError, UnusableSnapshot
+from trainckpt.format.attempt import UNDECIDED, AttemptRecord
+from trainckpt.format.cursor import Cursor
+from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.pending import PendingSave
+from trainckpt.lifecycle.saver import Facts, Saver
+from trainckpt.ranks.channel import Alone
+from trainckpt.ranks.world import World
+from trainckpt.snapshot import attempts
+from trainckpt.snapshot.catalog import read_catalog
+from trainckpt.snapshot.restore import read_rank
+from trainckpt.snapshot.verify import verify
+from trainckpt.state.registry import Registry
+from trainckpt.state.stage import Destination
+from trainckpt.tiers.local import LocalTier
+
+
+@dataclass
+class Recording:
+    """A run on a recording disk: its operations, and what had returned after how many."""
+
+    root: object
+    done: list
+    committed: dict  # snapshot -> (operations when its save had returned, value of its weight)
+    pruned: dict  # snapshot -> operations when it may begin to go
+    claimed: int  # operations when the attempt had been claimed
+    parent: int  # operations when its parent had been recorded
+
+
+def record(place, disk, saves, keep_last=9):
+    """Claim an attempt and take some saves, as a Checkpointer does."""
+    place.mkdir()
+    tier = LocalTier(place / "run", disk)
+    run = attempts.found_run(tier)
+    own = attempts.claim(tier, lambda n: AttemptRecord(n, facts={"argv": ["x"]}))
+    claimed = len(disk.done)
+    log = AttemptLog(tier, own, writes=True)
+    log.change(must=True, parent=None)
+    parent = len(disk.done)
+    registry, weight = Registry(), nn.Linear(2, 1)
+    registry.add("model", weight)
+    channel = Alone(World(0, 1, 0, "here"))
+    saver = Saver(tier, channel, registry, Facts(run, 1, None, {}, keep_last), log)
+    committed, pruned = {}, {}
+    for step in range(1, saves + 1):
+        nn.init.constant_(weight.weight, float(step))
+        before = len(disk.done)
+        pending = saver.save(Cursor(step=step), "test", (), PendingSave())
+        saver.wait()
+        assert pending.error is None
+        commit = next(
+            i for i, (kind, *paths) in enumerate(disk.done[before:], before + 1)
+            if kind == "rename" and paths[1].name == "manifest.json"
+        )  # fmt: skip
+        if step > keep_last:
+            pruned[f"s{step - keep_last}~1.{step - keep_last}"] = commit
+        committed[pending.snapshot] = (len(disk.done), float(step))
+    return Recording(place, list(disk.done), committed, pruned, claimed, parent)
+
+
+def weight_in(tier, manifest):
+    destination = Destination()
+    read_rank(tier, manifest, rank=0, memory_for=destination.memory_for)
+    return destination.finish().tensors["model/weight"]
+
+
+def check(recording, number, tier):
+    """What must hold if the power went after `number` operations."""
+    found = attempts.read_attempts(tier)
+    run = attempts.run_id(tier)
+    if run is None:
+        assert number < recording.claimed
+        return
+    if number >= recording.claimed:
+        assert found[1].facts["argv"] == ["x"]
+    if number >= recording.parent:
+        assert found[1].parent is None
+    assert all(record.parent in (UNDECIDED, None) for record in found.values())
+    usable = {str(c.name): c for c in read_catalog(tier, run, found) if c.usable}
+    for name, (since, value) in recording.committed.items():
+        if number >= since and number < recording.pruned.get(name, 10**9):
+            assert name in usable, f"{name} was durable and is gone"
+        if name in usable:
+            assert all(copy.ok for copy in verify(tier, usable[name].manifest))
+            expected = torch.full((1, 2), value)
+            assert torch.equal(weight_in(tier, usable[name].manifest), expected)
+
+
+def cut_everywhere(recording, place):
+    """The first broken promise, or None, and how many states were tried."""
+    for tried, (number, state) in enumerate(power_cuts(recording.done, recording.root), 1):
+        place.mkdir()
+        restore(state, recording.root, place)
+        try:
+            check(recording, number, LocalTier(place / "run"))
+        except (AssertionError, TrainckptError) as error:
+            return f"after {number} operations: {error}", tried
+        shutil.rmtree(place)
+    return None, tried
+
+
+def test_the_first_save_and_the_attempt_s_record_survive_any_cut_or_were_never_there(tmp_path):
+    recording = record(tmp_path / "disk", RecordingDisk(), saves=1)
+    broken, tried = cut_everywhere(recording, tmp_path / "after")
+    assert broken is None
+    assert tried > 100
+
+
+def test_an_older_snapshot_survives_any_cut_of_the_next_save(tmp_path):
+    recording = record(tmp_path / "disk", RecordingDisk(), saves=2)
+    broken, tried = cut_everywhere(recording, tmp_path / "after")
+    assert broken is None
+    assert tried > 140
+
+
+def test_a_cut_while_pruning_leaves_the_newest_and_no_half_snapshot(tmp_path):
+    recording = record(tmp_path / "disk", RecordingDisk(), saves=2, keep_last=1)
+    broken, _ = cut_everywhere(recording, tmp_path / "after")
+    assert broken is None
+    assert recording.pruned
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_on_a_disk_that_syncs_nothing_these_very_checks_fail(tmp_path, saves):
+    recording = record(tmp_path / "disk", ForgetfulDisk(), saves=saves)
+    broken, _ = cut_everywhere(recording, tmp_path / "after")
+    assert broken is not None
+
+
+def test_a_folder_left_by_a_killed_process_is_made_durable_by_the_next(tmp_path):
+    """The first process dies between making the folders and syncing them; no power is lost yet."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    killed = KilledDisk()
+    first = LocalTier(place / "run", killed)
+    attempts.found_run(first)
+    attempts.claim(first, AttemptRecord)
+    first.write("snapshots/s0~1.1/left-over", [memoryview(b"x")])
+    next_one = RecordingDisk()
+    tier = LocalTier(place / "run", next_one)
+    run = attempts.found_run(tier)
+    second = attempts.claim(tier, AttemptRecord)
+    tier.write("snapshots/s1~2.1/rank", [memoryview(b"y")])
+    done = killed.done + next_one.done
+    for number, (_, state) in enumerate(power_cuts(done, place, first=len(done))):
+        after = tmp_path / f"after{number}"
+        after.mkdir()
+        restore(state, place, after)
+        survivor = LocalTier(after / "run")
+        assert attempts.run_id(survivor) == run
+        assert second.attempt in attempts.read_attempts(survivor)
+        assert survivor.read("snapshots/s1~2.1/rank", max_bytes=9) == b"y"
+
+
+def test_half_a_record_is_a_record_that_says_nothing(tmp_path):
+    """Where the file system has no hard links a cut may leave one."""
+    tier = LocalTier(tmp_path)
+    tier.create("attempts/1.json", AttemptRecord(1).dump()[:20])
+    assert attempts.read_attempts(tier)[1].parent == UNDECIDED
+    with pytest.raises(UnusableSnapshot):
+        AttemptRecord.load(b"", "x")
