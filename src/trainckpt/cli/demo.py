@@ -1,10 +1,11 @@
-"""demo: prove on a small built-in example; needs no clone."""
+"""demo: prove that checkpoints resume exactly, on a small built-in example; needs no clone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.cli import show
 from trainckpt.cli.prove import _say, report
 from trainckpt.prove import builtin
 from trainckpt.prove.proof import prove
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("--nproc", type=int, help="processes, through torchrun (default: python)")
-    parser.add_argument("--stops", type=int, default=2, help="how often to stop it (default 2)")
+    parser.add_argument(
+        "--nproc", type=show.count, help="processes, through torchrun (default: python)"
+    )
+    parser.add_argument(
+        "--stops", type=show.count, default=2, help="how often to stop it (default 2)"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""list: which snapshots a run has, and why others are refused."""
+"""list: which checkpoints (snapshots) a run has, and why others are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def to_json(candidate: Candidate, tier: str) -> dict[str, Any]:
         "tags": list(manifest.tags) if manifest else [],
         "tiers": [tier] if manifest else [],
         "usable": candidate.usable,
-        "reason": candidate.reason or (manifest.reason if manifest else ""),
+        "reason": candidate.reason,
+        "saved_because": manifest.reason if manifest else None,
     }
 
 

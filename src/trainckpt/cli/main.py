@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trainckpt.cli import demo, list_, prove, resume, run, verify
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import ConfigurationError, TrainckptError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +24,17 @@ VERBS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose refusals are errors of ours: one sentence, a hint, 78."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise ConfigurationError(f"{self.prog}: {message}", hint=f"{self.prog} --help")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command line, every verb with its own help."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trainckpt",
         description="Checkpoints for PyTorch training that resume at the exact micro-batch.",
         allow_abbrev=False,
@@ -44,14 +53,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line. What `run` does not know goes to torchrun, in its order."""
+    parser = build_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown and arguments.verb != "run":
+        parser.error(f"{arguments.verb} does not know {' '.join(unknown)}")
+    if unknown:
+        arguments.command = [*unknown, *arguments.command]
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    arguments = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        arguments = parse(argv)
         code: int = VERBS[arguments.verb].execute(arguments)
         return code
     except TrainckptError as error:
-        if arguments.json:
+        if "--json" in itertools.takewhile(lambda word: word != "--", argv):
             body = {"error": error.message, "code": error.exit_code, "hint": error.hint}
             print(json.dumps(body))
         else:

@@ -1,4 +1,4 @@
-"""prove: run a script straight, then stopped and resumed, and compare every bit of both."""
+"""prove: run a script straight, and again resumed from checkpoints, and compare every bit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from trainckpt.prove.proof import Proof, prove
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("--stops", type=int, default=3, help="how often to stop it (default 3)")
-    parser.add_argument("--nproc", type=int, help="processes, through torchrun (default: python)")
+    parser.add_argument(
+        "--stops", type=show.count, default=3, help="how often to stop it (default 3)"
+    )
+    parser.add_argument(
+        "--nproc", type=show.count, help="processes, through torchrun (default: python)"
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep logs and records in this folder")
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="[--] SCRIPT ARGS", help="what to prove"

@@ -1,4 +1,4 @@
-"""resume: launch a run's recorded command again; it goes on from its newest usable snapshot."""
+"""resume: launch a run's recorded command again, from its newest usable checkpoint."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from trainckpt.cli import show
 from trainckpt.cli.run import report
 from trainckpt.errors import NothingToResume
 from trainckpt.lifecycle import launch, place
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--at", metavar="SNAPSHOT", help="go on from this one, on a new branch")
-    parser.add_argument("--nproc", type=int, help="processes (default: as recorded)")
+    parser.add_argument("--nproc", type=show.count, help="processes (default: as recorded)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""run: launch a training script through torchrun, and return the exit code it meant."""
+"""run: launch a script with checkpoints through torchrun, and return the exit code it meant."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from trainckpt.lifecycle.supervisor import (
     torchrun_command,
 )
 
+# None where the command made no Checkpointer, or died too early for its record to say.
+KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("--nproc", type=int, default=1, help="processes on this host (default 1)")
+    parser.add_argument("--nproc", type=show.count, default=1, help="processes on this host (1)")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -42,7 +45,7 @@ def report(ended: Ended, *, as_json: bool) -> int:
     """Print how an attempt ended, as JSON if asked for; returns its exit code."""
     outcome = dict(ended.record.outcome or {}) if ended.record else {}
     if as_json:
-        show.document({"outcome": None, **outcome, "exit_code": ended.exit_code})
+        show.document({**dict.fromkeys(KEYS), **outcome, "exit_code": ended.exit_code})
     elif outcome:
         where = f", go on from {outcome['snapshot']}" if outcome.get("snapshot") else ""
         how = f"attempt {ended.record.attempt} {outcome['outcome']}" if ended.record else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def count(text: str) -> int:
+    """A number from 1 on, as an option's value."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return number
 
 
 def document(value: Any) -> None:

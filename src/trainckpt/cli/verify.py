@@ -1,4 +1,4 @@
-"""verify: read and check every byte of a run's snapshots, naming each bad file."""
+"""verify: read and check every byte of a run's checkpoints, naming each bad file."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ rank 0 writes where that lies into a file named by TRAINCKPT_SUPERVISOR. An atte
 without a word gets its outcome written here, as `killed`.
 
 Signals go to the launched process alone (torchrun passes them to its ranks); SIGUSR1, of which
-torchrun would die, is passed as SIGTERM. A second SIGINT kills everything at once.
+torchrun would die, is passed as SIGTERM. A second SIGINT kills everything at once. After an end
+that was not in order nothing is left behind: torchrun puts its ranks into sessions of their own,
+so they are found by their parents, and orphans by the variable that they inherited.
 """
 
 from __future__ import annotations
@@ -17,21 +19,24 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.format.attempt import ENDED, FINISHED, KILLED, STOPPED
+from trainckpt.format.attempt import ENDED, FINISHED, KILLED, STOPPED, UNDECIDED
 from trainckpt.lifecycle import place
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
 
 PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+INTERRUPTED = 130
+KILL_ROUNDS, KILL_ROUND_S = 20, 0.02
 TORCHRUN_GRACE_S = "600"  # torchrun's own 30 s would cut a save short; the deadline is not its
 
 
@@ -104,22 +109,38 @@ def supervise(
             **(environment or {}),
             place.SUPERVISOR_VARIABLE: str(told),
         }
-        process = subprocess.Popen(
-            command, env=variables, cwd=cwd, stdout=output,
-            stderr=subprocess.STDOUT if output not in (None, sys.stderr) else None,
-            start_new_session=True,
-        )  # fmt: skip
-        with _signals_passed_to(process):
+        with _Signals() as signals:
+            process = _start(command, variables, cwd, output)
+            signals.pass_to(process)
             if watch is not None:
                 watch(process)
             code = process.wait()
-        _kill_session(process.pid)
-        return _outcome(told, 128 - code if code < 0 else code)
+            code = 128 - code if code < 0 else code
+            if code:
+                _kill_all(process, str(told))
+            ended = _outcome(told, code)
+            return Ended(INTERRUPTED, ended.record) if signals.interrupts > 1 else ended
+
+
+def _start(
+    command: Sequence[str], variables: Mapping[str, str], cwd: str | None, output: Any
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command, env=dict(variables), cwd=cwd, stdout=output,
+            stderr=subprocess.STDOUT if output not in (None, sys.stderr) else None,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigurationError(
+            f"{command[0]} cannot be started: {error}", hint="check the command and its path"
+        ) from error
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
     """End the launched process and all it started, as the loss of a host would."""
-    _kill_session(process.pid)
+    environment = _environment(process.pid)
+    _kill_all(process, environment.get(place.SUPERVISOR_VARIABLE, ""))
 
 
 def _outcome(told: Path, code: int) -> Ended:
@@ -131,9 +152,7 @@ def _outcome(told: Path, code: int) -> Ended:
         record = attempts.read_attempts(tier).get(where["attempt"])
         if record is None or record.outcome is None:
             if record is not None:
-                outcome = {"outcome": KILLED, "snapshot": record.newest_commit, "kind": "snapshot",
-                           "exit_code": code}  # fmt: skip
-                record = record.with_(state=ENDED, outcome=outcome)
+                record = record.with_(state=ENDED, outcome=_killed(record, code))
                 attempts.replace(tier, record)
             return Ended(code, record)
     except TrainckptError:
@@ -144,51 +163,112 @@ def _outcome(told: Path, code: int) -> Ended:
     return Ended(own if type(own) is int and own and code else code, record)
 
 
-@contextlib.contextmanager
-def _signals_passed_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    interrupts = 0
+def _killed(record: AttemptRecord, code: int) -> dict[str, Any]:
+    """The outcome of an attempt that died without a word."""
+    parent = record.parent if record.parent != UNDECIDED else None
+    snapshot = record.newest_commit or parent
+    started = record.facts.get("started")
+    return {
+        "outcome": KILLED,
+        "snapshot": snapshot,
+        "kind": "snapshot",
+        "exactness": None,
+        "lost_micro_batches": None,
+        "tiers": ["local"] if snapshot else [],
+        "seconds": round(time.time() - started, 3) if isinstance(started, (int, float)) else None,
+        "exit_code": code,
+        "reason": "ended without a word: killed, or crashed",
+    }
 
-    def pass_on(number: int, _: Any) -> None:
-        nonlocal interrupts
-        interrupts += number == signal.SIGINT
-        if interrupts > 1:
-            _kill_session(process.pid)
-            os._exit(130)
-        with contextlib.suppress(ProcessLookupError):
-            is_user = number == getattr(signal, "SIGUSR1", None)
-            process.send_signal(signal.SIGTERM if is_user else number)
 
-    numbers = [getattr(signal, name) for name in PASSED_ON if hasattr(signal, name)]
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+class _Signals:
+    """While it is entered, signals that this process gets are passed on to the launched one.
+
+    Attributes:
+        interrupts: How many were SIGINT.
+    """
+
+    def __init__(self) -> None:
+        self.interrupts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for name in PASSED_ON:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def pass_to(self, process: subprocess.Popen[bytes]) -> None:
+        """From now on, and what has come since `__enter__`."""
+        self._process = process
+        for number in self._early:
+            self._send(number)
 
-def _kill_session(leader: int) -> None:
-    """Kill every process of the session that `leader` began, other process groups included."""
-    for pid in _members(leader):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    def _pass_on(self, number: int, _: Any) -> None:
+        self.interrupts += number == signal.SIGINT
+        if self._process is None:
+            self._early.append(number)
+        elif self.interrupts > 1:
+            kill_session(self._process)
+        else:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        is_user = number == getattr(signal, "SIGUSR1", None)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM if is_user else number)
+
+
+def _kill_all(process: subprocess.Popen[bytes], told: str) -> None:
+    """Kill it, all that descends from it, and all that was told to tell us of its attempt."""
+    for _ in range(KILL_ROUNDS):  # a process may be forking while the list is made
+        members = _members(process.pid if process.returncode is None else None, told)
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not members:
+            break
+        time.sleep(KILL_ROUND_S)
     with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _members(leader: int) -> list[int]:
-    """Descendants of `leader`, which torchrun puts into sessions of their own."""
+def _members(leader: int | None, told: str) -> list[int]:
+    """Living processes that descend from `leader`, or whose environment holds `told`."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    living, marked = set(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
         try:
-            fields = entry.read_text().rpartition(")")[2].split()
-            pid = int(entry.parent.name)
-        except (OSError, ValueError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
             continue
-        children.setdefault(int(fields[1]), []).append(pid)
-    found, queue = [], [leader]
+        children.setdefault(int(parent), []).append(pid)
+        if state not in "ZX":
+            living.add(pid)
+            if told and _environment(pid).get(place.SUPERVISOR_VARIABLE) == told:
+                marked.append(pid)
+    found: set[int] = set()
+    queue = marked if leader is None else [leader, *marked]
     while queue:
         pid = queue.pop()
-        found.append(pid)
-        queue += children.get(pid, [])
-    return found
+        if pid not in found:
+            found.add(pid)
+            queue += children.get(pid, [])
+    return sorted(found & living - {os.getpid()})
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        block = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (line.partition("=") for line in block.split("\0"))}
