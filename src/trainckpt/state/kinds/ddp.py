@@ -4,6 +4,8 @@ Bucket order: after its first synchronized backward DDP regroups gradients by th
 they became ready. A ring all-reduce adds in another order for another grouping, so from three
 ranks on a fresh DDP rounds differently. The order is replayed without a forward pass: a dummy
 backward in which the reducer's own hooks are called in the recorded order.
+Between that backward and the next forward the regrouping is due but not done, and nothing tells
+the order; so `capture` has it done, as the next forward would have.
 
 `require_forward_param_sync`: False inside a window under no_sync; a fresh DDP would broadcast
 rank 0's buffers on its next forward.
@@ -47,7 +49,7 @@ def self_test(module: nn.Module, name: str) -> None:
 
 
 def capture(module: nn.Module, known_order: str) -> dict[str, Any] | None:
-    """DDP's hidden state, or None if `module` is not wrapped in DDP.
+    """DDP's hidden state, or None if `module` is not wrapped in DDP. Collective.
 
     `known_order` is the bucket order of an earlier capture: once rebuilt it never changes.
     """
@@ -75,7 +77,7 @@ def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
 
     start.register_hook(call_hooks)  # type: ignore[no-untyped-call]
     (start * 1).backward()  # type: ignore[no-untyped-call]
-    reducer._rebuild_buckets()
+    _rebuild_buckets(module)
     for parameter in module.parameters():
         parameter.grad = None
 
@@ -109,7 +111,14 @@ def _bucket_order(module: DistributedDataParallel) -> str:
     if logger is None or module.find_unused_parameters:
         return ""  # with find_unused_parameters buckets are never rebuilt
     private: Any = module
+    _rebuild_buckets(private)
     private._set_ddp_runtime_logging_sample_rate(1)
     logger.set_runtime_stats_and_log()
     data: dict[str, Any] = private._get_ddp_logging_data()
     return str(data.get("rebuilt_per_bucket_param_indices", ""))
+
+
+def _rebuild_buckets(module: Any) -> None:
+    """What each forward begins with; does nothing unless it is due."""
+    if module.reducer._rebuild_buckets():
+        module._has_rebuilt_buckets = True

@@ -1,0 +1,57 @@
+"""What DDP keeps to itself, seen from one rank; its effect on three: tests/test_campaign.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainckpt.state.kinds import ddp
+
+
+@pytest.fixture(autouse=True)
+def group():
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def wrapped():
+    return DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+def train(model):
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_before_the_first_backward_there_is_no_bucket_order():
+    model = wrapped()
+
+    assert ddp.capture(model, "")["bucket_order"] == ""
+
+
+def test_the_order_is_known_right_after_the_first_synchronized_backward():
+    # The next forward would regroup the buckets; a snapshot may lie before it.
+    model, twin = wrapped(), wrapped()
+    train(model)
+    train(twin)
+    twin(torch.ones(1, 3))
+
+    assert ddp.capture(model, "")["bucket_order"] == ddp.capture(twin, "")["bucket_order"] != ""
+
+
+def test_a_fresh_model_takes_over_the_order():
+    model, fresh = wrapped(), wrapped()
+    train(model)
+    saved = ddp.capture(model, "")
+    saved["bucket_order"] = ",".join(saved["bucket_order"].split()[::-1])
+
+    ddp.apply_bucket_order(fresh, saved)
+
+    assert ddp.capture(fresh, "")["bucket_order"].split() == saved["bucket_order"].split(",")
+
+
+def test_what_is_not_wrapped_has_nothing_hidden():
+    assert ddp.capture(nn.Linear(1, 1), "") is None
