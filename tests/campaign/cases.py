@@ -129,7 +129,7 @@ def _table() -> tuple[Settings, ...]:
                 for _ in range(1 if accumulate == 1 else 2):
                     chances = (
                         random.choice([0.0, 0.1]),
-                        random.choice([2, 3]),
+                        random.choice([1, 2, 3]),
                         random.choice([3, 4]),
                     )
                     rows.append(Settings(model, parallel, ranks, accumulate, workers, *chances))
