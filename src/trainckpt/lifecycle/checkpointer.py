@@ -48,6 +48,7 @@ from trainckpt.ranks.agreement import Agreement
 from trainckpt.ranks.channel import connect
 from trainckpt.ranks.watcher import Watcher
 from trainckpt.ranks.world import current_world
+from trainckpt.state.capture import capture
 from trainckpt.state.registry import Registry
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self._departure is not None:
-            self._departure.abandon(error)
+            self._departure.abandon(error, self._position.cursor)
 
     def resume(self, mode: str | None = None) -> Cursor:
         """Go on from the newest usable snapshot, or begin at step 0. Called once.
@@ -131,6 +132,7 @@ class Checkpointer:
         """
         if self._beginning is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
+        capture(self._registry)  # what cannot be stored is refused now, not at the first save
         beginning = begin(self._tier, self._channel, self._registry, mode or self.options.resume)
         self._beginning = beginning
         here = fingerprint(self._world.size)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 BARRIER_TIMEOUT_S = 60.0
 EXIT_AFTER_S = 5.0
+SAVE_IN_FLIGHT_S = 5.0  # an exception waits so long for a save that is nearly there
 
 
 class Departure:
@@ -108,7 +109,7 @@ class Departure:
         if failure:
             raise failure
 
-    def abandon(self, error: BaseException | None) -> None:
+    def abandon(self, error: BaseException | None, cursor: Cursor) -> None:
         """An exception leaves the script."""
         if self.left:
             return
@@ -116,7 +117,7 @@ class Departure:
             self._watcher.publish_final()
         code = error.code if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
-        cursor = self._parent[1] if self._parent else None
+        self._saver.wait(SAVE_IN_FLIGHT_S)
         self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
         self._watcher.stop()
 
@@ -145,9 +146,9 @@ class Departure:
         )  # fmt: skip
         return name, 0 if same else max(1, cursor.micro_batches - at.micro_batches)
 
-    def _end(self, how: str, cursor: Cursor | None, code: int, reason: str) -> None:
+    def _end(self, how: str, cursor: Cursor, code: int, reason: str) -> None:
         self.left = True
-        snapshot, lost = self._standing(cursor) if cursor else (None, 0)
+        snapshot, lost = self._standing(cursor)
         outcome: dict[str, Any] = {
             "outcome": how,
             "snapshot": snapshot,

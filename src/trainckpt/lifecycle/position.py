@@ -82,6 +82,7 @@ class Position:
         self._micro_batches, self._samples = cursor.micro_batches, cursor.samples
         self.step = self._step_at_boundary = cursor.step
         self.micro = cursor.micro
+        self._epoch_is_fresh = not cursor.batches  # the loader may still show the epoch before
         self._mark_seen()
 
     def manage_epochs(self) -> None:

@@ -144,10 +144,10 @@ def _look(
         return beginning, [chosen.name], {}
     refused = {str(c.name): c.reason for c in found if not c.usable}
     usable = [c.name for c in found if c.usable]
+    refused.update(_gone(before, found))
     for number, other in before.items():
-        commit = other.newest_commit
-        if commit and commit not in {str(c.name) for c in found}:
-            refused[commit] = f"attempt {number} committed it, and it is gone"
+        if "damaged" in other.facts:
+            logger.warning("attempt %d: its record is damaged: %s", number, other.facts["damaged"])
     if not usable and not _was_committed(before, found):
         return _fresh(beginning, "nothing was ever committed" if before else ""), [], refused
     usable.sort(key=lambda n: died_on(before, str(n)) >= MOST_DEATHS)
@@ -159,6 +159,25 @@ AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 
 def _fresh(beginning: Beginning, why: str) -> Beginning:
     return Beginning(beginning.run, beginning.record, why_fresh=why)
+
+
+def _gone(
+    before: Mapping[int, AttemptRecord], found: tuple[catalog.Candidate, ...]
+) -> dict[str, str]:
+    """Commits that attempts recorded and that are no more, newer than all there are.
+
+    An older one was pruned, in order.
+    """
+    names = {candidate.name for candidate in found}
+    newest = max((c.name for c in found if c.usable), default=None)
+    recorded = {
+        SnapshotName.parse(record.newest_commit or ""): number for number, record in before.items()
+    }
+    return {
+        str(name): f"attempt {number} committed it, and it is gone"
+        for name, number in recorded.items()
+        if name and name not in names and (newest is None or name > newest)
+    }
 
 
 def _was_committed(

@@ -108,11 +108,12 @@ class Saver:
         self._thread.start()
         return pending
 
-    def wait(self) -> None:
-        """Return when no save is in flight."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Return when no save is in flight, or after `limit_s` seconds."""
         if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+            self._thread.join(limit_s)
+            if not self._thread.is_alive():
+                self._thread = None
 
     def _stage(self) -> tuple[stage.Shard, dict[str, TensorEntry]]:
         """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
@@ -122,8 +123,8 @@ class Saver:
             captured = capture(self._registry)
             if world.size > 1:
                 answer["groups"] = stage.group_digests(captured)
-        except TrainckptError as error:
-            answer["error"] = f"rank {world.rank}: {error.message}"
+        except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
+            answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
         answers = self._channel.gather(f"save/{self._sequence}/groups", answer, RANKS_TIMEOUT_S)
         errors = [other["error"] for other in answers if "error" in other]
         if errors:
@@ -203,6 +204,7 @@ class Saver:
             reports = [own, *others]
             errors = [report["error"] for report in reports if "error" in report]
             if errors:
+                self._discard(manifest.name)
                 return {"error": "; ".join(errors)}
             tensors = {
                 name: TensorEntry(dtype, tuple(shape), RANK)
@@ -215,6 +217,13 @@ class Saver:
         except TrainckptError as error:
             return {"error": f"rank 0: {error.message}"}
         return {"ok": True}
+
+    def _discard(self, name: SnapshotName) -> None:
+        """Every rank has written or failed, and nothing is committed: make room for the next."""
+        try:
+            prune.prune(self._tier, [name])
+        except TrainckptError as error:
+            logger.warning("what is left of %s could not be removed: %s", name, error.message)
 
     def _tell(self, sequence: int, message: dict[str, Any]) -> None:
         """Rank 0 tells all ranks the verdict; any other tells rank 0 its report."""
