@@ -66,7 +66,7 @@ def test_without_hard_links_one_creator_wins_too(tmp_path):
     tier = LocalTier(tmp_path, NoLinks())
     assert [tier.create("k", b"1"), tier.create("k", b"2")] == [True, False]
     assert tier.read("k", max_bytes=1) == b"1"
-    assert os.listdir(tmp_path) == ["k"]
+    assert [p.name for p in tmp_path.iterdir()] == ["k"]
 
 
 def test_what_is_absent_is_absent(tier):
@@ -130,7 +130,7 @@ def test_no_temporary_file_is_left_or_listed(tier, tmp_path):
         assert "free space" in caught.value.hint
     with pytest.raises(TierUnavailable):
         full.write("m", blocks(b"1"))
-    assert os.listdir(tier.root) == ["k"]
+    assert [p.name for p in tier.root.iterdir()] == ["k"]
     (tier.root / ".tmp-left-over").touch()
     assert tier.list("") == ["k"]
 
