@@ -58,7 +58,7 @@ def test_causes_are_blamed_before_effects():
         "optimizer/model/w/exp_avg",
         "parameter/model/w",
     ]
-    assert sorted(causes_first[::-1], key=blame_order) == causes_first
+    assert sorted(set(causes_first), key=blame_order) == causes_first
 
 
 def test_what_is_unknown_is_said_as_it_is():

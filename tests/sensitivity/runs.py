@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.campaign import launch
-from trainckpt.lifecycle.place import PROVE_VARIABLE
+from trainckpt.lifecycle.place import PROVE_VARIABLE, open_directory
+from trainckpt.lifecycle.supervisor import Ended
 from trainckpt.prove.compare import read_records
+from trainckpt.snapshot.attempts import read_attempts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.prove.compare import Record
 
@@ -84,7 +86,7 @@ class Setting:
             script=str(SCRIPT), argv=[*self.flags, *flags], log=str(log),
             ranks=[{**variables, **ranks} for ranks in self._rank_variables()],
         )  # fmt: skip
-        codes = self._wait(answer["pids"])
+        codes = wait(self.server, answer["pids"])
         logs = [path.read_text() for path in sorted(self.folder.glob(f"{log.name}.rank*"))]
         assert set(codes) == {expect}, f"{codes}\n" + "\n".join(logs)
         return read_records(self.folder / records)
@@ -101,14 +103,30 @@ class Setting:
             for rank in range(self.world)
         ]  # fmt: skip
 
-    def _wait(self, pids: Sequence[int]) -> Sequence[int]:
-        until = time.monotonic() + LIMIT_S
-        while True:
-            codes = self.server.ask(poll=pids)["codes"]
-            if None not in codes:
-                return codes
-            if time.monotonic() > until or any(code not in (None, 0, SAVED) for code in codes):
-                for pid, code in zip(pids, codes, strict=True):
-                    if code is None:
-                        launch.send(pid, launch.signal.SIGKILL)
-            time.sleep(0.02)
+
+def wait(server: launch.Server, pids: Sequence[int]) -> Sequence[int]:
+    """Exit codes of all; where one failed, the others are killed, as torchrun would do."""
+    until = time.monotonic() + LIMIT_S
+    while True:
+        codes = server.ask(poll=pids)["codes"]
+        if None not in codes:
+            return codes
+        if time.monotonic() > until or any(code not in (None, 0, SAVED) for code in codes):
+            for pid, code in zip(pids, codes, strict=True):
+                if code is None:
+                    launch.send(pid, launch.signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def warm(server: launch.Server) -> Callable[..., Ended]:
+    """In place of `supervise`: the one process of a proof without torchrun, forked."""
+
+    def run(command: Sequence[str], *, environment: dict, output: Any, watch: Any) -> Ended:
+        script, argv = command[1], list(command[2:])
+        answer = server.ask(script=script, argv=argv, log=output.name, ranks=[environment])
+        (code,) = wait(server, answer["pids"])
+        place = open_directory(json.loads(environment[PROVE_VARIABLE])["place"])
+        records = read_attempts(place)
+        return Ended(code, records[max(records)])
+
+    return run

@@ -105,7 +105,13 @@ class Proof:
 
 
 def prove(
-    command: Sequence[str], *, stops: int, nproc: int | None, keep: str | None, say: Say
+    command: Sequence[str],
+    *,
+    stops: int,
+    nproc: int | None,
+    keep: str | None,
+    say: Say,
+    launch: Callable[..., Ended] = supervise,
 ) -> Proof:
     """Prove that `command` resumes exactly.
 
@@ -115,6 +121,7 @@ def prove(
         nproc: Processes under torchrun; None runs it with plain `python`.
         keep: Folder for logs and records; None is a temporary one, kept only on a difference.
         say: Told of progress, a line at a time.
+        launch: Runs one attempt to its end, as `supervise` does.
 
     Raises:
         ConfigurationError: the script failed by itself, or made no Checkpointer.
@@ -122,7 +129,7 @@ def prove(
     if stops < 1:
         raise ConfigurationError("a proof needs at least one stop", hint="--stops 1 or more")
     folder = _folder(keep)
-    runs = _Runs(folder, command, nproc, say)
+    runs = _Runs(folder, command, nproc, say, launch)
     straight = runs.finish("straight")
     cursors = boundaries(straight)
     last = cursors[-1]["micro_batches"] if cursors else 0
@@ -202,9 +209,17 @@ def plan_stops(cursors: Sequence[dict[str, Any]], stops: int, ranks: int) -> lis
 class _Runs:
     """Launches the script for the proof, each attempt with a folder for its records."""
 
-    def __init__(self, folder: Path, command: Sequence[str], nproc: int | None, say: Say) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        nproc: int | None,
+        say: Say,
+        launch: Callable[..., Ended],
+    ) -> None:
         self._folder = folder
         self._say = say
+        self._run = launch
         self._command = (
             [sys.executable, *command] if nproc is None else torchrun_command(nproc, [], command)
         )
@@ -248,7 +263,7 @@ class _Runs:
                 time.sleep(POLL_S)
 
         with (folder / "log").open("wb") as log:
-            ended = supervise(
+            ended = self._run(
                 self._command,
                 environment={PROVE_VARIABLE: json.dumps(plan)},
                 output=log,
