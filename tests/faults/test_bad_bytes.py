@@ -1,4 +1,4 @@
-"""Damaged, swapped, missing and hostile files: refused with a reason, and the next older is used."""
+"""Damaged, swapped, missing and hostile files are refused with a reason, the next older is used."""
 
 from __future__ import annotations
 
