@@ -1,7 +1,8 @@
 """24 cases of the exactness campaign: stopped at random instants, the run is the one that was not.
 
 Chosen so that they share few references and hit every kind of moment; 42 and 448 use the real
-torchrun, 2943 resumes where DDP is about to regroup its buckets. `python -m tests.campaign --replay SEED` runs one of them and shows its logs.
+torchrun, 2943 resumes where DDP is about to regroup its buckets.
+`python -m tests.campaign --replay SEED` runs one of them and shows its logs.
 """
 
 from __future__ import annotations
