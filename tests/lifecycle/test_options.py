@@ -1,0 +1,67 @@
+"""Options: argument, variable, file, default; what is unreadable is refused with its origin."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.options import TABLE, Every, read_options
+
+
+def test_the_defaults():
+    options = read_options({}, {})
+    assert options.every == Every(seconds=600, text="10 min")
+    assert (options.keep_last, options.stop_at, options.on_stop) == (3, "auto", "exit")
+    assert (options.exit_code, options.resume) == (75, "auto")
+    assert set(options.origins.values()) == {"default"}
+    assert options.origins.keys() == TABLE.keys()
+
+
+def test_an_argument_goes_before_a_variable_before_the_file_before_the_default(tmp_path):
+    (tmp_path / "trainckpt.toml").write_text('keep_last = 7\nexit_code = 85\nevery = "1 h"\n')
+    environment = {"TRAINCKPT_KEEP_LAST": "8", "TRAINCKPT_EXIT_CODE": "86"}
+    options = read_options({"keep_last": 9}, environment, tmp_path)
+    assert (options.keep_last, options.exit_code, options.every.seconds) == (9, 86, 3600)
+    assert options.origins["keep_last"] == "argument"
+    assert options.origins["exit_code"] == "TRAINCKPT_EXIT_CODE"
+    assert options.origins["every"] == "trainckpt.toml"
+    assert options.origins["resume"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        ("100 steps", Every(steps=100, text="100 steps")),
+        ("1step", Every(steps=1, text="1step")),
+        ("30 s", Every(seconds=30, text="30 s")),
+        ("1.5 min", Every(seconds=90, text="1.5 min")),
+        ("2 h", Every(seconds=7200, text="2 h")),
+        ("never", Every()),
+    ],
+)
+def test_intervals(text, every):
+    assert read_options({"every": text}, {}).every == every
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("every", "often"), ("every", "0 steps"), ("every", "1.5 steps"), ("every", "-1 min"),
+        ("every", "0 s"), ("every", "10"), ("every", 10), ("keep_last", 0), ("keep_last", "many"),
+        ("keep_last", True), ("stop_at", "window"), ("on_stop", "ignore"), ("exit_code", 0),
+        ("exit_code", 256), ("resume", "maybe"),
+    ],
+)  # fmt: skip
+def test_what_is_unreadable_is_refused_with_what_to_type(name, value):
+    with pytest.raises(ConfigurationError, match=rf"{name}=.*\(argument\) is not an option") as no:
+        read_options({name: value}, {})
+    assert no.value.hint.startswith("use ")
+    with pytest.raises(ConfigurationError, match=rf"\(TRAINCKPT_{name.upper()}\)"):
+        read_options({}, {f"TRAINCKPT_{name.upper()}": "?"})
+
+
+@pytest.mark.parametrize("text", ["keep_lats = 3", "keep_last = ", "\0", "[trainckpt]\nx = 1"])
+def test_a_file_with_a_misspelled_or_broken_line_is_refused(tmp_path, text):
+    (tmp_path / "trainckpt.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"trainckpt\.toml"):
+        read_options({}, {}, tmp_path)

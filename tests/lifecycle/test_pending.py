@@ -1,0 +1,51 @@
+"""The handle of a save: moments, failures, and waiting that would never end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
+
+
+def test_a_moment_that_was_reached_is_not_waited_for():
+    pending = PendingSave()
+    pending.reach(STAGED, "s1~1.1")
+    assert pending.wait("staged") is pending
+    with pytest.raises(TimeoutError, match="local after"):
+        pending.wait("local", timeout_s=0.01)
+    pending.reach(COMMITTED)
+    assert pending.wait("durable").snapshot == "s1~1.1"
+    assert pending.ended
+
+
+def test_the_training_thread_cannot_wait_for_what_it_must_do_itself():
+    with pytest.raises(ConfigurationError, match="never reach"):
+        PendingSave().wait("staged")
+
+
+def test_another_thread_can(tmp_path):
+    pending, found = PendingSave(), []
+    thread = threading.Thread(target=lambda: found.append(pending.wait("local", 9).snapshot))
+    thread.start()
+    pending.reach(STAGED, "s1~1.1")
+    pending.reach(COMMITTED)
+    thread.join()
+    assert found == ["s1~1.1"]
+
+
+def test_a_failure_is_raised_to_whoever_waits_for_any_moment():
+    pending = PendingSave()
+    pending.fail(SaveFailed("full"))
+    for moment in ("staged", "local", "durable"):
+        with pytest.raises(SaveFailed, match="full"):
+            pending.wait(moment)
+    assert pending.ended
+
+
+@pytest.mark.parametrize("moment", ["partner", "tomorrow", ""])
+def test_an_unknown_moment_is_refused(moment):
+    with pytest.raises(ConfigurationError, match="no tier of this run reaches"):
+        PendingSave().wait(moment)

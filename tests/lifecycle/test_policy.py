@@ -1,0 +1,41 @@
+"""When a save is due: by steps, the same on all ranks; by time, with the time passed in."""
+
+from __future__ import annotations
+
+from trainckpt.lifecycle.options import Every
+from trainckpt.lifecycle.policy import Policy
+
+
+def due(policy, places):
+    """The (step, micro) at which a save is due, in the order of boundaries."""
+    return [place for place in places if policy.due_by_steps(*place)]
+
+
+def test_a_save_is_due_once_at_each_multiple_and_only_between_windows():
+    places = [(step, micro) for step in range(7) for micro in range(3)]
+    assert due(Policy(Every(steps=3, text="3 steps"), 0, 0.0), places) == [(3, 0), (6, 0)]
+
+
+def test_a_multiple_that_was_passed_inside_a_window_is_made_up_for():
+    assert due(Policy(Every(steps=3), 0, 0.0), [(2, 1), (4, 1), (5, 0), (6, 0)]) == [
+        (5, 0),
+        (6, 0),
+    ]
+
+
+def test_the_multiple_a_run_resumed_from_is_not_due_again():
+    assert due(Policy(Every(steps=3), 3, 0.0), [(3, 0), (4, 0), (6, 0)]) == [(6, 0)]
+
+
+def test_time_counts_from_the_beginning_and_from_each_save():
+    policy = Policy(Every(seconds=10, text="10 s"), 0, 100.0)
+    assert [t for t in (100, 109.9, 110, 110.1, 119, 120.5, 130.4, 130.5)
+            if policy.due_by_time(t)] == [110, 120.5, 130.5]  # fmt: skip
+    assert policy.reason == "every 10 s"
+    assert not policy.due_by_steps(100, 0)
+
+
+def test_never_is_never():
+    policy = Policy(Every(), 0, 0.0)
+    assert not policy.due_by_time(1e12)
+    assert not policy.due_by_steps(10**9, 0)
