@@ -1,0 +1,129 @@
+"""The command line itself: help, refusals, and what is passed to torchrun."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainckpt.cli.main import VERBS, main, parse
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.attempt import AttemptRecord
+from trainckpt.lifecycle import launch
+from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.supervisor import split_torchrun_options, torchrun_command
+from trainckpt.snapshot import attempts
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_works_and_says_checkpoint(verb, capsys):
+    """The word that users look for."""
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"] if verb else ["--help"])
+    assert left.value.code == 0
+    assert "checkpoint" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ([], "required: VERB"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["list"], "required: RUN"),
+        (["list", "--frobnicate", "x"], "list does not know --frobnicate"),
+        (["run", "--nproc", "-1", "x.py"], "is not a number from 1 on"),
+        (["run", "--frobnicate", "x.py"], "--frobnicate is an option neither of trainckpt run"),
+        (["run"], "there is no script to run"),
+        (["run", "--max-restarts=0"], "there is no script to run"),
+    ],
+)
+def test_what_cannot_work_is_78_with_a_hint(argv, why, capsys):
+    """As a sentence, or as JSON where that was asked for."""
+    assert main(argv) == 78
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert why in said.err
+    assert "next: " in said.err
+    if argv:
+        assert main([argv[0], "--json", *argv[1:]]) == 78
+        error = json.loads(capsys.readouterr().out)
+        assert why in error["error"]
+        assert error["code"] == 78
+
+
+def test_the_scripts_own_json_option_is_not_ours(capsys):
+    """After `--` nothing is ours."""
+    assert main(["run", "--frobnicate", "--", "x.py", "--json"]) == 78
+    assert capsys.readouterr().out == ""
+
+
+def run_command(*argv: str) -> list[str]:
+    """What `trainckpt run ARGV` would launch, after the interpreter."""
+    arguments = parse(["run", *argv])
+    options, command = split_torchrun_options(arguments.command)
+    return torchrun_command(arguments.nproc, options, command)[1:]
+
+
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+def test_torchrun_options_pass_through_in_their_order():
+    """With `=` or a value of their own, before the script, with or without `--`."""
+    assert run_command("--nproc", "2", "--max-restarts=0", "train.py", "--lr", "1") == [
+        *TORCHRUN, "--nproc-per-node=2", "--max-restarts=0", "--", "train.py", "--lr", "1"
+    ]  # fmt: skip
+    assert run_command("--max-restarts=0", "--nproc-per-node=2", "--", "train.py", "--json") == [
+        *TORCHRUN, "--max-restarts=0", "--nproc-per-node=2", "--", "train.py", "--json"
+    ]  # fmt: skip
+    assert run_command("--rdzv-backend", "c10d", "--standalone", "-m", "package.train") == [
+        *TORCHRUN, "--nproc-per-node=1", "--rdzv-backend", "c10d", "--standalone", "-m", "--",
+        "package.train",
+    ]  # fmt: skip
+    assert run_command("--no-python", "./train.sh") == [
+        *TORCHRUN, "--nproc-per-node=1", "--no-python", "--", "./train.sh"
+    ]  # fmt: skip
+
+
+def test_an_option_of_ours_after_those_of_torchrun_is_told_apart():
+    """`--nproc` is ours, torchrun's is `--nproc-per-node`: refused, not guessed."""
+    with pytest.raises(ConfigurationError, match="--nproc is an option neither"):
+        run_command("--rdzv-backend", "c10d", "--nproc", "2", "train.py")
+
+
+def recorded(run, argv: list[str]) -> None:
+    """A run with one attempt that was launched like this."""
+    tier = open_directory(str(run))
+    attempts.found_run(tier)
+    facts = {
+        "argv": launch.redact_arguments(argv), "launch": {"kind": "python", "nproc": 1},
+        "cwd": str(run),
+    }  # fmt: skip
+    attempts.claim(tier, lambda number: AttemptRecord(number, facts=facts))
+
+
+def test_a_command_whose_secret_was_not_stored_is_not_guessed(tmp_path, capsys):
+    """It says what is missing, and what to do instead."""
+    run = tmp_path / "run"
+    recorded(run, ["python", "train.py", "--api-key", "xyzzy", "--steps", "3"])
+    assert "xyzzy" not in (run / "attempts" / "1.json").read_text()
+    assert main(["resume", "--json", str(run)]) == 78
+    error = json.loads(capsys.readouterr().out)
+    assert "the recorded command holds a secret that was not stored" in error["error"]
+    assert "--api-key <redacted>" in error["error"]
+    assert "start the script again as before" in error["hint"]
+
+
+def test_a_run_whose_attempts_left_no_command_is_66(tmp_path, capsys):
+    """There is nothing to launch, and it says how to go on."""
+    tier = open_directory(str(tmp_path / "run"))
+    attempts.found_run(tier)
+    attempts.claim(tier, AttemptRecord)
+    assert main(["resume", str(tmp_path / "run")]) == 66
+    assert "left its command" in capsys.readouterr().err
+
+
+def test_a_recorded_interpreter_that_is_gone_is_78(tmp_path, capsys):
+    """The run may have moved to a machine without that environment."""
+    recorded(tmp_path / "run", [str(tmp_path / "no-such-python"), "train.py"])
+    assert main(["resume", str(tmp_path / "run")]) == 78
+    assert "cannot be started" in capsys.readouterr().err
