@@ -1,0 +1,165 @@
+"""`trainckpt run` and `trainckpt resume` with the real torchrun and the example, on two ranks.
+
+One run goes through all of it, since each start of torchrun takes seconds: a rank is killed, the
+supervisor gets SIGTERM, one rank alone gets it, and at last the run finishes; its trace is that
+of the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.campaign import launch
+from tests.campaign.cases import Settings
+from trainckpt.lifecycle.place import open_directory
+from trainckpt.snapshot import attempts
+
+ROOT = launch.ROOT
+MAIN = str(ROOT / "src" / "trainckpt" / "cli" / "main.py")
+SETTINGS = Settings("char_gpt", "ddp", 2, 3, 2, 0.1, 2, 4)
+STEPS, LIMIT_S = 30, 100.0
+
+
+@pytest.fixture(scope="module")
+def server():
+    with launch.server() as warm:
+        yield warm
+
+
+def argv(folder: Path) -> list[str]:
+    flags = SETTINGS.argv(str(folder / "run"), str(folder / "trace"))
+    flags[flags.index("--steps") + 1] = str(STEPS)
+    return flags
+
+
+def lines(folder: Path, rank: int = 0) -> list[str]:
+    file = folder / "trace" / f"rank{rank}.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def merged(folder: Path, rank: int) -> list[str]:
+    """The trace with repeated places merged; the same place twice with other bytes is an error."""
+    found: dict[tuple, str] = {}
+    for line in lines(folder, rank):
+        entry = json.loads(line)
+        assert found.setdefault((entry["step"], entry["micro"]), line) == line
+    return [found[place] for place in sorted(found)]
+
+
+def outcome(folder: Path, attempt: int) -> dict:
+    return attempts.read_attempts(open_directory(str(folder / "run")))[attempt].outcome
+
+
+def wait_for(condition, process=None) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+class Trainckpt:
+    """The command, forked from the warm server; torchrun and its ranks are started afresh."""
+
+    def __init__(self, server, log: Path, *arguments: str) -> None:
+        self.server, self.log = server, log
+        answer = server.ask(script=MAIN, argv=list(arguments), log=str(log), ranks=[{}])
+        (self.pid,) = answer["pids"]
+
+    def wait(self) -> int:
+        wait_for(lambda: self.server.ask(poll=[self.pid])["codes"] != [None])
+        return self.server.ask(poll=[self.pid])["codes"][0]
+
+    def after(self, folder: Path, more: int, act) -> int:
+        """Call `act` once the ranks have trained so many more micro-batches; the exit code."""
+        wanted = len(lines(folder, 1)) + more
+
+        def trained() -> bool:
+            assert self.server.ask(poll=[self.pid])["codes"] == [None], self.shown()
+            return len(lines(folder, 1)) >= wanted
+
+        wait_for(trained)
+        act()
+        return self.wait()
+
+    def shown(self) -> str:
+        return Path(f"{self.log}.rank0").read_text()
+
+
+def newest_pids(folder: Path) -> list[int]:
+    records = attempts.read_attempts(open_directory(str(folder / "run")))
+    return records[max(records)].facts["pids"]
+
+
+def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
+    """SIGKILL of a rank, SIGTERM to the supervisor, SIGTERM to one rank: not a bit is lost."""
+    reference, folder = tmp_path / "reference", tmp_path / "interrupted"
+    reference.mkdir()
+    folder.mkdir()
+    straight = launch.Forked(server, SETTINGS, argv(reference), tmp_path / "reference.log")
+    wait_for(lambda: None not in straight.codes())
+    assert straight.codes() == [0, 0], straight.logs()
+    run = str(folder / "run")
+
+    first = Trainckpt(
+        server, folder / "first", "run", "--nproc", "2", "--", f"{ROOT}/examples/char_gpt.py",
+        *argv(folder),
+    )  # fmt: skip
+    code = first.after(folder, 12, lambda: os.kill(newest_pids(folder)[0], signal.SIGKILL))
+    assert code not in (0, 75), first.shown()
+    killed = outcome(folder, 1)
+    assert killed["outcome"] == "killed"
+    assert killed["exit_code"] == code
+    assert not any(map(launch.alive, newest_pids(folder)))
+
+    second = Trainckpt(server, folder / "second", "resume", run)
+    code = second.after(folder, 8, lambda: os.kill(second.pid, signal.SIGTERM))
+    assert code == 75, second.shown()
+    stopped = outcome(folder, 2)
+    assert (stopped["outcome"], stopped["exit_code"]) == ("stopped", 75)
+    assert stopped["snapshot"].split("~")[1].startswith("2.")
+    assert stopped["lost_micro_batches"] == 0
+    assert stopped["exactness"] == "bitwise"
+    assert stopped["tiers"] == ["local"]
+
+    third = Trainckpt(server, folder / "third", "resume", run)
+    code = third.after(folder, 8, lambda: os.kill(newest_pids(folder)[1], signal.SIGTERM))
+    assert code == 75, third.shown()
+    assert outcome(folder, 3)["outcome"] == "stopped"
+
+    last = Trainckpt(server, folder / "last", "resume", "--json", run)
+    assert last.wait() == 0, last.shown()
+    assert outcome(folder, 4)["outcome"] == "finished"
+    for rank in range(2):
+        assert merged(folder, rank) == lines(reference, rank)
+        final = f"trace/final{rank}.json"
+        assert (folder / final).read_bytes() == (reference / final).read_bytes()
+
+
+def test_a_script_that_fails_by_itself_passes_its_code_through(tmp_path):
+    """Under torchrun, which would say 1; torchrun's own options; stdout is one document."""
+    script = ROOT / "tests" / "sensitivity" / "script.py"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "trainckpt.cli.main", "run", "--json"),
+            *("--max-restarts=0", "--nproc-per-node=2", "--", str(script)),
+            *("--run", str(tmp_path / "run"), "--fail-at", "2,1"),
+        ],
+        env=launch.environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    told = json.loads(done.stdout)
+    assert told["outcome"] == "failed"
+    assert told["exit_code"] == 3
+    assert {"snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds"} <= set(told)
+    record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
+    assert record.outcome["outcome"] == "failed"
+    assert record.facts["world"] == 2

@@ -1,0 +1,190 @@
+"""The supervisor over real processes: signals, codes, records, and that nobody is left behind.
+
+The children are small Python programs without torch; they tell where their record lies as a
+Checkpointer would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+
+import pytest
+
+from trainckpt.format.attempt import AttemptRecord
+from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.supervisor import supervise
+from trainckpt.snapshot import attempts
+
+LIMIT_S = 20.0
+READY = "open(sys.argv[1], 'w').close()"
+# A process in a session of its own, as torchrun starts its ranks; its id goes into a file.
+ORPHAN = """
+    orphan = subprocess.Popen(
+        [sys.executable, "-c", "import signal, time; signal.signal(2, signal.SIG_IGN); "
+                               "time.sleep(60)"], start_new_session=True)
+    open(sys.argv[2], "w").write(str(orphan.pid))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Supervise a program's text; `when_ready` is called once it has said that it is."""
+    ready, orphan = tmp_path / "ready", tmp_path / "orphan"
+
+    def run(text: str, when_ready=None, **environment: str):
+        def watch(process):
+            until = time.monotonic() + LIMIT_S
+            while not ready.exists():
+                assert process.poll() is None, "it ended before it was ready"
+                assert time.monotonic() < until
+                time.sleep(0.005)
+            when_ready()
+
+        imports = "import json, os, signal, subprocess, sys, time\n"
+        command = [sys.executable, "-c", imports + textwrap.dedent(text), str(ready), str(orphan)]
+        return supervise(
+            command, environment=environment, watch=watch if when_ready is not None else None
+        )
+
+    run.orphan = lambda: int(orphan.read_text())
+    return run
+
+
+def send(*numbers: int):
+    """Send signals to this process: the supervisor."""
+
+    def to_us() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+
+    return to_us
+
+
+def lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_the_codes_of_a_command_without_a_checkpointer_pass_through(program, code):
+    """There is no record that could say otherwise."""
+    ended = program(f"sys.exit({code})")
+    assert (ended.exit_code, ended.record) == (code, None)
+
+
+def test_a_command_that_died_of_a_signal_has_the_code_that_shells_give():
+    """128 and the signal's number."""
+    ended = supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    assert ended.exit_code == 137
+
+
+@pytest.mark.parametrize(
+    ("sent", "arrives"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP"), (signal.SIGINT, "SIGINT"),
+     (signal.SIGUSR1, "SIGTERM")],
+)  # fmt: skip
+def test_signals_are_passed_on_and_sigusr1_as_one_that_torchrun_survives(program, sent, arrives):
+    """Each arrives once, and the command decides how it ends."""
+    text = f"""
+        signal.signal(signal.{arrives}, lambda *_: sys.exit(7))
+        {READY}
+        time.sleep(60)
+    """
+    before = signal.getsignal(sent)
+    assert program(text, send(sent)).exit_code == 7
+    assert signal.getsignal(sent) is before
+
+
+def test_a_second_interrupt_leaves_at_once_with_130_and_leaves_nobody(program):
+    """Whoever ignores the first one, rank or launcher, is killed by the second."""
+    text = "signal.signal(signal.SIGINT, signal.SIG_IGN)" + textwrap.dedent(ORPHAN) + READY
+    text += "\ntime.sleep(60)"
+    begun = time.monotonic()
+    ended = program(text, send(signal.SIGINT, signal.SIGINT))
+    assert ended.exit_code == 130
+    assert time.monotonic() - begun < LIMIT_S
+    assert not lives(program.orphan())
+
+
+def test_ranks_of_a_launcher_that_died_are_not_left_behind(program):
+    """They are nobody's children any more, and in sessions of their own."""
+    assert program(textwrap.dedent(ORPHAN) + "os.kill(os.getpid(), 9)").exit_code == 137
+    assert not lives(program.orphan())
+
+
+def test_what_a_finished_script_started_on_purpose_may_stay(program):
+    """An uploader in the background is not ours to kill when all ended in order."""
+    try:
+        assert program(textwrap.dedent(ORPHAN)).exit_code == 0
+        assert lives(program.orphan())
+    finally:
+        os.kill(program.orphan(), signal.SIGKILL)
+
+
+TELL = """
+    with open(os.environ["TRAINCKPT_SUPERVISOR"], "w") as told:
+        json.dump({"run": os.environ["RUN"], "attempt": 1}, told)
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def tier(tmp_path):
+    """A run with one attempt."""
+    tier = open_directory(str(tmp_path / "run"))
+    attempts.found_run(tier)
+    attempts.claim(tier, lambda n: AttemptRecord(n, facts={"started": time.time() - 5}))
+    return tier
+
+
+@pytest.mark.parametrize(
+    ("parent", "commit", "snapshot"),
+    [
+        ("undecided", None, None),
+        ("s1~1.1", None, "s1~1.1"),
+        ("s1~1.1", "s4~2.3", "s4~2.3"),
+    ],
+)
+def test_an_attempt_that_died_without_a_word_is_recorded_as_killed(
+    program, tier, parent, commit, snapshot
+):
+    """With the snapshot that stands: its newest, else the one it began from."""
+    record = attempts.read_attempts(tier)[1]
+    attempts.replace(tier, record.with_(parent=parent, newest_commit=commit))
+    ended = program(TELL, RUN=tier.url)
+    assert ended.exit_code == 137
+    written = attempts.read_attempts(tier)[1]
+    assert written == ended.record
+    assert written.state == "ended"
+    outcome = written.outcome
+    assert (outcome["outcome"], outcome["snapshot"], outcome["exit_code"]) == (
+        "killed", snapshot, 137
+    )  # fmt: skip
+    assert outcome["tiers"] == (["local"] if snapshot else [])
+    assert 5 <= outcome["seconds"] < 5 + LIMIT_S
+    assert {"kind", "exactness", "lost_micro_batches"} <= outcome.keys()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "recorded", "code"),
+    [("stopped", 75, 75), ("finished", 0, 0), ("failed", 3, 3), ("failed", 0, 137)],
+)
+def test_the_record_decides_the_code_because_launchers_swallow_it(
+    program, tier, outcome, recorded, code
+):
+    """The launcher itself says 137 here; a failure is never turned into a success."""
+    record = attempts.read_attempts(tier)[1]
+    told = {"outcome": outcome, "exit_code": recorded}
+    attempts.replace(tier, record.with_(outcome=told))
+    ended = program(TELL, RUN=tier.url)
+    assert ended.exit_code == code
+    assert json.loads((tier.root / "attempts" / "1.json").read_text())["outcome"] == told
