@@ -12,8 +12,8 @@ import pytest
 from tests.campaign import cases
 from tests.campaign.campaign import campaign
 
-SEEDS = [19, 28, 38, 42, 55, 73, 83, 96, 138, 156, 160, 183, 189, 208, 213,
-         427, 448, 489, 609, 700, 1325, 1652, 2012, 2943]  # fmt: skip
+SEEDS = [19, 28, 38, 42, 73, 76, 83, 138, 156, 160, 183, 208, 213, 298, 319, 427, 448, 489, 521,
+         609, 800, 1652, 2324, 2943]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -147,8 +147,8 @@ def _stop(random: Random, settings: Settings, launcher: str) -> Stop:
     targets = ["one", "launcher"] if launcher == TORCHRUN else ["one", "all", "group"]
     target = random.choice(targets)
     kinds = [MICRO_BATCH, SAVE, START_UP, WORKERS]
-    when = random.choices(kinds, [7, 1, 1, 1.2 if settings.workers else 0])[0]
-    place, aimed = random.randrange(1, settings.micro_batches - 3), random.random() < 0.7
+    when = random.choices(kinds, [9, 1, 1, 0.8 if settings.workers else 0])[0]
+    place, aimed = random.randrange(1, settings.micro_batches - 3), random.random() < 0.8
     if aimed and when == MICRO_BATCH:
         place = _into_window(place, settings.accumulate)
     at_once = when == SAVE or random.random() < (0.7 if aimed else 0.2)
