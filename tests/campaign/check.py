@@ -68,7 +68,8 @@ def _start(ended: Ended) -> Iterator[str]:
     newest = committed[-1].place if committed else (0, 0)
     if began(ended) != newest:
         yield f"went on from {began(ended)}, but {newest} was committed"
-    if ended.attempt_line["lines"] not in ([], ended.before[0]):
+    found = ended.attempt_line["lines"]  # of the files there were: a missing last one has no entry
+    if [*found, *[0] * (len(ended.before[0]) - len(found))] != ended.before[0]:
         yield f"found {ended.attempt_line['lines']} lines, there were {ended.before[0]}"
 
 
