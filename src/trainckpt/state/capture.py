@@ -25,6 +25,13 @@ def capture(registry: Registry) -> Captured:
         values.UnknownValue: something tracked holds a value that cannot be stored; by path.
     """
     out = Captured()
+    # Collective, so before anything that may fail on one rank alone and leave the others waiting.
+    out.values[DDP] = {}
+    for model in registry.models:
+        hidden = ddp.capture(model.wrapped, registry.bucket_orders.get(model.name, ""))
+        if hidden is not None:
+            registry.bucket_orders[model.name] = hidden["bucket_order"]
+            out.values[DDP][model.name] = hidden
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)
@@ -36,11 +43,5 @@ def capture(registry: Registry) -> Captured:
         loader.capture(out)
     out.values[LOADERS] = [loader.name for loader in registry.loaders]
     gradients.capture(out, registry.trained_parameters())
-    out.values[DDP] = {}
-    for model in registry.models:
-        hidden = ddp.capture(model.wrapped, registry.bucket_orders.get(model.name, ""))
-        if hidden is not None:
-            registry.bucket_orders[model.name] = hidden["bucket_order"]
-            out.values[DDP][model.name] = hidden
     rng.capture(out)
     return out
