@@ -1,0 +1,108 @@
+"""Programs of real ranks: DDP over gloo, a Checkpointer on each."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from trainckpt import Checkpointer
+from trainckpt.errors import TrainckptError
+
+WIDTH = 300  # the first matrix is large enough to be cut
+
+
+def parts(rank, world, wrap=True):
+    """What a script builds, equal on all ranks but for the generators' seeds."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+    wrapped = DistributedDataParallel(model) if wrap else model
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    data = TensorDataset(torch.randn(24, WIDTH))
+    sampler = DistributedSampler(data, world, rank, shuffle=True, seed=3)
+    torch.manual_seed(rank + 1)
+    return wrapped, optimizer, DataLoader(data, 2, sampler=sampler)
+
+
+def train(rank, place, world, until, wrap=True, act=None, **options):
+    """Steps up to `until`, two micro-batches each; losses, and digests of parameters."""
+    model, optimizer, loader = parts(rank, world, wrap)
+    losses = {}
+    with Checkpointer(place, model=model, optimizer=optimizer, loader=loader, **options) as ckpt:
+        if act is not None:
+            act(rank, model)
+        for _ in ckpt.epochs(99):
+            for (x,) in ckpt.batches():
+                at = ckpt.cursor
+                loss = model(x + torch.rand(1)).square().mean()
+                loss.backward()
+                losses[f"{at.step}.{at.micro}"] = loss.item().hex()
+                if at.micro == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if ckpt.cursor.step == until:
+                    break
+            if ckpt.cursor.step == until:
+                break
+        resumed = ckpt.resumed_from
+    return losses, resumed and resumed.step
+
+
+def drift(rank, model):
+    """Make the ranks' parameters differ."""
+    with torch.no_grad():
+        model[2].bias += rank
+
+
+def train_apart(rank, place, world, until):
+    """Without DDP, and with parameters of each rank's own."""
+    return train(rank, place, world, until, wrap=False, act=drift, every="2 steps")
+
+
+def refused(rank, place, world, until):
+    """The error that a resume ends with, on every rank alike."""
+    try:
+        train(rank, place, world, until)
+    except TrainckptError as error:
+        return type(error).__name__, error.exit_code, error.message
+    return None
+
+
+def fails_on_one(rank, place, world, until):
+    """Rank 1 tracks an object that breaks while the run goes on; what became of the saves."""
+
+    class Fragile:
+        broken = False
+
+        def state_dict(self):
+            return {"x": object() if self.broken else 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    model, optimizer, loader = parts(rank, world)
+    fragile, ended = Fragile(), []
+    with Checkpointer(
+        place, model=model, optimizer=optimizer, loader=loader, fragile=fragile, every="never"
+    ) as ckpt:
+        pending = None
+        for _ in ckpt.epochs(1):
+            for index, (x,) in enumerate(ckpt.batches()):
+                if pending is not None and (pending.snapshot or pending.error):
+                    try:
+                        ended.append(pending.wait("durable", 30).snapshot)
+                    except TrainckptError as error:
+                        ended.append(error.message)
+                    pending = None
+                fragile.broken = rank == 1 and index < 3
+                if index in (0, 3):
+                    pending = ckpt.save()
+                    while not ckpt._agreement.has_open_round():
+                        pass
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        fragile.broken = False
+    return ended

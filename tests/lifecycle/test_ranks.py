@@ -1,0 +1,98 @@
+"""Real ranks: what is equal is stored once, what differs by each; one decision for all."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.faults.test_bad_bytes import flip
+from tests.lifecycle import ranks
+from tests.lifecycle.training import catalog, usable
+from tests.ranks.processes import context, run_ranks
+from trainckpt.format.manifest import RANK, SPLIT
+from trainckpt.snapshot.restore import read_header
+from trainckpt.snapshot.verify import verify
+from trainckpt.tiers.local import LocalTier
+
+context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.ranks"])
+
+BUFFERS = {f"model/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two DDP ranks to step 6, saved at 2 and 4; its losses."""
+    place = tmp_path_factory.mktemp("ddp") / "run"
+    results = run_ranks(ranks.train, 2, str(place), 2, 6)
+    return place, [losses for losses, _ in results]
+
+
+def regions(place, name):
+    """Tensor -> the ranks whose file holds bytes of it; the manifest."""
+    (manifest,) = [c.manifest for c in catalog(place) if str(c.name) == name]
+    held = {}
+    for rank, file in enumerate(manifest.files):
+        for region in read_header(LocalTier(place), manifest.name.folder, file).regions:
+            held.setdefault(region.tensor, []).append((rank, region.num_bytes))
+    return held, manifest
+
+
+def test_what_ddp_ranks_hold_alike_is_stored_once_and_what_differs_by_each(finished):
+    place, _ = finished
+    (name,) = usable(place)
+    held, manifest = regions(place, name)
+    assert all(copy.ok for copy in verify(LocalTier(place), manifest))
+    for tensor, placement in ((n, entry.placement) for n, entry in manifest.tensors.items()):
+        own = tensor in BUFFERS or tensor.startswith(("rng/", "values", "loader"))
+        assert placement == (RANK if own else SPLIT), tensor
+    weight = held["model/0.weight"]
+    assert [rank for rank, _ in weight] == [0, 1]
+    assert sum(size for _, size in weight) == ranks.WIDTH**2 * 4
+    sizes = [file.num_bytes for file in manifest.files]
+    assert abs(sizes[0] - sizes[1]) < 100_000
+
+
+def test_two_ranks_resume_bit_for_bit_and_from_one_snapshot(finished, tmp_path):
+    _, straight = finished
+    first = run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
+    second = run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 6)
+    assert [step for _, step in second] == [3, 3]
+    for rank in range(2):
+        assert {**first[rank][0], **second[rank][0]} == straight[rank]
+
+
+def test_a_file_that_is_damaged_is_refused_by_all_ranks_alike(finished, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    (name,) = usable(place)
+    flip(place / "snapshots" / name / "rank00001.safetensors", -9)
+    refusals = run_ranks(ranks.refused, 2, str(place), 2, 7)
+    assert refusals[0] == refusals[1]
+    assert refusals[0][:2] == ("NoUsableSnapshot", 65)
+    assert "rank 1: " in refusals[0][2]
+    assert "rank 0: " not in refusals[0][2]
+
+
+def test_parameters_that_differ_between_ranks_are_stored_by_each(tmp_path):
+    results = run_ranks(ranks.train_apart, 2, str(tmp_path / "run"), 2, 3)
+    assert results[0][0] != results[1][0]
+    name = usable(tmp_path / "run")[-1]
+    held, manifest = regions(tmp_path / "run", name)
+    assert manifest.tensors["model/0.weight"].placement == RANK
+    assert [size for _, size in held["model/0.weight"]] == [ranks.WIDTH**2 * 4] * 2
+
+
+def test_another_number_of_ranks_is_refused_with_the_number_to_launch(finished):
+    place, _ = finished
+    (refusal,) = run_ranks(ranks.refused, 1, str(place), 1, 6)
+    kind, code, message = refusal
+    assert (kind, code) == ("StateMismatch", 78)
+    assert "it was taken by 2 ranks, this attempt has 1" in message
+
+
+def test_a_rank_that_cannot_capture_fails_the_save_for_all_and_not_the_next(tmp_path):
+    one, two = run_ranks(ranks.fails_on_one, 2, str(tmp_path / "run"), 2, 9)
+    assert one == two
+    assert "rank 1: fragile.x is a builtins.object" in one[0]
+    assert one[1].startswith("s")
