@@ -1,7 +1,7 @@
 """`trainckpt run` and `trainckpt resume` with the real torchrun and the example, on two ranks.
 
-One run goes through all of it, since each start of torchrun takes seconds: a rank is killed, the
-supervisor gets SIGTERM, one rank alone gets it, and at last the run finishes; its trace is that
+One run goes through all of it, since each start of torchrun takes seconds: its ranks are killed,
+the supervisor gets SIGTERM, one rank alone gets it, and at last the run finishes; its trace is that
 of the uninterrupted run.
 """
 
@@ -98,8 +98,14 @@ def newest_pids(folder: Path) -> list[int]:
     return records[max(records)].facts["pids"]
 
 
+def send_all(pids: list[int], number: int) -> None:
+    """One rank alone would do, but the other gives it some time before it gives up."""
+    for pid in pids:
+        os.kill(pid, number)
+
+
 def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
-    """SIGKILL of a rank, SIGTERM to the supervisor, SIGTERM to one rank: not a bit is lost."""
+    """SIGKILL of the ranks, SIGTERM to the supervisor, SIGTERM to one rank: not a bit is lost."""
     reference, folder = tmp_path / "reference", tmp_path / "interrupted"
     reference.mkdir()
     folder.mkdir()
@@ -112,7 +118,7 @@ def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
         server, folder / "first", "run", "--nproc", "2", "--", f"{ROOT}/examples/char_gpt.py",
         *argv(folder),
     )  # fmt: skip
-    code = first.after(folder, 12, lambda: os.kill(newest_pids(folder)[0], signal.SIGKILL))
+    code = first.after(folder, 12, lambda: send_all(newest_pids(folder), signal.SIGKILL))
     assert code not in (0, 75), first.shown()
     killed = outcome(folder, 1)
     assert killed["outcome"] == "killed"

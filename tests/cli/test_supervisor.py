@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from trainckpt import Checkpointer, NothingToResume
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.place import open_directory
 from trainckpt.lifecycle.supervisor import supervise
@@ -135,6 +136,27 @@ TELL = """
         json.dump({"run": os.environ["RUN"], "attempt": 1}, told)
     os.kill(os.getpid(), 9)
 """
+
+
+@pytest.mark.parametrize(("code", "returned"), [(1, 65), (0, 0)])
+def test_the_code_of_a_refused_resume_is_returned(program, code, returned):
+    """torchrun would say 1. A script that did without the Checkpointer and finished, finished."""
+    text = f"""
+        with open(os.environ["TRAINCKPT_SUPERVISOR"], "w") as told:
+            json.dump({{"exit_code": 65}}, told)
+        sys.exit({code})
+    """
+    ended = program(text)
+    assert (ended.exit_code, ended.record) == (returned, None)
+
+
+def test_a_refused_resume_tells_its_supervisor(tmp_path, monkeypatch):
+    """From inside the Checkpointer, before there is a record of the attempt."""
+    told = tmp_path / "told"
+    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(told))
+    with pytest.raises(NothingToResume):
+        Checkpointer(tmp_path / "run", resume="required").resume()
+    assert json.loads(told.read_text()) == {"exit_code": 66}
 
 
 @pytest.fixture

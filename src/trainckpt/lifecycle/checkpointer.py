@@ -132,8 +132,10 @@ class Checkpointer:
         """
         if self._beginning is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
-        capture(self._registry)  # what cannot be stored is refused now, not at the first save
-        beginning = begin(self._tier, self._channel, self._registry, mode or self.options.resume)
+        mode = mode or self.options.resume
+        with place.refusal_told(self._world.rank):
+            capture(self._registry)  # what cannot be stored is refused now, not at the first save
+            beginning = begin(self._tier, self._channel, self._registry, mode)
         self._beginning = beginning
         here = fingerprint(self._world.size)
         parent = str(beginning.manifest.name) if beginning.manifest else None

@@ -1,8 +1,9 @@
 """The supervisor: launches a command, passes signals on, and knows how the attempt ended.
 
 torchrun returns 1 whatever its workers return, so the exit code comes from the attempt's record:
-rank 0 writes where that lies into a file named by TRAINCKPT_SUPERVISOR. An attempt that died
-without a word gets its outcome written here, as `killed`.
+rank 0 writes where that lies, or with which code it was refused, into a file named by
+TRAINCKPT_SUPERVISOR. An attempt that died without a word gets its outcome written here, as
+`killed`.
 
 Signals go to the launched process alone (torchrun passes them to its ranks); SIGUSR1, of which
 torchrun would die, is passed as SIGTERM. A second SIGINT kills everything at once. After an end
@@ -147,6 +148,8 @@ def _outcome(told: Path, code: int) -> Ended:
     if not told.is_file():
         return Ended(code, None)
     where = json.loads(told.read_text(encoding="utf-8"))
+    if "exit_code" in where:  # refused before it began
+        return Ended(int(where["exit_code"]) if code else 0, None)
     tier = place.open_directory(where["run"])
     try:
         record = attempts.read_attempts(tier).get(where["attempt"])
