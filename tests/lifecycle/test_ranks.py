@@ -46,9 +46,9 @@ def test_what_ddp_ranks_hold_alike_is_stored_once_and_what_differs_by_each(finis
     for tensor, placement in ((n, entry.placement) for n, entry in manifest.tensors.items()):
         own = tensor in BUFFERS or tensor.startswith(("rng/", "values", "loader"))
         assert placement == (RANK if own else SPLIT), tensor
-    weight = held["model/0.weight"]
-    assert [rank for rank, _ in weight] == [0, 1]
-    assert sum(size for _, size in weight) == ranks.WIDTH**2 * 4
+    for tensor in ("model/0.weight", "optimizer/model/0.weight/exp_avg"):
+        assert sum(size for _, size in held[tensor]) == ranks.WIDTH**2 * 4
+    assert [rank for rank, _ in held["optimizer/model/0.weight/exp_avg"]] == [0, 1]
     sizes = [file.num_bytes for file in manifest.files]
     assert abs(sizes[0] - sizes[1]) < 100_000
 

@@ -1,0 +1,131 @@
+"""Makes the golden snapshots of the format's current version; run once when the version changes.
+
+    python -m tests.golden.make
+
+Two runs in `tests/golden/v<version>`: `one`, of a single process, with a tensor of every type the
+format knows; `two`, of two ranks, with a matrix that is cut between them. `digests.json` says
+what must be read from them, for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.state.helpers import registry
+from trainckpt.format import versions
+from trainckpt.format.cursor import Cursor
+from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.names import SnapshotName
+from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.restore import read_rank
+from trainckpt.snapshot.save import write_shard
+from trainckpt.snapshot.save_plan import plan_save
+from trainckpt.state import stage
+from trainckpt.state.capture import capture
+from trainckpt.tiers.local import LocalTier
+
+HERE = Path(__file__).parent
+TYPES = [
+    "float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32",
+    "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2",
+]  # fmt: skip
+
+
+class Own:
+    """Values of every kind that JSON has no word for."""
+
+    def state_dict(self):
+        """As a script's own object would give it."""
+        return {
+            "numbers": [1, 2**70, 0.1, float("inf"), float("nan"), -0.0, 1j, True, None],
+            3: ("tuple", {4, 5}, frozenset({6}), b"bytes", torch.Size([1, 2])),
+            "types": [torch.bfloat16, torch.device("cpu")],
+            "tensor": torch.arange(3),
+            "sparse": torch.eye(2).to_sparse(),
+        }
+
+    def load_state_dict(self, state):
+        """Never called here."""
+
+
+def objects(rank):
+    """What is saved: a model with its optimizer in mid-window, and values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Linear(9, 40))
+    table = torch.arange(600.0).view(100, 6)
+    model.register_parameter("table", nn.Parameter(table, requires_grad=False))
+    for name in TYPES:
+        model.register_buffer(f"as_{name}", torch.arange(-2, 3).to(getattr(torch, name)))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    model[1].running_mean += rank
+    torch.manual_seed(rank)
+    return registry(model=model, optimizer=optimizer, own=Own())
+
+
+def write(place, world):
+    """Save by `world` ranks, one after the other; returns the committed manifest."""
+    tier = LocalTier(place)
+    tier.create("run.json", b'{"format":1,"id":"golden"}')
+    name, shared = SnapshotName(1, 1, 2, 1), set()
+    captured = [capture(objects(rank)) for rank in range(world)]
+    if world > 1:
+        digests = [stage.group_digests(one) for one in captured]
+        shared = set(digests[0]) - stage.differing(digests[0], digests)
+    files, tensors = [], {}
+    for rank, one in enumerate(captured):
+        regions = stage.describe(one)
+        planned = plan_save(regions, one.groups, shared, rank=rank, world=world)
+        shard = stage.stage(one, planned, rank=rank, world=world)
+        files.append(write_shard(tier, name, rank, shard.head, shard.blocks).file)
+        for r in regions:
+            placement = SPLIT if one.groups.get(r.tensor) in shared else RANK
+            tensors[r.tensor] = TensorEntry(r.dtype, r.of, placement)
+    cursor = Cursor(epoch=0, step=2, micro=1, batches=3, micro_batches=3, samples=12)
+    manifest = Manifest(
+        "golden", name, None, cursor, world, tuple(files), tensors, 1.5, tags=("golden",),
+        reason="make", fingerprint={"torch": "any"},
+    )  # fmt: skip
+    commit(tier, manifest)
+    return manifest
+
+
+def digests_of(tier, manifest, rank):
+    """Digest of each tensor that `rank` reads; the values as they are, but for the generators."""
+    destination = stage.Destination()
+    read_rank(tier, manifest, rank=rank, memory_for=destination.memory_for)
+    saved = destination.finish()
+    tensors = {name: stage.tensor_digest(tensor) for name, tensor in sorted(saved.tensors.items())}
+    return {"tensors": tensors, "own": saved.values["own"], "ddp": saved.values["ddp"]}
+
+
+def main():
+    """Write both runs and what must be read from them."""
+    folder = HERE / f"v{versions.WRITTEN}"
+    shutil.rmtree(folder, ignore_errors=True)
+    expected = {}
+    stage_threshold(1 << 6)
+    for name, world in (("one", 1), ("two", 2)):
+        manifest = write(folder / name, world)
+        tier = LocalTier(folder / name)
+        expected[name] = [digests_of(tier, manifest, rank) for rank in range(world)]
+    text = json.dumps(expected, indent=1, sort_keys=True)
+    (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
+
+
+def stage_threshold(num_bytes):
+    """Cut small tensors too, so that the two-rank run stays small."""
+    from trainckpt.snapshot import save_plan
+
+    save_plan.UNCUT_BYTES = num_bytes
+
+
+if __name__ == "__main__":
+    main()

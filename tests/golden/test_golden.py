@@ -1,0 +1,59 @@
+"""Snapshots of every format version ever written load, verify, and hold what they held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.golden.make import digests_of
+from trainckpt.format import versions
+from trainckpt.format.attempt import AttemptRecord
+from trainckpt.snapshot.catalog import read_catalog
+from trainckpt.snapshot.restore import read_header
+from trainckpt.snapshot.verify import verify
+from trainckpt.state import values
+from trainckpt.tiers.local import LocalTier
+
+HERE = Path(__file__).parent
+VERSIONS = sorted(HERE.glob("v*"))
+
+
+def test_there_is_one_of_every_version_that_is_read():
+    assert {int(folder.name[1:]) for folder in VERSIONS} == versions.READABLE
+
+
+@pytest.mark.parametrize("run", ["one", "two"])
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
+def test_it_verifies_and_every_rank_reads_what_was_saved(folder, run):
+    tier = LocalTier(folder / run)
+    (candidate,) = read_catalog(tier, "golden", {1: AttemptRecord(1, None)})
+    assert candidate.usable, candidate.reason
+    assert all(copy.ok for copy in verify(tier, candidate.manifest))
+    expected = json.loads((folder / "digests.json").read_text())[run]
+    for rank in range(candidate.manifest.world):
+        assert digests_of(tier, candidate.manifest, rank) == expected[rank]
+
+
+def test_a_matrix_of_the_two_rank_run_is_cut_between_the_files():
+    tier = LocalTier(HERE / "v1" / "two")
+    (candidate,) = read_catalog(tier, "golden", {})
+    parts = [
+        region.key
+        for file in candidate.manifest.files
+        for region in read_header(tier, candidate.name.folder, file).regions
+        if not region.is_whole
+    ]
+    assert len(parts) >= 2
+
+
+def test_its_values_decode():
+    expected = json.loads((HERE / "v1" / "digests.json").read_text())
+    own = values.decode(expected["one"][0]["own"], lambda node: node["$tensor"])
+    assert own["numbers"][:3] == [1, 2**70, 0.1]
+    assert own[3] == ("tuple", {4, 5}, frozenset({6}), b"bytes", (1, 2))
+
+
+def test_the_golden_files_are_small():
+    assert sum(path.stat().st_size for path in HERE.rglob("v*/**/*") if path.is_file()) < 200_000
