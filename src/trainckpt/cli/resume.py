@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.cli import show
 from trainckpt.cli.run import report
-from trainckpt.errors import NothingToResume
+from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle import launch, place
 from trainckpt.lifecycle.resume import AT_VARIABLE
 from trainckpt.lifecycle.supervisor import supervise, torchrun_command
@@ -48,10 +49,15 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.at:
         variables[AT_VARIABLE] = arguments.at
     cwd = facts.get("cwd")
+    if not isinstance(cwd, str) or not Path(cwd).is_dir():
+        raise ConfigurationError(
+            f"the recorded working directory {cwd} is not there",
+            hint="start the script again as before, from wherever it lies now",
+        )
     ended = supervise(
         command,
         environment=variables,
-        cwd=cwd if isinstance(cwd, str) and os.path.isdir(cwd) else None,  # noqa: PTH112
+        cwd=cwd,
         output=sys.stderr if arguments.json else None,
     )
     return report(ended, as_json=arguments.json)

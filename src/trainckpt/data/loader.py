@@ -22,6 +22,7 @@ Used by: the lifecycle (through the front door's `track`).
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.data import compare
@@ -79,6 +80,7 @@ class TrackedLoader:
         self._facts = self._source.facts()
         self._pending: dict[str, Any] | None = None
         self._turn: object = None  # the ticket of the iterator whose pass it is; keeps none alive
+        self._holder: weakref.ref[TrackedIterator] | None = None
 
     @property
     def samples(self) -> int:
@@ -100,6 +102,8 @@ class TrackedLoader:
         """Return the position as of the batches returned so far; never changed later."""
         if self._pending is not None:
             return dict(self._pending)
+        if self.on_boundary is None and self._holder is not None and self._holder() is None:
+            self.leave_pass()  # nobody holds the iterator: the loop was left by a break
         return {
             "kind": self._source.kind,
             "facts": self._facts,
@@ -143,6 +147,13 @@ class TrackedLoader:
             )
         return found
 
+    def leave_pass(self) -> None:
+        """The running pass will not go on: the epoch it belonged to is over."""
+        if self.in_pass and self._pending is None:
+            self._source.abandon()
+            self._end(exhausted=False)
+            self._turn = None
+
     def skip_next_pass(self) -> None:
         """Let the next pass end at once, without a boundary: it was over before the resume."""
         self._skips_next_pass = True
@@ -156,10 +167,8 @@ class TrackedLoader:
         # an iterator's first __next__: whatever pass was running before has been left
         if self._turn is iterator.ticket:
             return
-        if self._pending is None and self.in_pass:
-            self._source.abandon()
-            self._end(exhausted=False)
-        self._turn = iterator.ticket
+        self.leave_pass()
+        self._turn, self._holder = iterator.ticket, weakref.ref(iterator)
 
     def _begin(self) -> Iterator[Any]:
         saved = self._pending

@@ -34,6 +34,10 @@ class Cursor:
     samples: int = 0
     evaluations: int = 0
 
+    def place(self) -> list[int]:
+        """What is alike on all ranks at one boundary, and on none at another."""
+        return [self.epoch, self.step, self.micro, self.micro_batches, self.evaluations]
+
     def to_json(self) -> dict[str, int]:
         """As a JSON object, every field by its name."""
         return asdict(self)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import StateMismatch
 from trainckpt.format.cursor import Cursor
+from trainckpt.lifecycle.log import logger
 from trainckpt.state import apply
 from trainckpt.state.capture import LOADERS
 
@@ -32,10 +33,12 @@ class Arrival:
 
     Attributes:
         under_way: Something has still to be restored.
+        to_come: The boundary at which the snapshot was taken has not been reached; until then
+            nothing can be saved.
     """
 
     def __init__(self, registry: Registry, position: Position) -> None:
-        self.under_way = False
+        self.under_way = self.to_come = False
         self._registry = registry
         self._position = position
         self._saved: Saved | None = None
@@ -44,7 +47,8 @@ class Arrival:
     def begin(self, saved: Saved, at: Cursor, loader: TrackedLoader | None) -> None:
         """Apply everything but the random generators. Collective under DDP."""
         apply.apply(self._registry, saved)
-        self._saved, self._at, self.under_way = saved, at, True
+        self._saved, self._at = saved, at
+        self.under_way = self.to_come = True
         self._continue_at(loader)
 
     def register_late(self, state: LoaderState, loader: TrackedLoader | None) -> None:
@@ -62,17 +66,24 @@ class Arrival:
         state.apply(saved)
         self._continue_at(loader)
 
-    def reach(self, cursor: Cursor, *, has_loader: bool) -> None:
-        """A boundary was reached; `cursor` is its own."""
-        if self._saved is None:
+    def reach(self, *, evaluation: int, has_loader: bool) -> None:
+        """A boundary was reached: the entry of so many evaluations, or 0 where training goes on."""
+        saved, wanted = self._saved, self._at.evaluations
+        if saved is None:
             return
-        self._check_loaders(self._saved)
-        evaluation = self._at.evaluations
-        if 0 < cursor.evaluations < evaluation:
-            return  # an evaluation before the one the snapshot was taken at is repeated too
-        if evaluation and cursor.evaluations == evaluation:
-            apply.apply(self._registry, self._saved, again=True)
-        apply.apply_rng(self._saved)
+        if not self.to_come:
+            self._end()  # training went on, without the loader that the boundary is in
+            return
+        self._check_loaders(saved)
+        if evaluation and evaluation != wanted:
+            return  # one that lies before the snapshot's boundary is repeated
+        if wanted and not evaluation:
+            logger.warning("the evaluation that the snapshot was taken at was not entered")
+        # A loader's own boundary lies inside it: there it has its position already.
+        apply.apply(self._registry, saved, again=True, loaders=bool(evaluation))
+        self._position.restore(self._at, arrived=True)
+        apply.apply_rng(saved)
+        self.to_come = False
         if evaluation or not has_loader:
             self._end()
 
@@ -97,4 +108,4 @@ class Arrival:
             )
 
     def _end(self) -> None:
-        self._saved, self.under_way = None, False
+        self._saved, self.under_way, self.to_come = None, False, False

@@ -20,15 +20,18 @@ rank alone may call.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.data.iterators import shield_every_loader
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import place, recorder
+from trainckpt.lifecycle.announced import Announced
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.departure import Departure
@@ -39,7 +42,7 @@ from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.position import Position
 from trainckpt.lifecycle.requests import Requests
-from trainckpt.lifecycle.resume import Beginning, begin
+from trainckpt.lifecycle.resume import Beginning, begin, record_parent
 from trainckpt.lifecycle.saver import Facts, Saver
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.preemption.notice import Notice
@@ -52,7 +55,6 @@ from trainckpt.state.capture import capture
 from trainckpt.state.registry import Registry
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.cursor import Cursor
@@ -81,6 +83,7 @@ class Checkpointer:
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
         self._tier = place.open_place(run)
         self._world = current_world()
+        self._first = True
         self._position = Position()
         self._registry = Registry()
         self._arrival = Arrival(self._registry, self._position)
@@ -92,12 +95,11 @@ class Checkpointer:
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        self._channel = connect(self._world, f"checkpointer{next(_made)}")
+        self._channel = connect(self._world, _namespace())
         self._agreement = Agreement()
         self._signals = SignalSource()
         self._requests = Requests()
         self._beginning: Beginning | None = None
-        self._first = True
         self._departure: Departure | None = None
 
     # ---- life cycle
@@ -140,23 +142,27 @@ class Checkpointer:
         here = fingerprint(self._world.size)
         parent = str(beginning.manifest.name) if beginning.manifest else None
         log = AttemptLog(self._tier, beginning.record, writes=self._world.rank == 0)
-        log.change(must=True, parent=parent)
+        record_parent(self._channel, log, parent)
         place.tell_supervisor(self._tier, beginning.record.attempt, self._world.rank)
         facts = Facts(beginning.run, beginning.record.attempt, parent, here, self.options.keep_last)
         self._saver = Saver(self._tier, self._channel, self._registry, facts, log)
         self._start_watching(beginning.record.attempt)
         self._departure = Departure(
-            self.options, self._channel, self._saver, self._watcher, log,
-            [tracked for _, tracked in self._loaders],
+            self.options, self._channel, self._saver, self._watcher, log, self._requests,
+            self._loaders,
         )  # fmt: skip
+        exactness, reasons = EXACT, list[str]()
         if beginning.manifest is not None and beginning.saved is not None:
-            first_loader = self._loaders[0][1] if self._loaders else None
-            self._arrival.begin(beginning.saved, beginning.manifest.cursor, first_loader)
-            self._departure.began_from(parent, beginning.manifest.cursor)
+            cursor = beginning.manifest.cursor
+            self._departure.began_from(parent, cursor)
             exactness, reasons = compare(beginning.manifest.fingerprint, here)
             self._departure.exactness = exactness
-        else:
-            exactness, reasons = EXACT, []
+            try:
+                first_loader = self._loaders[0][1] if self._loaders else None
+                self._arrival.begin(beginning.saved, cursor, first_loader)
+            except BaseException as error:
+                self._departure.abandon(error, cursor)  # so that it counts as one that died on it
+                raise
         self._policy = Policy(self.options.every, self._position.step, time.monotonic())
         self._say_where(beginning, exactness, reasons)
         return self._position.cursor
@@ -204,6 +210,12 @@ class Checkpointer:
         for original, tracked in self._loaders:
             if loader is original or loader is tracked:
                 return tracked
+        if not self._first:
+            raise ConfigurationError(
+                "a loader cannot be registered after training has begun: nothing would know its "
+                "position",
+                hint="make the loader once, and pass it as loader= or wrap it before the loop",
+            )
         first = not self._loaders
         name = "loader" if first else f"loader.{len(self._loaders)}"
         tracked = TrackedLoader(
@@ -292,9 +304,9 @@ class Checkpointer:
             return self._boundary_after_leaving()
         position, policy = self._position, self._policy
         position.reach_boundary(evaluation=evaluation)
-        resumable = position.between_batches or not evaluation
         if self._first or self._arrival.under_way or self._recorder is not None:
-            self._seldom(position.cursor, evaluation=evaluation)
+            self._seldom(evaluation=evaluation)
+        resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         if resumable and policy.due_by_steps(position.step, position.micro):
             self._take(position.cursor, policy.reason)
         self._signals.check()
@@ -309,28 +321,33 @@ class Checkpointer:
             self._requests.drop(self._agreement.skipped())
         return True
 
-    def _seldom(self, cursor: Cursor, *, evaluation: bool) -> None:
+    def _seldom(self, *, evaluation: bool) -> None:
         """What only the first boundary, the arrival of a resume, or a proof asks for."""
         if self._first:
             self._first = False
             assert self._departure is not None
             self._departure.log.change(state=RUNNING)
-        self._arrival.reach(cursor, has_loader=bool(self._loaders))
+        if self._arrival.under_way:
+            entered = self._position.cursor.evaluations
+            self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
+        cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._agreement.has_open_round)
 
     def _loader_boundary(self) -> None:
         self._must_have_resumed()
+        self._position.begin_loader_batch()
         if not self._boundary():
             raise StopIteration  # on_stop="return": the loop simply ends
 
     def _boundary_after_leaving(self) -> bool:
-        if self._departure is None:
-            self._must_have_resumed()
-        elif not self._has_returned():
-            self._departure.exit_now()
-        return False
+        """The attempt is over: only after a stop is it wrong to go on."""
+        if self._departure is not None and self._departure.stopped:
+            if not self._has_returned():
+                self._departure.exit_now()
+            return False
+        return True
 
     def _take(self, cursor: Cursor, reason: str) -> PendingSave:
         return self._saver.save(cursor, reason, (), PendingSave())
@@ -351,8 +368,11 @@ class Checkpointer:
             self._position.watch_optimizer(self._registry.optimizers[0].optimizer)
 
     def _start_watching(self, attempt: int) -> None:
+        shield_every_loader()
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
-        self._watcher = Watcher(self._agreement, self._channel, [self._signals, notices])
+        self._watcher = Watcher(
+            self._agreement, self._channel, [Announced(self._signals), Announced(notices)]
+        )
         self._watcher.start()
         if not self._signals.available:
             logger.warning("signals are not heard: %s", self._signals.why)
@@ -378,7 +398,7 @@ class Checkpointer:
 
     def _has_returned(self) -> bool:
         departure = self._departure
-        return departure is not None and departure.left and self.options.on_stop == "return"
+        return departure is not None and departure.stopped and self.options.on_stop == "return"
 
     def _must_have_resumed(self) -> None:
         if self._beginning is None:
@@ -386,6 +406,12 @@ class Checkpointer:
                 "this Checkpointer has not resumed yet",
                 hint="use it in a with statement, or call ckpt.resume() first",
             )
+
+
+def _namespace() -> str:
+    """Names this Checkpointer's keys: another one's, or another start's, are never read."""
+    start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    return "/".join((*start, str(next(_made))))
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.pending import PendingSave
+    from trainckpt.lifecycle.requests import Requests
     from trainckpt.lifecycle.saver import Saver
     from trainckpt.ranks.channel import Channel
     from trainckpt.ranks.watcher import Watcher
@@ -47,6 +48,7 @@ class Departure:
 
     Attributes:
         left: True once the attempt has ended, in whatever way.
+        stopped: True if it ended by an agreed stop.
         exactness: Of the resume this attempt began with, for the record.
         log: The attempt's record.
     """
@@ -58,16 +60,18 @@ class Departure:
         saver: Saver,
         watcher: Watcher,
         log: AttemptLog,
-        loaders: Sequence[TrackedLoader],
+        requests: Requests,
+        loaders: Sequence[tuple[object, TrackedLoader]],
     ) -> None:
-        self.left = False
+        self.left = self.stopped = False
         self.exactness = EXACT
         self.log = log
         self._options = options
         self._channel = channel
         self._saver = saver
         self._watcher = watcher
-        self._loaders = loaders
+        self._requests = requests
+        self._loaders = loaders  # the owner's own list: a loader may be registered later
         self._parent: tuple[str, Cursor] | None = None
         self._begun_s = time.monotonic()
         self._code = options.exit_code
@@ -84,9 +88,10 @@ class Departure:
         if self._channel.world.rank == 0:
             where = f"saved {snapshot}" if not lost else f"{snapshot} stands, {lost} are lost"
             logger.info("stopped by %s at %s: %s", reason, cursor, where)
+        self.stopped = True
         self._end(STOPPED, cursor, self._code, reason)
         self._barrier("stopped")
-        for loader in self._loaders:
+        for _, loader in self._loaders:
             loader.shutdown()
         self._stop_watching()
         if self._options.on_stop == "return":
@@ -129,7 +134,8 @@ class Departure:
     def _save_unless_standing(self, cursor: Cursor, reason: str, take: Take) -> SaveFailed | None:
         """Take a snapshot, unless one of this very cursor stands; returns why it failed."""
         self._saver.wait()
-        if self._standing(cursor)[1] == 0 and self._standing(cursor)[0]:
+        snapshot, lost = self._standing(cursor)
+        if snapshot and not lost:
             return None
         pending = take(cursor, reason)
         self._saver.wait()
@@ -141,13 +147,13 @@ class Departure:
         if newest is None:
             return None, cursor.micro_batches
         name, at = newest
-        same = (at.micro_batches, at.step, at.epoch, at.evaluations) == (
-            cursor.micro_batches, cursor.step, cursor.epoch, cursor.evaluations
-        )  # fmt: skip
-        return name, 0 if same else max(1, cursor.micro_batches - at.micro_batches)
+        return name, 0 if at.place() == cursor.place() else max(
+            1, cursor.micro_batches - at.micro_batches
+        )
 
     def _end(self, how: str, cursor: Cursor, code: int, reason: str) -> None:
         self.left = True
+        self._requests.fail_waiting(how)
         snapshot, lost = self._standing(cursor)
         outcome: dict[str, Any] = {
             "outcome": how,

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 REDACTED = "<redacted>"
-_SECRET = re.compile(r"key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
+# Whole words: `--max-tokens` and `--tokenizer` are no secrets, `HF_TOKEN` and `hub.token` are.
+_SECRET = re.compile(
+    r"(?:^|[-_.])(?:(?:api|access|private|secret|encryption)?[-_]?key|token|secret|passw(?:or)?d"
+    r"|passphrase|credentials?|auth|cookie)(?:$|[-_.](?:id|file)?$)",
+    re.IGNORECASE,
+)
 _URL_SECRET = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _KEPT = re.compile(
     r"TRAINCKPT_|OMP_NUM_THREADS|MKL_|TORCH|CUDA_|CUBLAS_|NCCL_|GLOO_|PYTHONHASHSEED|PYTHONPATH|SLURM_JOB_ID"
@@ -57,8 +62,8 @@ def redact_arguments(argv: Sequence[str]) -> list[str]:
     shown, hide_next = [], False
     for argument in argv:
         name, equals, _ = argument.partition("=")
-        secret = name.startswith("-") and _SECRET.search(name) is not None
-        if hide_next and not argument.startswith("-"):
+        secret = bool(equals or name.startswith("-")) and _SECRET.search(name) is not None
+        if hide_next and not argument.startswith("--"):
             shown.append(REDACTED)
         elif secret and equals:
             shown.append(f"{name}={REDACTED}")

@@ -76,9 +76,13 @@ class Position:
         self._loader = loader
         self._mark_seen()
 
-    def restore(self, cursor: Cursor) -> None:
-        """Go on counting from a saved cursor; the loader has been restored before."""
-        self._epoch, self._batches, self._evaluations = cursor.epoch, cursor.batches, 0
+    def restore(self, cursor: Cursor, *, arrived: bool = False) -> None:
+        """Go on counting from a saved cursor; the loader has been restored before.
+
+        Until its boundary has `arrived`, evaluations are counted from 0 to the cursor's.
+        """
+        self._epoch, self._batches = cursor.epoch, cursor.batches
+        self._evaluations = cursor.evaluations if arrived else 0
         self._micro_batches, self._samples = cursor.micro_batches, cursor.samples
         self.step = self._step_at_boundary = cursor.step
         self.micro = cursor.micro
@@ -93,6 +97,8 @@ class Position:
         """The epoch before is over; the loader's next pass belongs to this one."""
         self._epoch, self._batches = epoch, 0
         self._epoch_is_fresh = True
+        if self._loader is not None:
+            self._loader.leave_pass()
 
     @property
     def pass_is_over(self) -> bool:
@@ -101,18 +107,24 @@ class Position:
 
     # At every boundary of the run: no object is made here, the cursor only when it is wanted.
     def reach_boundary(self, *, evaluation: bool = False) -> None:
-        """Count what was trained since the last boundary."""
+        """Count what was trained since the last boundary.
+
+        An evaluation entered in a loop body counts nothing: its micro-batch goes on after it.
+        """
         loader = self._loader
+        self.between_batches = not (self._outside or (loader is not None and loader.in_pass))
+        if evaluation and not self.between_batches:
+            self._evaluations += 1
+            return
+        trained, self._outside = int(self._outside), False
         if loader is None:
-            trained, self._outside = int(self._outside), False
-            self.between_batches = not trained
             self._batches += trained
         else:
-            trained = loader.total_batches - self._seen_batches
-            self._seen_batches += trained
+            returned = loader.total_batches - self._seen_batches
+            trained = returned or trained
+            self._seen_batches += returned
             self._samples += loader.total_samples - self._seen_samples
             self._seen_samples = loader.total_samples
-            self.between_batches = not loader.in_pass
             self._count_epoch(loader)
         self._micro_batches += trained
         self.micro += trained
@@ -123,7 +135,11 @@ class Position:
 
     def begin_outside_batch(self) -> None:
         """After `ckpt.boundary()`: the caller now fetches and trains one micro-batch."""
-        self._outside = self._loader is None
+        self._outside = True
+
+    def begin_loader_batch(self) -> None:
+        """The boundary is inside the tracked loader, which counts what it returns."""
+        self._outside = False
 
     def _count_epoch(self, loader: TrackedLoader) -> None:
         if not self._epochs_are_ours and loader.passes_started > self._seen_passes:

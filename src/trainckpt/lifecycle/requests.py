@@ -43,6 +43,12 @@ class Requests:
             if decision.number is not None:
                 self._handle(decision.number).fail(SaveFailed(f"skipped: {decision.why}"))
 
+    def fail_waiting(self, how: str) -> None:
+        """The attempt has ended: what was asked for and not taken never will be."""
+        for handle in self._handles.values():
+            if not handle.ended and handle.snapshot is None:
+                handle.fail(SaveFailed(f"not taken: the attempt has {how} before"))
+
     def _handle(self, number: int) -> PendingSave:
         return self._handles.setdefault(number, PendingSave())
 

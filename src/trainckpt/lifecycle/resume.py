@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.format.manifest import Manifest
+    from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
 
 RANKS_TIMEOUT_S = 600.0
+AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 MOST_DEATHS = 2
 _CLASSES = {cls.__name__: cls for cls in (ConfigurationError, NothingToResume, TierUnavailable,
                                           UnusableSnapshot, TrainckptError)}  # fmt: skip
@@ -84,6 +86,7 @@ def begin(tier: Tier, channel: Channel, registry: Registry, mode: str) -> Beginn
     """
     rank = channel.world.rank
     everyone = channel.gather("who", [channel.world.host, os.getpid()], RANKS_TIMEOUT_S)
+    _compare_lengths(channel, registry)
     if rank == 0:
         try:
             beginning, candidates, refused = _look(tier, everyone, mode)
@@ -106,6 +109,42 @@ def begin(tier: Tier, channel: Channel, registry: Registry, mode: str) -> Beginn
     return _try_in_order(tier, channel, registry, beginning, told)
 
 
+def record_parent(channel: Channel, log: AttemptLog, parent: str | None) -> None:
+    """Rank 0 records from where the attempt began; all ranks go on only if that stands.
+
+    An attempt whose parent is not recorded would let a later one take an abandoned branch for
+    its ancestry.
+    """
+    told: dict[str, Any] = {"ok": True}
+    try:
+        log.change(must=True, parent=parent)
+    except TrainckptError as error:
+        told = {"error": _error_to_json(error)}
+    told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]
+    if "error" in told:
+        raise _error_from_json(told["error"])
+
+
+def _compare_lengths(channel: Channel, registry: Registry) -> None:
+    """Refuse loaders of different lengths: some rank would wait for batches that never come."""
+    mine = {kind.name: _length(kind.loader) for kind in registry.loaders}
+    everyone = channel.gather("loader lengths", mine, RANKS_TIMEOUT_S)
+    for name in mine:
+        lengths = [other.get(name) for other in everyone]
+        if len(set(lengths)) > 1:
+            raise ConfigurationError(
+                f"{name} has another number of batches on each rank: {lengths}",
+                hint="give every rank as many, with DistributedSampler for example",
+            )
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:
+        return -1  # a stream
+
+
 def died_on(attempts: Mapping[int, AttemptRecord], snapshot: str) -> int:
     """How many attempts ended by their own error between reading `snapshot` and a boundary."""
     return sum(
@@ -122,12 +161,13 @@ def _look(
     """Rank 0: claim the attempt, and say which snapshots to try in which order."""
     run = attempt_records.run_id(tier)
     evidence = launch.evidence_of_restart()
-    if run is None and (mode == "required" or (mode == "auto" and os.environ.get(AT_VARIABLE))):
+    asked = os.environ.get(AT_VARIABLE) or evidence
+    if run is None and (mode == "required" or (mode == "auto" and asked)):
+        why = f", and {evidence} says this is a restart" if evidence else ""
         raise NothingToResume(
-            f"there is no run at {tier.url}", hint="check the path; resume='auto' starts a new run"
+            f"there is no run at {tier.url}{why}",
+            hint="check the path; resume='never' starts a new run whatever there was",
         )
-    if run is None and evidence:
-        logger.warning("%s says this is a restart, but %s holds no run", evidence, tier.url)
     before = attempt_records.read_attempts(tier)
     run = run or attempt_records.found_run(tier)
     facts = launch.describe(everyone)
@@ -149,12 +189,12 @@ def _look(
         if "damaged" in other.facts:
             logger.warning("attempt %d: its record is damaged: %s", number, other.facts["damaged"])
     if not usable and not _was_committed(before, found):
-        return _fresh(beginning, "nothing was ever committed" if before else ""), [], refused
+        branch = any(c.reason == catalog.ABANDONED for c in found)
+        why = "nothing was committed on this branch" if branch else "nothing was ever committed"
+        why = why if before else ""
+        return _fresh(beginning, why), [], refused
     usable.sort(key=lambda n: died_on(before, str(n)) >= MOST_DEATHS)
     return beginning, usable, refused
-
-
-AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 
 
 def _fresh(beginning: Beginning, why: str) -> Beginning:

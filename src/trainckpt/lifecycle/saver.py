@@ -89,7 +89,7 @@ class Saver:
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         self.in_flight = pending
         try:
-            shard, shared = self._stage()
+            shard, shared = self._stage(cursor)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
@@ -115,10 +115,10 @@ class Saver:
             if not self._thread.is_alive():
                 self._thread = None
 
-    def _stage(self) -> tuple[stage.Shard, dict[str, TensorEntry]]:
+    def _stage(self, cursor: Cursor) -> tuple[stage.Shard, dict[str, TensorEntry]]:
         """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
         world = self._channel.world
-        answer: dict[str, Any] = {}
+        answer: dict[str, Any] = {"place": cursor.place()}
         try:
             captured = capture(self._registry)
             if world.size > 1:
@@ -127,6 +127,8 @@ class Saver:
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
         answers = self._channel.gather(f"save/{self._sequence}/groups", answer, RANKS_TIMEOUT_S)
         errors = [other["error"] for other in answers if "error" in other]
+        if any(other["place"] != answer["place"] for other in answers):
+            errors.append(f"the ranks are not at one boundary: {[a['place'] for a in answers]}")
         if errors:
             raise SaveFailed("; ".join(errors))
         shared: set[str] = set()
@@ -214,8 +216,8 @@ class Saver:
             tensors.update({n: e for n, e in entries.items() if e.placement == SPLIT})
             files = tuple(Receipt.from_json(report["receipt"]).file for report in reports)
             commit(self._tier, replace(manifest, files=files, tensors=tensors))
-        except TrainckptError as error:
-            return {"error": f"rank 0: {error.message}"}
+        except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
+            return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
         return {"ok": True}
 
     def _discard(self, name: SnapshotName) -> None:

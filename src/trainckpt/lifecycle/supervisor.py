@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.format.attempt import ENDED, FINISHED, KILLED, STOPPED, UNDECIDED
+from trainckpt.format.attempt import ENDED, KILLED, STOPPED, UNDECIDED
 from trainckpt.lifecycle import place
 from trainckpt.snapshot import attempts
 
@@ -161,7 +161,7 @@ def _outcome(told: Path, code: int) -> Ended:
     except TrainckptError:
         return Ended(code, None)
     own = record.outcome.get("exit_code")
-    if record.outcome.get("outcome") in (FINISHED, STOPPED) and type(own) is int:
+    if record.outcome.get("outcome") == STOPPED and type(own) is int:
         return Ended(own, record)
     return Ended(own if type(own) is int and own and code else code, record)
 

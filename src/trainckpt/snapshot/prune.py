@@ -1,6 +1,7 @@
 """Prune: delete what the retention policy no longer keeps.
 
-Never the newest usable snapshot, never a tagged one, never anything of a newer attempt. The
+Never the newest usable snapshot, never a tagged one, never anything of a newer attempt, and no
+abandoned branch: somebody who resumed elsewhere may want it back by name. The
 manifest goes first, so that what is left of a cut-short deletion is garbage and not half a
 snapshot; garbage of attempts that are over goes too.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.format import names
-from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate
+from trainckpt.snapshot.catalog import NOT_COMMITTED, Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -38,7 +39,7 @@ def plan_prune(
             kept += 1
         elif str(candidate.name) in keep or tagged:
             continue
-        elif candidate.usable or candidate.reason == ABANDONED or _is_garbage(candidate, attempt):
+        elif candidate.usable or _is_garbage(candidate, attempt):
             doomed.append(candidate.name)
     return tuple(doomed)
 

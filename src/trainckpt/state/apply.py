@@ -84,16 +84,17 @@ def loaders_to_come(registry: Registry, saved: Saved) -> set[str]:
     return set(saved.values.get(LOADERS, ())) - set(registry.names())
 
 
-def apply(registry: Registry, saved: Saved, *, again: bool = False) -> None:
+def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: bool = True) -> None:
     """Put everything but the random generators back. Collective under DDP.
 
     Args:
         registry: Where to put it.
         saved: What was read, and checked to fit.
         again: The same state was applied before in this process; DDP rebuilds its buckets once.
+        loaders: Whether to move the loaders too.
     """
     for name, step in STEPS:
-        if not (again and name == ONCE):
+        if not ((again and name == ONCE) or (name == LOADERS and not loaders)):
             step(registry, saved)
 
 
@@ -162,5 +163,5 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     ("objects", _generics),
     ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),
-    ("loaders", _loaders),
+    (LOADERS, _loaders),
 )

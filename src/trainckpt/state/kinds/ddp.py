@@ -108,7 +108,7 @@ def apply_forward_sync(module: nn.Module, saved: dict[str, Any] | None) -> None:
 
 def _bucket_order(module: DistributedDataParallel) -> str:
     logger: Any = module.logger
-    if logger is None or module.find_unused_parameters:
+    if logger is None or (module.find_unused_parameters and not module.static_graph):
         return ""  # with find_unused_parameters buckets are never rebuilt
     private: Any = module
     _rebuild_buckets(private)

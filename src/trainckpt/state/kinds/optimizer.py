@@ -59,6 +59,13 @@ class OptimizerState:
             out.add(name, parameter, self.name)
         kind = type(self.optimizer).__qualname__  # only ever compared
         out.values[self.name] = {"kind": kind, "groups": groups, "state": state}
+        own = [
+            [out.encode(key, self.name), out.encode(value, self._path("own", key), group)]
+            for key, value in self.optimizer.state.items()
+            if not isinstance(key, torch.Tensor)
+        ]
+        if own:  # what the optimizer keeps for itself, beside its parameters' state
+            out.values[self.name]["own"] = own
 
     def differences(self, saved: Saved, names: Mapping[int, str]) -> list[str]:
         """Another kind of optimizer, or groups that hold other parameters than the saved ones."""
@@ -105,6 +112,9 @@ class OptimizerState:
                 self.optimizer.state[parameter] = {
                     saved.decode(key): saved.decode(value, parameter.device) for key, value in items
                 }
+
+        for key, value in stored.get("own", ()):
+            self.optimizer.state[saved.decode(key)] = saved.decode(value)
 
     def _path(self, parameter: str, key: object) -> str:
         return f"{self.name}/{parameter}/{key}"
