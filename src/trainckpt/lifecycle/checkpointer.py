@@ -91,6 +91,9 @@ class Checkpointer:
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             self._registry.add(name, value)
+        for model in self._registry.models:
+            for problem in model.problems():
+                logger.warning("not exact: %s", problem)
         self._watch_steps()
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:

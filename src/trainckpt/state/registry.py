@@ -11,7 +11,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.state.kinds import ddp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
-from trainckpt.state.kinds.model import ModelState, unwrap
+from trainckpt.state.kinds.model import ModelState, keeps_own_state, unwrap
 from trainckpt.state.kinds.optimizer import OptimizerState
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Registry:
                 self.add(f"{name}.{i}", item)
             return
         self._claim(name, value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and not _is_like_a_metric(value):
             ddp.self_test(value, name)
             self.models.append(ModelState(name, value))
         elif isinstance(value, torch.optim.Optimizer):
@@ -110,3 +110,8 @@ class Registry:
     @staticmethod
     def _identity(value: object) -> int:
         return id(unwrap(value)) if isinstance(value, nn.Module) else id(value)
+
+
+def _is_like_a_metric(module: nn.Module) -> bool:
+    """A module without parameters that decides itself what its state is, such as a metric."""
+    return keeps_own_state(module) and next(module.parameters(), None) is None

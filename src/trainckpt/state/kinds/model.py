@@ -60,6 +60,15 @@ class ModelState:
         }
         out.values[self.name] = {"tied": self._tied(), "extra": extra}
 
+    def problems(self) -> list[str]:
+        """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
+        return [
+            f"{self.name}/{path or type(part).__name__} has a state_dict of its own; only its "
+            "parameters, buffers and get_extra_state are kept"
+            for path, part in self.module.named_modules()
+            if keeps_own_state(part)
+        ]
+
     def differences(self, saved: Saved) -> list[str]:
         """What makes the saved model another one than this: names, shapes, types, ties."""
         live = self._live()
@@ -122,6 +131,15 @@ class ModelState:
             if name != path:
                 tied[_plain(path)] = _plain(name)
         return tied
+
+
+def keeps_own_state(module: nn.Module) -> bool:
+    """Whether the script's own class decides what its `state_dict` holds."""
+    kind = type(module)
+    if kind.__module__.split(".")[0] == "torch":
+        return False
+    own = ("state_dict", "_save_to_state_dict")
+    return any(getattr(kind, name) is not getattr(nn.Module, name) for name in own)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
