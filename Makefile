@@ -20,7 +20,7 @@ demo: $(VENV)/.core
 	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

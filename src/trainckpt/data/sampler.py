@@ -116,3 +116,19 @@ def _integers(sampler: Any) -> Iterator[tuple[str, int]]:
         value = getattr(sampler, key, None)
         if isinstance(value, int) and not isinstance(value, bool):
             yield key, value
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader's samplers the epoch, those that want to know."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    )
+    told: set[int] = set()
+    for sampler in samplers:
+        tell = getattr(sampler, "set_epoch", None)
+        if callable(tell) and id(sampler) not in told:
+            told.add(id(sampler))
+            tell(epoch)

@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.data.iterators import shield_every_loader
 from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.sampler import set_epoch
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import place, recorder
-from trainckpt.lifecycle.announced import Announced
+from trainckpt.lifecycle.announce import Announced, say_where
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.departure import Departure
@@ -94,7 +95,7 @@ class Checkpointer:
         for model in self._registry.models:
             for problem in model.problems():
                 logger.warning("not exact: %s", problem)
-        self._watch_steps()
+        self._position.watch_steps(self._registry)
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
@@ -167,7 +168,8 @@ class Checkpointer:
                 self._departure.abandon(error, cursor)  # so that it counts as one that died on it
                 raise
         self._policy = Policy(self.options.every, self._position.step, time.monotonic())
-        self._say_where(beginning, exactness, reasons)
+        if self._world.rank == 0:
+            say_where(self._tier.url, beginning, exactness, reasons)
         return self._position.cursor
 
     def close(self) -> None:
@@ -193,7 +195,7 @@ class Checkpointer:
         self._position.manage_epochs()
         while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
             for original, _ in self._loaders:
-                _set_epoch(original, epoch)
+                set_epoch(original, epoch)
             yield epoch
             if not self._has_returned():
                 self._position.enter_epoch(epoch + 1)
@@ -363,13 +365,6 @@ class Checkpointer:
 
     # ---- small things
 
-    def _watch_steps(self) -> None:
-        scalers = [g.target for g in self._registry.generics if _is_scaler(g.target)]
-        if scalers:
-            self._position.watch_scaler(scalers[0])
-        elif self._registry.optimizers:
-            self._position.watch_optimizer(self._registry.optimizers[0].optimizer)
-
     def _start_watching(self, attempt: int) -> None:
         shield_every_loader()
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
@@ -381,23 +376,6 @@ class Checkpointer:
             logger.warning("signals are not heard: %s", self._signals.why)
         for replaced in self._signals.replaced:
             logger.info("%s is replaced while the run lasts", replaced)
-
-    def _say_where(self, beginning: Beginning, exactness: str, reasons: list[str]) -> None:
-        if self._world.rank != 0:
-            return
-        for name, reason in (beginning.refused or {}).items():
-            logger.info("passed over %s: %s", name, reason)
-        where = f"{self._tier.url}, attempt {beginning.record.attempt}"
-        if beginning.manifest is None:
-            why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
-            logger.info("%s: begins at step 0%s", where, why)
-            return
-        cursor = beginning.manifest.cursor
-        logger.info(
-            "%s: resumed from %s, %s: %s", where, beginning.manifest.name, cursor, exactness
-        )
-        for reason in reasons:
-            logger.info("not bitwise: %s", reason)
 
     def _has_returned(self) -> bool:
         departure = self._departure
@@ -415,20 +393,3 @@ def _namespace() -> str:
     """Names this Checkpointer's keys: another one's, or another start's, are never read."""
     start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     return "/".join((*start, str(next(_made))))
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (
-        getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
-    )  # fmt: skip
-    told: set[int] = set()
-    for sampler in samplers:
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch) and id(sampler) not in told:
-            told.add(id(sampler))
-            set_epoch(epoch)
-
-
-def _is_scaler(value: Any) -> bool:
-    return type(value).__name__ == "GradScaler" and callable(getattr(value, "update", None))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainckpt.data.loader import TrackedLoader
+    from trainckpt.state.registry import Registry
 
 
 class Position:
@@ -55,6 +56,15 @@ class Position:
             samples=self._samples,
             evaluations=self._evaluations,
         )
+
+    def watch_steps(self, registry: Registry) -> None:
+        """Count the updates of the first scaler, else the steps of the first optimizer."""
+        for generic in registry.generics:
+            if type(generic.target).__name__ == "GradScaler":
+                self.watch_scaler(generic.target)
+                return
+        for optimizer in registry.optimizers[:1]:
+            self.watch_optimizer(optimizer.optimizer)
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count this optimizer's completed steps."""

@@ -1,6 +1,7 @@
-"""A source of notices that says when one has come, since a stop is acted on only later.
+"""What people are told without asking: where the run goes on, and that a notice was heard.
 
-People press Ctrl-C again if nothing answers, and the second one leaves at once, unsaved.
+A stop is acted on only at a later boundary. People press Ctrl-C again if nothing answers, and
+the second one leaves at once, unsaved.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING
 from trainckpt.lifecycle.log import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.lifecycle.resume import Beginning
     from trainckpt.preemption.notice import Notice, NoticeSource
 
 
@@ -40,3 +44,18 @@ class Announced:
     def stop(self) -> None:
         """See `NoticeSource`."""
         self._source.stop()
+
+
+def say_where(place: str, beginning: Beginning, exactness: str, reasons: Sequence[str]) -> None:
+    """From where the attempt begins, how exactly, and what was passed over."""
+    for refused, reason in (beginning.refused or {}).items():
+        logger.info("passed over %s: %s", refused, reason)
+    where = f"{place}, attempt {beginning.record.attempt}"
+    if beginning.manifest is None:
+        why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
+        logger.info("%s: begins at step 0%s", where, why)
+        return
+    name, cursor = beginning.manifest.name, beginning.manifest.cursor
+    logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness)
+    for reason in reasons:
+        logger.info("not bitwise: %s", reason)
