@@ -198,7 +198,7 @@ def test_an_attempt_that_died_without_a_word_is_recorded_as_killed(
 
 @pytest.mark.parametrize(
     ("outcome", "recorded", "code"),
-    [("stopped", 75, 75), ("finished", 0, 0), ("failed", 3, 3), ("failed", 0, 137)],
+    [("stopped", 75, 75), ("finished", 0, 137), ("failed", 3, 3), ("failed", 0, 137)],
 )
 def test_the_record_decides_the_code_because_launchers_swallow_it(
     program, tier, outcome, recorded, code

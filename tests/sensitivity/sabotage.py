@@ -59,7 +59,14 @@ def without_worker_rng(kind: str) -> None:
 def rng_first() -> None:
     """The generators come back before everything else, and not again right before the batch."""
     original = rng.apply
-    apply.STEPS = (("RNG", lambda registry, saved: original(saved)), *apply.STEPS)
+    came_back: list[bool] = []
+
+    def on_entering(registry: Any, saved: Any) -> None:
+        if not came_back:
+            came_back.append(True)
+            original(saved)
+
+    apply.STEPS = (("RNG", on_entering), *apply.STEPS)
     rng.apply = lambda saved: None
 
 
