@@ -18,6 +18,7 @@ from trainckpt.errors import (
     UnusableSnapshot,
 )
 from trainckpt.format.cursor import Cursor
+from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.checkpointer import Checkpointer
 from trainckpt.lifecycle.stopped import Stopped
 
@@ -35,4 +36,4 @@ __all__ = [
     "TrainckptError",
     "UnusableSnapshot",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from trainckpt.cli import demo, list_, prove, resume, run, verify
@@ -80,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 0
+    except Exception:  # noqa: BLE001 - whatever is left is our own mistake
+        traceback.print_exc()
+        print("error: this is a bug in trainckpt; please report it", file=sys.stderr)
+        return TrainckptError.exit_code
 
 
 if __name__ == "__main__":

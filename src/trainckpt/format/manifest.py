@@ -54,6 +54,7 @@ class Manifest:
         kind: "snapshot".
         tags: Names the user gave; a tagged snapshot is never pruned.
         reason: Why it was taken ("every 100 steps", "SIGTERM", "final").
+        writer: What wrote it, such as "trainckpt 0.1.0".
         fingerprint: Versions, devices, determinism settings, as `resume` compares them.
     """
 
@@ -69,6 +70,7 @@ class Manifest:
     tags: tuple[str, ...] = ()
     reason: str = ""
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    writer: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +103,7 @@ def dump(manifest: Manifest) -> bytes:
         "tags": list(manifest.tags),
         "reason": manifest.reason,
         "fingerprint": manifest.fingerprint,
+        "writer": manifest.writer,
     }
     return strict.sealed(body)
 
@@ -138,6 +141,7 @@ def load(data: bytes, what: str) -> Manifest:
         tags=tuple(str(tag) for tag in tags),
         reason=strict.field(body, "reason", str, what),
         fingerprint=strict.field(body, "fingerprint", dict, what),
+        writer=str(body.get("writer", "")),
     )
     if manifest.world != len(files) or len({f.name for f in files}) != len(files):
         raise UnusableSnapshot(f"{what} names {len(files)} files for {manifest.world} ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainckpt.errors import UnusableSnapshot
 
+VERSION = "0.1.0"  # of this release; pyproject.toml says the same
 WRITTEN = 1
 READABLE = frozenset({1})
 

@@ -31,7 +31,7 @@ from trainckpt.data.sampler import set_epoch
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
-from trainckpt.lifecycle import place, recorder
+from trainckpt.lifecycle import launch, place, recorder
 from trainckpt.lifecycle.announce import Announced, say_where
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt_log import AttemptLog
@@ -85,6 +85,7 @@ class Checkpointer:
         self._tier = place.open_place(run)
         self._world = current_world()
         self._first = True
+        self._problems: list[str] = []
         self._position = Position()
         self._registry = Registry()
         self._arrival = Arrival(self._registry, self._position)
@@ -93,13 +94,12 @@ class Checkpointer:
         for name, value in keywords.items():
             self._registry.add(name, value)
         for model in self._registry.models:
-            for problem in model.problems():
-                logger.warning("not exact: %s", problem)
+            self._note(model.problems())
         self._position.watch_steps(self._registry)
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        self._channel = connect(self._world, _namespace())
+        self._channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
         self._agreement = Agreement()
         self._signals = SignalSource()
         self._requests = Requests()
@@ -159,7 +159,7 @@ class Checkpointer:
         if beginning.manifest is not None and beginning.saved is not None:
             cursor = beginning.manifest.cursor
             self._departure.began_from(parent, cursor)
-            exactness, reasons = compare(beginning.manifest.fingerprint, here)
+            exactness, reasons = compare(beginning.manifest.fingerprint, here, self._problems)
             self._departure.exactness = exactness
             try:
                 first_loader = self._loaders[0][1] if self._loaders else None
@@ -233,8 +233,7 @@ class Checkpointer:
             tracked.after_fetch = self._recorder.batch
         self._registry.add_loader(name, tracked, loader)
         self._loaders.append((loader, tracked))
-        for problem in tracked.problems():
-            logger.warning("not exact: %s", problem)
+        self._note(tracked.problems())
         if first:
             self._position.watch_loader(tracked)
         self._arrival.register_late(self._registry.loaders[-1], tracked if first else None)
@@ -317,7 +316,9 @@ class Checkpointer:
         self._signals.check()
         if policy.due_by_time(time.monotonic()) and self._world.rank == 0:
             self._watcher.request(Notice(policy.reason, action="save"))
-        while (due := self._agreement.at_boundary(resumable=resumable)) is not None:
+        while (
+            due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
+        ) is not None:
             if due.action == "stop":
                 departure.stop(position.cursor, due.reason, self._take)
                 return False
@@ -377,6 +378,12 @@ class Checkpointer:
         for replaced in self._signals.replaced:
             logger.info("%s is replaced while the run lasts", replaced)
 
+    def _note(self, problems: list[str]) -> None:
+        """What cannot be exact is said at once, and again by the record of a resume."""
+        self._problems += problems
+        for problem in problems:
+            logger.warning("not exact: %s", problem)
+
     def _has_returned(self) -> bool:
         departure = self._departure
         return departure is not None and departure.stopped and self.options.on_stop == "return"
@@ -387,9 +394,3 @@ class Checkpointer:
                 "this Checkpointer has not resumed yet",
                 hint="use it in a with statement, or call ckpt.resume() first",
             )
-
-
-def _namespace() -> str:
-    """Names this Checkpointer's keys: another one's, or another start's, are never read."""
-    start = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    return "/".join((*start, str(next(_made))))

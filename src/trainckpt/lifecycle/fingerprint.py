@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EXACT = "bitwise"
 INEXACT = "same data, not bitwise"
@@ -41,11 +44,14 @@ def fingerprint(world: int) -> dict[str, Any]:
     return found
 
 
-def compare(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, list[str]]:
-    """`EXACT` or `INEXACT`, and every difference as a sentence."""
-    reasons = [
+def compare(
+    then: dict[str, Any], now: dict[str, Any], problems: Sequence[str] = ()
+) -> tuple[str, list[str]]:
+    """`EXACT` or `INEXACT`, and every difference or known problem as a sentence."""
+    differences = [
         f"{key} was {then.get(key)!r}, is {now.get(key)!r}"
         for key in sorted(then.keys() | now.keys())
         if then.get(key) != now.get(key)
     ]
+    reasons = [*problems, *differences]
     return (INEXACT if reasons else EXACT), reasons

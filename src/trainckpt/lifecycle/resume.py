@@ -193,7 +193,10 @@ def _look(
         why = "nothing was committed on this branch" if branch else "nothing was ever committed"
         why = why if before else ""
         return _fresh(beginning, why), [], refused
-    usable.sort(key=lambda n: died_on(before, str(n)) >= MOST_DEATHS)
+    for name in usable:
+        if (deaths := died_on(before, str(name))) >= MOST_DEATHS:
+            refused[str(name)] = f"{deaths} attempts died on it; it is the last resort"
+    usable.sort(key=lambda n: str(n) in refused)
     return beginning, usable, refused
 
 

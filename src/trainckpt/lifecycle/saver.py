@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
+from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.snapshot import catalog, prune
@@ -98,6 +99,7 @@ class Saver:
         manifest = Manifest(
             self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
+            writer=f"trainckpt {VERSION}",
         )  # fmt: skip
         self._thread = threading.Thread(
             target=self._write,

@@ -35,10 +35,10 @@ def plan_prune(
     kept, doomed = 0, []
     for candidate in candidates:
         tagged = candidate.manifest is not None and bool(candidate.manifest.tags)
+        if str(candidate.name) in keep or tagged:
+            continue
         if candidate.usable and kept < max(keep_last, 1):
             kept += 1
-        elif str(candidate.name) in keep or tagged:
-            continue
         elif candidate.usable or _is_garbage(candidate, attempt):
             doomed.append(candidate.name)
     return tuple(doomed)
