@@ -20,7 +20,6 @@ rank alone may call.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -56,6 +55,7 @@ from trainckpt.state.capture import capture
 from trainckpt.state.registry import Registry
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.cursor import Cursor
