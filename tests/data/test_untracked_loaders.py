@@ -1,0 +1,63 @@
+"""Workers of loaders that nobody tracks live through a signal to the group, and are not left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.lifecycle.training import record
+
+SCRIPT = """
+import os, subprocess, sys, time
+import torch
+from torch.utils.data import DataLoader
+from tests.data.datasets import Plain
+from trainckpt import Checkpointer
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+validation = DataLoader(Plain(), 4, num_workers=2, persistent_workers=True)
+with Checkpointer(sys.argv[1], model=model, optimizer=optimizer, loader=DataLoader(Plain(), 4),
+                  every="never") as ckpt:
+    for epoch in ckpt.epochs(9999):
+        for batch in ckpt.batches():
+            model(batch.float()[:, None]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with ckpt.evaluation():
+            for _ in validation:
+                pass
+            if epoch == 1:
+                print(*(w.pid for w in validation._iterator._workers), flush=True)
+                # (from outside: a worker takes its parent's signal for an order to end quietly)
+                kill = ["sh", "-c", f"kill -TERM -{os.getpgrp()}"]
+                subprocess.run(kill, start_new_session=True, check=True)
+                time.sleep(0.5)  # what a killed worker would raise here
+"""
+
+
+def test_a_signal_to_the_group_kills_no_untracked_worker_and_the_stop_is_saved(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "run"],
+        capture_output=True,
+        start_new_session=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 75, done.stderr
+    outcome = record(tmp_path / "run", 1)["outcome"]
+    assert (outcome["outcome"], outcome["lost_micro_batches"]) == ("stopped", 0)
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2
+    assert not any(alive(pid) for pid in workers)
+
+
+def alive(pid):
+    """It runs; one that ended, and that nobody has reaped yet, does not."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # noqa: PTH123
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

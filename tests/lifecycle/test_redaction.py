@@ -1,0 +1,43 @@
+"""Which arguments and variables are secrets: whole words of a name decide, not parts of words."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainckpt.lifecycle.launch import redact_arguments, redact_environment
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--tokenizer", "gpt2"],
+        ["--max-tokens=4096"],
+        ["--max_tokens", "4096"],
+        ["model.num_keys=8"],
+        ["train.py", "token"],
+    ],
+)
+def test_what_only_sounds_like_a_secret_is_kept(argv):
+    assert redact_arguments(argv) == argv
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["hub.token=s3cr3t"], ["hub.token=<redacted>"]),
+        (["--password", "-s3cr3t"], ["--password", "<redacted>"]),
+        (["--api-key=s3cr3t"], ["--api-key=<redacted>"]),
+        (["--hub.token", "s3cr3t", "x"], ["--hub.token", "<redacted>", "x"]),
+    ],
+)
+def test_a_secret_is_redacted_however_it_is_given(argv, shown):
+    assert redact_arguments(argv) == shown
+
+
+def test_variables_follow_the_same_rule():
+    given = {"TORCH_HF_TOKEN": "s3cr3t", "TORCH_TOKENIZER": "gpt2", "HF_TOKEN": "s3cr3t"}
+    assert redact_environment(given) == {"TORCH_HF_TOKEN": "<redacted>", "TORCH_TOKENIZER": "gpt2"}
+
+
+def test_the_token_of_a_hub_is_redacted_as_an_argument():
+    assert redact_arguments(["env", "HF_TOKEN=s3cr3t"]) == ["env", "HF_TOKEN=<redacted>"]
