@@ -300,3 +300,11 @@ def test_a_load_state_dict_that_raises_leaves_a_failed_attempt_and_nothing_runni
     assert handlers == [
         signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     ]
+
+
+def test_a_save_asked_for_after_the_end_fails_at_once(tmp_path):
+    loop = Loop({})
+    with loop.open(tmp_path) as ckpt:
+        for batch in ckpt.batches():
+            loop.train(batch)
+    assert ckpt.save().error is not None

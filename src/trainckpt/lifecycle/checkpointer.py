@@ -82,6 +82,7 @@ class Checkpointer:
     def __init__(self, run: str | os.PathLike[str], *, loader: Any = None, **keywords: Any) -> None:
         prepare()
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
+        shield_every_loader()
         self._tier = place.open_place(run)
         self._world = current_world()
         self._first = True
@@ -277,6 +278,8 @@ class Checkpointer:
         self._must_have_resumed()
         number, pending = self._requests.ask()
         self._watcher.request_save(number, check_tag(tag) if tag else None)
+        if self._departure is not None and self._departure.left:
+            self._requests.fail_waiting("ended")
         return pending.wait(wait) if wait else pending
 
     # ---- what is known
@@ -367,7 +370,6 @@ class Checkpointer:
     # ---- small things
 
     def _start_watching(self, attempt: int) -> None:
-        shield_every_loader()
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
         self._watcher = Watcher(
             self._agreement, self._channel, [Announced(self._signals), Announced(notices)]
