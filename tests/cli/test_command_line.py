@@ -11,8 +11,8 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.place import open_directory
-from trainckpt.lifecycle.supervisor import split_torchrun_options, torchrun_command
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor.supervise import split_torchrun_options, torchrun_command
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])

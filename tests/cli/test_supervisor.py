@@ -18,8 +18,9 @@ import pytest
 from trainckpt import Checkpointer, NothingToResume
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.place import open_directory
-from trainckpt.lifecycle.supervisor import supervise
+from trainckpt.lifecycle.told import read_told
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor.supervise import supervise
 
 LIMIT_S = 20.0
 READY = "open(sys.argv[1], 'w').close()"
@@ -132,8 +133,8 @@ def test_what_a_finished_script_started_on_purpose_may_stay(program):
 
 
 TELL = """
-    with open(os.environ["TRAINCKPT_SUPERVISOR"], "w") as told:
-        json.dump({"run": os.environ["RUN"], "attempt": 1}, told)
+    with open(os.environ["TRAINCKPT_SUPERVISOR"] + "/rank0.json", "w") as told:
+        json.dump({"rank": 0, "pid": 1, "host": "h", "run": os.environ["RUN"], "attempt": 1}, told)
     os.kill(os.getpid(), 9)
 """
 
@@ -142,8 +143,9 @@ TELL = """
 def test_the_code_of_a_refused_resume_is_returned(program, code, returned):
     """torchrun would say 1. A script that did without the Checkpointer and finished, finished."""
     text = f"""
-        with open(os.environ["TRAINCKPT_SUPERVISOR"], "w") as told:
-            json.dump({{"exit_code": 65}}, told)
+        with open(os.environ["TRAINCKPT_SUPERVISOR"] + "/rank0.json", "w") as told:
+            json.dump({{"rank": 0, "pid": 1, "host": "h", "run": "", "how": "refused",
+                        "exit_code": 65}}, told)
         sys.exit({code})
     """
     ended = program(text)
@@ -152,11 +154,11 @@ def test_the_code_of_a_refused_resume_is_returned(program, code, returned):
 
 def test_a_refused_resume_tells_its_supervisor(tmp_path, monkeypatch):
     """From inside the Checkpointer, before there is a record of the attempt."""
-    told = tmp_path / "told"
-    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(told))
+    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
     with pytest.raises(NothingToResume):
         Checkpointer(tmp_path / "run", resume="required").resume()
-    assert json.loads(told.read_text()) == {"exit_code": 66}
+    told = read_told(tmp_path)[0]
+    assert (told.how, told.exit_code, told.attempt) == ("refused", 66, None)
 
 
 @pytest.fixture

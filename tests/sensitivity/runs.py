@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.campaign import launch
 from trainckpt.lifecycle.place import PROVE_VARIABLE, open_directory
-from trainckpt.lifecycle.supervisor import Ended
 from trainckpt.prove.compare import read_records
 from trainckpt.snapshot.attempts import read_attempts
+from trainckpt.supervisor.supervise import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,8 +13,8 @@ from trainckpt.cli.run import report
 from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle import launch, place
 from trainckpt.lifecycle.resume import AT_VARIABLE
-from trainckpt.lifecycle.supervisor import supervise, torchrun_command
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor.supervise import supervise, torchrun_command
 
 if TYPE_CHECKING:
     import argparse

@@ -7,7 +7,7 @@ import sys
 
 from trainckpt.cli import show
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle.supervisor import (
+from trainckpt.supervisor.supervise import (
     Ended,
     split_torchrun_options,
     supervise,

@@ -31,7 +31,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import launch, place, recorder
-from trainckpt.lifecycle.announce import Announced, say_where
+from trainckpt.lifecycle.announce import say_where
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.departure import Departure
@@ -44,12 +44,11 @@ from trainckpt.lifecycle.position import Position
 from trainckpt.lifecycle.requests import Requests
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent
 from trainckpt.lifecycle.saver import Facts, Saver
-from trainckpt.preemption.halt_file import NoticeFiles
+from trainckpt.lifecycle.told import CLAIMED, Teller
+from trainckpt.lifecycle.watch import Watch
 from trainckpt.preemption.notice import Notice
-from trainckpt.preemption.signals import SignalSource
 from trainckpt.ranks.agreement import Agreement
 from trainckpt.ranks.channel import connect
-from trainckpt.ranks.watcher import Watcher
 from trainckpt.ranks.world import current_world
 from trainckpt.state.capture import capture
 from trainckpt.state.registry import Registry
@@ -81,6 +80,11 @@ class Checkpointer:
 
     def __init__(self, run: str | os.PathLike[str], *, loader: Any = None, **keywords: Any) -> None:
         prepare()
+        self._teller = Teller(run)
+        with self._teller.refusals():
+            self._set_up(run, loader, keywords)
+
+    def _set_up(self, run: str | os.PathLike[str], loader: Any, keywords: dict[str, Any]) -> None:
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
         shield_every_loader()
         self._tier = place.open_place(run)
@@ -102,7 +106,8 @@ class Checkpointer:
                 self.loader(item)
         self._channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
         self._agreement = Agreement()
-        self._signals = SignalSource()
+        self._watch = Watch(self._agreement, self._channel, self._tier)
+        self._teller.tell(rank=self._world.rank, host=self._world.host, run=self._tier.url)
         self._requests = Requests()
         self._beginning: Beginning | None = None
         self._departure: Departure | None = None
@@ -140,21 +145,18 @@ class Checkpointer:
         if self._beginning is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
         mode = mode or self.options.resume
-        with place.refusal_told(self._world.rank):
-            capture(self._registry)  # what cannot be stored is refused now, not at the first save
-            beginning = begin(self._tier, self._channel, self._registry, mode)
+        with self._teller.refusals():
+            beginning = self._begin(mode)
         self._beginning = beginning
         here = fingerprint(self._world.size)
         parent = str(beginning.manifest.name) if beginning.manifest else None
         log = AttemptLog(self._tier, beginning.record, writes=self._world.rank == 0)
         record_parent(self._channel, log, parent)
-        place.tell_supervisor(self._tier, beginning.record.attempt, self._world.rank)
         facts = Facts(beginning.run, beginning.record.attempt, parent, here, self.options.keep_last)
         self._saver = Saver(self._tier, self._channel, self._registry, facts, log)
-        self._start_watching(beginning.record.attempt)
         self._departure = Departure(
-            self.options, self._channel, self._saver, self._watcher, log, self._requests,
-            self._loaders,
+            self.options, self._channel, self._saver, self._watch, log, self._teller,
+            self._requests, self._loaders,
         )  # fmt: skip
         exactness, reasons = EXACT, list[str]()
         if beginning.manifest is not None and beginning.saved is not None:
@@ -172,6 +174,18 @@ class Checkpointer:
         if self._world.rank == 0:
             say_where(self._tier.url, beginning, exactness, reasons)
         return self._position.cursor
+
+    def _begin(self, mode: str) -> Beginning:
+        def claimed(attempt: int) -> None:
+            self._teller.tell(state=CLAIMED, attempt=attempt)
+            self._watch.start(attempt)
+
+        try:
+            capture(self._registry)  # what cannot be stored is refused now, not at the first save
+            return begin(self._tier, self._channel, self._registry, mode, on_claimed=claimed)
+        except BaseException:
+            self._watch.end()
+            raise
 
     def close(self) -> None:
         """A counted boundary, the final snapshot, a barrier: the attempt is finished.
@@ -277,7 +291,7 @@ class Checkpointer:
         """
         self._must_have_resumed()
         number, pending = self._requests.ask()
-        self._watcher.request_save(number, check_tag(tag) if tag else None)
+        self._watch.watcher.request_save(number, check_tag(tag) if tag else None)
         if self._departure is not None and self._departure.left:
             self._requests.fail_waiting("ended")
         return pending.wait(wait) if wait else pending
@@ -316,9 +330,9 @@ class Checkpointer:
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         if resumable and policy.due_by_steps(position.step, position.micro):
             self._take(position.cursor, policy.reason)
-        self._signals.check()
+        self._watch.check()
         if policy.due_by_time(time.monotonic()) and self._world.rank == 0:
-            self._watcher.request(Notice(policy.reason, action="save"))
+            self._watch.watcher.request(Notice(policy.reason, action="save"))
         while (
             due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
         ) is not None:
@@ -368,17 +382,6 @@ class Checkpointer:
         self._agreement.close_round(due.round)
 
     # ---- small things
-
-    def _start_watching(self, attempt: int) -> None:
-        notices = NoticeFiles(place.notices_folder(self._tier), attempt)
-        self._watcher = Watcher(
-            self._agreement, self._channel, [Announced(self._signals), Announced(notices)]
-        )
-        self._watcher.start()
-        if not self._signals.available:
-            logger.warning("signals are not heard: %s", self._signals.why)
-        for replaced in self._signals.replaced:
-            logger.info("%s is replaced while the run lasts", replaced)
 
     def _note(self, problems: list[str]) -> None:
         """What cannot be exact is said at once, and again by the record of a resume."""

@@ -22,6 +22,7 @@ from trainckpt.format.attempt import ENDED, FAILED, FINISHED, STOPPED
 from trainckpt.lifecycle.fingerprint import EXACT
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.stopped import Stopped
+from trainckpt.lifecycle.told import LEFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.pending import PendingSave
     from trainckpt.lifecycle.requests import Requests
     from trainckpt.lifecycle.saver import Saver
+    from trainckpt.lifecycle.told import Teller
+    from trainckpt.lifecycle.watch import Watch
     from trainckpt.ranks.channel import Channel
-    from trainckpt.ranks.watcher import Watcher
 
     Take = Callable[[Cursor, str], PendingSave]
 
@@ -58,8 +60,9 @@ class Departure:
         options: Options,
         channel: Channel,
         saver: Saver,
-        watcher: Watcher,
+        watch: Watch,
         log: AttemptLog,
+        teller: Teller,
         requests: Requests,
         loaders: Sequence[tuple[object, TrackedLoader]],
     ) -> None:
@@ -69,7 +72,8 @@ class Departure:
         self._options = options
         self._channel = channel
         self._saver = saver
-        self._watcher = watcher
+        self._watch = watch
+        self._teller = teller
         self._requests = requests
         self._loaders = loaders  # the owner's own list: a loader may be registered later
         self._parent: tuple[str, Cursor] | None = None
@@ -106,7 +110,7 @@ class Departure:
             SaveFailed: the final snapshot did not commit; said after all ranks have left in order.
         """
         failure = self._save_unless_standing(cursor, "final", take)
-        self._watcher.publish_final()  # committed: whatever is decided from now on is ignored
+        self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
@@ -119,12 +123,12 @@ class Departure:
         if self.left:
             return
         with contextlib.suppress(NoAgreement):
-            self._watcher.publish_final()
+            self._watch.watcher.publish_final()
         code = error.code if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
         self._saver.wait(SAVE_IN_FLIGHT_S)
         self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
-        self._watcher.stop()
+        self._watch.end()
 
     def exit_now(self) -> None:
         """A boundary was reached after `Stopped`: somebody caught it. Leave the process."""
@@ -167,6 +171,7 @@ class Departure:
             "reason": reason,
         }
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
+        self._teller.tell(state=LEFT, how=how, exit_code=code)
 
     def _barrier(self, name: str) -> None:
         try:
@@ -175,9 +180,8 @@ class Departure:
             logger.warning("leaving without the others: %s", error.message)
 
     def _stop_watching(self) -> None:
-        self._watcher.publish_final()
-        self._watcher.stop()
-        for problem in self._watcher.problems:
+        self._watch.end()
+        for problem in self._watch.watcher.problems:
             logger.warning("while watching: %s", problem)
         self._barrier("gone")  # the process that holds the store leaves last
 

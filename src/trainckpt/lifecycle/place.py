@@ -1,25 +1,17 @@
-"""The run's place: from what the user typed to a tier, and back to what a supervisor reads."""
+"""The run's place: from what the user typed to a tier."""
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from fsspec.core import split_protocol
 
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.errors import ConfigurationError
 from trainckpt.format import names
 from trainckpt.tiers.local import LocalTier
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from trainckpt.tiers.base import Tier
-
-SUPERVISOR_VARIABLE = "TRAINCKPT_SUPERVISOR"
 PROVE_VARIABLE = "TRAINCKPT_PROVE"
 
 
@@ -51,28 +43,3 @@ def open_directory(path: str) -> LocalTier:
 def notices_folder(tier: LocalTier) -> Path:
     """Where notices for this run's attempts are put."""
     return tier.root / names.NOTICES
-
-
-def tell_supervisor(tier: Tier, attempt: int, rank: int) -> None:
-    """Rank 0 tells the supervisor that launched it where the attempt's record lies."""
-    _tell({"run": tier.url, "attempt": attempt}, rank)
-
-
-@contextmanager
-def refusal_told(rank: int) -> Iterator[None]:
-    """Rank 0 tells the supervisor the code of an error in here: its launcher would swallow it."""
-    try:
-        yield
-    except TrainckptError as error:
-        _tell({"exit_code": error.exit_code}, rank)
-        raise
-
-
-def _tell(message: dict[str, Any], rank: int) -> None:
-    file = os.environ.get(SUPERVISOR_VARIABLE)
-    if not file or rank != 0:
-        return
-    path = Path(file)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(message), encoding="utf-8")
-    temporary.replace(path)

@@ -35,7 +35,7 @@ from trainckpt.state import apply
 from trainckpt.state.stage import Destination
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.attempt_log import AttemptLog
@@ -72,7 +72,13 @@ class Beginning:
     why_fresh: str = ""
 
 
-def begin(tier: Tier, channel: Channel, registry: Registry, mode: str) -> Beginning:
+def begin(
+    tier: Tier,
+    channel: Channel,
+    registry: Registry,
+    mode: str,
+    on_claimed: Callable[[int], None] = lambda _: None,
+) -> Beginning:
     """Choose and read the snapshot this attempt begins from. Every rank calls it.
 
     Args:
@@ -80,6 +86,8 @@ def begin(tier: Tier, channel: Channel, registry: Registry, mode: str) -> Beginn
         channel: Fresh keys of this Checkpointer.
         registry: The objects that will be restored; they are compared, not changed.
         mode: "auto", "required" or "never".
+        on_claimed: Called with the attempt's number before anything is read: from then on
+            notices are heard, and all ranks are known to be there.
 
     Raises:
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
@@ -106,6 +114,7 @@ def begin(tier: Tier, channel: Channel, registry: Registry, mode: str) -> Beginn
     if rank != 0:
         record = AttemptRecord(told["attempt"])
         beginning = Beginning(told["run"], record, why_fresh=told["why_fresh"])
+    on_claimed(beginning.record.attempt)
     return _try_in_order(tier, channel, registry, beginning, told)
 
 

@@ -87,7 +87,12 @@ class SignalSource:
         self._next_check = 0.0
 
     def start(self) -> None:
-        """Install handlers and the wakeup descriptor. Off the main thread: only says why not."""
+        """Install handlers and the wakeup descriptor. Off the main thread: only says why not.
+
+        Repeated: nothing more happens.
+        """
+        if self._ends is not None:
+            return
         if threading.current_thread() is not threading.main_thread():
             self.why = "signals can only be watched by a Checkpointer made on the main thread"
             return

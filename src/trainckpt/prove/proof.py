@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.lifecycle.place import PROVE_VARIABLE
-from trainckpt.lifecycle.supervisor import Ended, kill_session, supervise, torchrun_command
 from trainckpt.prove import naming
 from trainckpt.prove.compare import (
     Difference,
@@ -32,6 +31,7 @@ from trainckpt.prove.compare import (
     read_records,
     unseeded,
 )
+from trainckpt.supervisor.supervise import Ended, kill_session, supervise, torchrun_command
 
 if TYPE_CHECKING:
     import subprocess

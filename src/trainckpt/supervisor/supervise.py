@@ -14,7 +14,6 @@ so they are found by their parents, and orphans by the variable that they inheri
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.attempt import ENDED, KILLED, STOPPED, UNDECIDED
 from trainckpt.lifecycle import place
+from trainckpt.lifecycle.told import REFUSED, SUPERVISOR_VARIABLE, read_told
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
@@ -103,12 +103,12 @@ def supervise(
         watch: Called with the process while it runs, in place of waiting for it.
     """
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
-        told = Path(folder) / "attempt.json"
+        told = Path(folder)
         variables = {
             **os.environ,
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S,
             **(environment or {}),
-            place.SUPERVISOR_VARIABLE: str(told),
+            SUPERVISOR_VARIABLE: str(told),
         }
         with _Signals() as signals:
             process = _start(command, variables, cwd, output)
@@ -141,18 +141,20 @@ def _start(
 def kill_session(process: subprocess.Popen[bytes]) -> None:
     """End the launched process and all it started, as the loss of a host would."""
     environment = _environment(process.pid)
-    _kill_all(process, environment.get(place.SUPERVISOR_VARIABLE, ""))
+    _kill_all(process, environment.get(SUPERVISOR_VARIABLE, ""))
 
 
 def _outcome(told: Path, code: int) -> Ended:
-    if not told.is_file():
+    ranks = read_told(told)
+    if not ranks:
         return Ended(code, None)
-    where = json.loads(told.read_text(encoding="utf-8"))
-    if "exit_code" in where:  # refused before it began
-        return Ended(int(where["exit_code"]) if code else 0, None)
-    tier = place.open_directory(where["run"])
+    where = ranks[min(ranks)]
+    if where.attempt is None:
+        refused = where.exit_code if where.how == REFUSED and code else None
+        return Ended(code if refused is None else refused, None)
+    tier = place.open_directory(where.run)
     try:
-        record = attempts.read_attempts(tier).get(where["attempt"])
+        record = attempts.read_attempts(tier).get(where.attempt)
         if record is None or record.outcome is None:
             if record is not None:
                 record = record.with_(state=ENDED, outcome=_killed(record, code))
@@ -257,7 +259,7 @@ def _members(leader: int | None, told: str) -> list[int]:
         children.setdefault(int(parent), []).append(pid)
         if state not in "ZX":
             living.add(pid)
-            if told and _environment(pid).get(place.SUPERVISOR_VARIABLE) == told:
+            if told and _environment(pid).get(SUPERVISOR_VARIABLE) == told:
                 marked.append(pid)
     found: set[int] = set()
     queue = marked if leader is None else [leader, *marked]

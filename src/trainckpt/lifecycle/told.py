@@ -1,0 +1,108 @@
+"""What a rank tells the supervisor that launched it: one small file a rank, replaced as it goes on.
+
+    rank<r>.json    {rank, pid, host, run, attempt, state, grace_s, how, exit_code}
+    imported-<pid>  trainckpt was imported: this command is one that resumes
+
+The supervisor names the folder in TRAINCKPT_SUPERVISOR. Launchers swallow exit codes and know
+nothing of attempts, so what counts is said here, by every rank: rank 0 may be on another host.
+Nobody waits for anybody, and a file that cannot be written stops nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import TrainckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUPERVISOR_VARIABLE = "TRAINCKPT_SUPERVISOR"
+MAX_BYTES = 64 * 1024
+# state
+LISTENING, CLAIMED, LEFT = "listening", "claimed", "left"
+# how a rank left, besides the outcomes of format.attempt
+REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank has said so far.
+
+    Attributes:
+        state: `LISTENING` (it hears signals), `CLAIMED` (it belongs to `attempt`), `LEFT`.
+        grace_s: The option `grace`, in seconds; None: the run has no deadline of its own.
+        how: Once it has left: "stopped", "finished", "failed" or "refused".
+        exit_code: What its process is to end with.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    run: str
+    attempt: int | None = None
+    state: str = LISTENING
+    grace_s: float | None = None
+    how: str | None = None
+    exit_code: int | None = None
+
+
+class Teller:
+    """This rank's side. Without a supervisor every call does nothing."""
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self._folder = os.environ.get(SUPERVISOR_VARIABLE)
+        rank = os.environ.get("RANK", "")
+        number = int(rank) if rank.isdecimal() else 0
+        self._told = Told(number, os.getpid(), socket.gethostname(), str(run))
+
+    def tell(self, **changes: Any) -> None:
+        """Say that some fields have changed."""
+        self._told = replace(self._told, **changes)
+        if not self._folder or os.getpid() != self._told.pid:
+            return
+        path = Path(self._folder) / f"rank{self._told.rank}.json"
+        temporary = path.with_name(path.name + ".tmp")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(asdict(self._told)), encoding="utf-8")
+            temporary.replace(path)
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Around what may refuse to begin: the launcher would swallow the code of its error."""
+        try:
+            yield
+        except TrainckptError as error:
+            self.tell(state=LEFT, how=REFUSED, exit_code=error.exit_code)
+            raise
+
+
+def read_told(folder: Path) -> dict[int, Told]:
+    """What the ranks of this host have told, by rank; an unreadable file has said nothing."""
+    found = {}
+    for path in folder.glob("rank*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            told = Told(**json.loads(path.read_bytes()[:MAX_BYTES]))
+            found[told.rank] = told
+    return found
+
+
+def imported(folder: Path) -> bool:
+    """Whether a process launched with this folder has imported trainckpt."""
+    return any(folder.glob("imported-*"))
+
+
+def _mark_import() -> None:
+    folder = os.environ.get(SUPERVISOR_VARIABLE)
+    if folder:
+        with contextlib.suppress(OSError):
+            (Path(folder) / f"imported-{os.getpid()}").touch()
+
+
+_mark_import()

@@ -1,0 +1,104 @@
+"""Watching for notices, from the Checkpointer's construction to the attempt's end.
+
+construct   signals are heard and kept: the ranks cannot agree on anything yet
+start       the attempt is claimed, so all ranks are there: notices open rounds from now on,
+            and what is decided before the first boundary is acted on there
+end         the final count is published, threads and handlers are taken down
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle import place
+from trainckpt.lifecycle.announce import Announced
+from trainckpt.lifecycle.log import logger
+from trainckpt.preemption.halt_file import NoticeFiles
+from trainckpt.preemption.signals import SignalSource
+from trainckpt.ranks.watcher import Watcher
+
+if TYPE_CHECKING:
+    from trainckpt.preemption.notice import Notice
+    from trainckpt.ranks.agreement import Agreement
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.tiers.local import LocalTier
+
+EARLY_LOOK_S = 0.05
+
+
+class Watch:
+    """Who may stop this attempt.
+
+    Attributes:
+        watcher: Set by `start`.
+    """
+
+    watcher: Watcher
+
+    def __init__(self, agreement: Agreement, channel: Channel, tier: LocalTier) -> None:
+        self._agreement, self._channel, self._tier = agreement, channel, tier
+        self._signals = SignalSource()
+        self._signals.start()
+        self._heard = Announced(self._signals)
+        self._early = _EarlyEars(self._heard)
+        self._early.start()
+        self._started = False
+        weakref.finalize(self, _stop_listening, self._early, self._signals)
+
+    def start(self, attempt: int) -> None:
+        """Begin to act on notices. Main thread, all ranks."""
+        notices = NoticeFiles(place.notices_folder(self._tier), attempt)
+        sources = [self._heard, Announced(notices)]
+        self.watcher = Watcher(self._agreement, self._channel, sources)
+        early = self._early.stop()
+        self.watcher.start()
+        self._started = True
+        for notice in early:
+            self.watcher.request(notice)
+        if not self._signals.available:
+            logger.warning("signals are not heard: %s", self._signals.why)
+        for replaced in self._signals.replaced:
+            logger.info("%s is replaced while the run lasts", replaced)
+
+    def check(self) -> None:
+        """At each boundary: put the signals' descriptor back if somebody took it."""
+        self._signals.check()
+
+    def end(self) -> None:
+        """Listen no more; no other rank waits for this one. May be repeated."""
+        if not self._started:
+            _stop_listening(self._early, self._signals)
+            return
+        self.watcher.publish_final()
+        self.watcher.stop()
+
+
+class _EarlyEars(threading.Thread):
+    """Keeps the notices that come before the watcher runs; a second interrupt acts at once."""
+
+    def __init__(self, source: Announced) -> None:
+        super().__init__(name="trainckpt-early", daemon=True)
+        self._source = source
+        self._notices: list[Notice] = []
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        descriptor = self._source.fileno()
+        while descriptor is not None and not self._stopping.is_set():
+            ready, _, _ = select.select([descriptor], [], [], EARLY_LOOK_S)
+            if ready:
+                self._notices += self._source.poll()
+
+    def stop(self) -> list[Notice]:
+        """What came until now."""
+        self._stopping.set()
+        self.join()
+        return self._notices
+
+
+def _stop_listening(early: _EarlyEars, signals: SignalSource) -> None:
+    early.stop()
+    signals.stop()

@@ -1,0 +1,1 @@
+"""Launches commands, and answers for how they end: signals, restarts, deadlines, exit codes."""
