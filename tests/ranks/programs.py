@@ -122,7 +122,11 @@ def one_does_not_answer(rank):
     agreement = Agreement()
     sources = [SignalSource()] if rank == 0 else []
     watcher = Watcher(
-        agreement, channel, sources, decision_timeout_s=0.5, on_failed_stop=lambda: release(channel)
+        agreement,
+        channel,
+        sources,
+        decision_timeout_s=0.5,
+        on_failed_stop=lambda _: release(channel),
     )
     watcher.start()
     if rank == 0:

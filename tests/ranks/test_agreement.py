@@ -116,6 +116,15 @@ def test_a_newer_stop_replaces_an_older_one():
     assert agreement.at_boundary(window_end=False).round == 2
 
 
+def test_a_newer_stop_never_loosens_an_older_one():
+    """A rank that has acted on the micro-batch stop already would be left behind."""
+    agreement = after(1, stop(1, 1))
+    agreement.open_round(2)
+    agreement.decided(stop(2, 1, mode="window", seconds_left=5.0))
+    due = agreement.at_boundary(window_end=False)
+    assert (due.round, due.mode) == (2, "micro-batch")
+
+
 def test_a_stop_in_mode_window_waits_for_a_window_that_ends_beyond_the_bound():
     """A window's end before the bound does not count."""
     agreement = after(0, stop(1, 2, mode="window"))

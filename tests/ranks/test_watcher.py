@@ -118,7 +118,7 @@ def test_alone_a_notice_of_a_source_stops_the_training(ranks):
 
 def test_a_notice_without_a_mode_means_the_mode_that_was_configured(ranks):
     """`stop_at` decides what a plain SIGTERM is."""
-    rank = ranks(mode="window")
+    rank = ranks(mode=lambda _: "window")
     rank.watcher.request(STOP)
     assert rank.train()[0][2] == "window"
 
@@ -228,7 +228,7 @@ def test_sources_are_started_and_stopped_with_the_watcher(ranks):
 def test_a_stop_that_a_rank_does_not_answer_fails_and_ends_the_process(ranks):
     """Rank 1 was never started; rank 0 learns it from the decision."""
     ended = threading.Event()
-    (rank,) = ranks(2, only=[0], decision_timeout_s=0.05, on_failed_stop=ended.set)
+    (rank,) = ranks(2, only=[0], decision_timeout_s=0.05, on_failed_stop=lambda _: ended.set())
     rank.watcher.request(STOP)
     assert ended.wait(10)
     with pytest.raises(NoAgreement, match="no answer from rank 1"):
@@ -237,7 +237,7 @@ def test_a_stop_that_a_rank_does_not_answer_fails_and_ends_the_process(ranks):
 
 def test_a_save_that_a_rank_does_not_answer_is_skipped(ranks):
     """Training goes on; nobody is ended."""
-    (rank,) = ranks(2, only=[0], decision_timeout_s=0.05, on_failed_stop=lambda: 1 / 0)
+    (rank,) = ranks(2, only=[0], decision_timeout_s=0.05, on_failed_stop=lambda _: 1 / 0)
     rank.watcher.request_save(1)
     assert rank.train(1) == []
     assert [decision.failed for decision in rank.agreement.skipped()] == [True]
@@ -246,7 +246,7 @@ def test_a_save_that_a_rank_does_not_answer_is_skipped(ranks):
 def test_a_finished_attempt_is_not_ended_by_a_stop_that_fails(ranks):
     """The final snapshot is committed; the notice comes too late to matter."""
     ended = threading.Event()
-    (rank,) = ranks(2, only=[0], decision_timeout_s=0.2, on_failed_stop=ended.set)
+    (rank,) = ranks(2, only=[0], decision_timeout_s=0.2, on_failed_stop=lambda _: ended.set())
     rank.watcher.request(STOP)
     rank.agreement.finish()
     for thread in rank.watcher._threads[1:]:

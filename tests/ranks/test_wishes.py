@@ -42,6 +42,30 @@ def test_only_a_stricter_stop_is_asked_for_again():
     assert wishes.to_bring({1}) == STOP
 
 
+def test_a_stop_with_a_sooner_deadline_is_asked_for_again_and_keeps_the_strictest_mode():
+    """First SIGTERM, then `pause --deadline`: what was decided first is not loosened."""
+    wishes = wanting(STOP)
+    wishes.asked(1, STOP)
+    wishes.add(Wish("trainckpt pause", "stop", "window", seconds_left=60.0))
+    brought = wishes.to_bring({1})
+    assert (brought.reason, brought.mode) == ("trainckpt pause", "micro-batch")
+    assert 59 < brought.seconds_left <= 60
+
+
+def test_a_deadline_that_is_hardly_sooner_or_later_opens_no_round():
+    """Notices are repeated, and each repetition is a little off."""
+    now = [100.0]
+    wishes = Wishes(clock=lambda: now[0])
+    wishes.add(Wish("wall time", "stop", seconds_left=60.0))
+    wishes.asked(1, wishes.to_bring(()))
+    for later, left in ((1.0, 58.5), (2.0, 90.0), (3.0, None)):
+        now[0] = 100.0 + later
+        wishes.add(Wish("wall time", "stop", seconds_left=left))
+        assert wishes.to_bring(()) is None
+    wishes.add(Wish("SIGTERM", "stop", seconds_left=30.0))
+    assert wishes.to_bring(()).seconds_left == 30.0
+
+
 def test_a_stop_decided_elsewhere_covers_our_own():
     """As strict as ours, so no second round."""
     wishes = wanting()

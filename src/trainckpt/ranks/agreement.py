@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
+from trainckpt.ranks.decision import strictest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +75,7 @@ class Agreement:
         self._open: dict[int, _Open] = {}
         self._skipped: list[Decision] = []
         self._first_stop: int | None = None
+        self._stop_mode: Mode | None = None  # of all decided stops: a later one never loosens it
         self._broken: NoAgreement | None = None
 
     def at_boundary(self, *, resumable: bool = True, window_end: bool = True) -> Due | None:
@@ -140,6 +142,7 @@ class Agreement:
             entry.decision = decision
             if decision.action == "stop":
                 self._first_stop = min(self._first_stop or decision.round, decision.round)
+                self._stop_mode = strictest(self._stop_mode or decision.mode, decision.mode)
                 if decision.failed:
                     self._broken = NoAgreement(f"the ranks could not stop: {decision.why}")
             self._changed.notify_all()
@@ -197,7 +200,8 @@ class Agreement:
         saves_first = sorted(self._open, key=lambda k: (self._decision(k).action == "stop", k))
         for round_ in saves_first:
             decision = self._decision(round_)
-            at_place = decision.action == "save" or decision.mode == "micro-batch" or window_end
+            anywhere = decision.action == "save" or self._stop_mode == "micro-batch"
+            at_place = anywhere or window_end
             if self.passed + 1 > decision.bound and at_place:
                 return self._due_of(decision)
         return None
@@ -214,7 +218,7 @@ class Agreement:
         return Due(
             round=decision.round,
             action=decision.action,
-            mode=decision.mode,
+            mode=self._stop_mode or decision.mode,
             reason=decision.reason,
             seconds_left=left,
             tag=decision.tag,

@@ -166,11 +166,16 @@ def decide_without(publications: Sequence[Publication], world_size: int, round_:
     return replace(decide(publications), failed=True, why=why)
 
 
+def strictest(one: Mode, other: Mode) -> Mode:
+    """The mode that binds more: micro-batch before window."""
+    return max(one, other, key=lambda mode: STRICTNESS[mode])
+
+
 def _chosen(wishes: Sequence[Wish]) -> Wish | None:
     stops = [wish for wish in wishes if wish.action == "stop"]
     if stops:
-        strictest = max(stops, key=lambda wish: STRICTNESS[wish.mode])
-        return replace(strictest, seconds_left=_smallest(stops), number=None)
+        chosen = max(stops, key=lambda wish: STRICTNESS[wish.mode])
+        return replace(chosen, seconds_left=_smallest(stops), number=None)
     numbered = [wish for wish in wishes if wish.number is not None]
     if numbered:
         return min(numbered, key=lambda wish: wish.number or 0)

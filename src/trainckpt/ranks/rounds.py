@@ -17,7 +17,8 @@ Used by: ranks.watcher.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.ranks.decision import Decision, Publication, decide, decide_without
 
@@ -100,3 +101,22 @@ def _for_round(k: int, publication: Publication) -> Publication:
         can_save=publication.can_save,
         wish=publication.wish,
     )
+
+
+class Undecided(NamedTuple):
+    """A round that this rank has opened; monotonic times."""
+
+    opened_s: float
+    give_up_s: float
+
+    def now_left(self, seconds_left: float | None) -> float | None:
+        """What is left of `seconds_left`, which was true when the round was opened."""
+        return None if seconds_left is None else seconds_left - (time.monotonic() - self.opened_s)
+
+
+def decide_within(timeout_s: float, seconds_left: float | None) -> float:
+    """How long a round may stay undecided: half of what is left, the rest is for the save.
+
+    At least a second, though: giving up sooner would only make sure of the loss.
+    """
+    return timeout_s if seconds_left is None else min(timeout_s, max(seconds_left / 2, 1.0))

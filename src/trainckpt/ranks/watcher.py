@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import NoAgreement
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.ranks.decision import Decision, Publication, Wish, decide
-from trainckpt.ranks.rounds import Rounds
+from trainckpt.ranks.rounds import Rounds, Undecided, decide_within
 from trainckpt.ranks.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 RETRY_DECIDING_S = 0.5
 
 
-def end_with_71() -> None:
+def end_with_71(_: str) -> None:
     """What a failed stop does, wherever main is."""
     os._exit(NoAgreement.exit_code)
 
@@ -67,9 +67,10 @@ class Watcher:
         channel: Channel,
         sources: Sequence[Source] = (),
         *,
-        mode: Mode = "micro-batch",
+        mode: Callable[[float | None], Mode] = lambda _: "micro-batch",
         can_save: Callable[[], bool] = lambda: True,
-        on_failed_stop: Callable[[], object] = end_with_71,
+        on_stop: Callable[[float | None], object] = lambda _: None,
+        on_failed_stop: Callable[[str], object] = end_with_71,
         decision_timeout_s: float = 20.0,
     ) -> None:
         """Nothing runs before `start`.
@@ -78,10 +79,12 @@ class Watcher:
             agreement: The boundary's side, this rank's.
             channel: Between the ranks, scoped to the attempt; one watcher per rank and scope.
             sources: Who may bring notices.
-            mode: What a notice without a mode means.
+            mode: What a notice without a mode means, given the seconds left (None: unknown).
+                Any thread; must not block.
             can_save: Whether a save could be taken now. Called from any thread; must not block
                 and not raise.
-            on_failed_stop: Called from a watcher thread.
+            on_stop: Called with the seconds left when a stop was decided, before main is told.
+            on_failed_stop: Called with the reason, from a watcher thread.
             decision_timeout_s: How long a round may stay undecided; half of the notice's
                 `seconds_left` where that is less.
         """
@@ -90,15 +93,16 @@ class Watcher:
         self._channel = channel
         self._world = channel.world
         self._sources = tuple(sources)
-        self._mode: Mode = mode
+        self._mode = mode
         self._can_save = can_save
+        self._on_stop = on_stop
         self._on_failed_stop = on_failed_stop
         self._timeout_s = decision_timeout_s
         self._lock = threading.RLock()  # rounds and wishes; held for no store call
         self._sending = threading.RLock()  # keeps publications in the order of their rounds
         self._wishes = Wishes()
         self._answered = 0
-        self._undecided: dict[int, float] = {}  # round -> when to give it up
+        self._undecided: dict[int, Undecided] = {}
         self._outbox: deque[Publication] = deque()
         self._listening_for = 1
         self._lost: NoAgreement | None = None
@@ -138,7 +142,7 @@ class Watcher:
         any_save_will_do = notice.action == "save" and notice.tag is None
         if any_save_will_do and self._agreement.has_save_to_come():
             return
-        mode = notice.mode or self._mode
+        mode = notice.mode or self._mode(notice.seconds_left)
         self._want(Wish(notice.reason, notice.action, mode, notice.seconds_left, notice.tag))
 
     def request_save(self, number: int, tag: str | None = None) -> None:
@@ -196,7 +200,7 @@ class Watcher:
             self._open_rounds()
             cannot_stop = self._lost is not None and self._wishes.unmet_stop()
         if cannot_stop:
-            self._fail_stop()
+            self._fail_stop(str(self._lost))
         self._wake()
 
     def _open_rounds(self) -> None:
@@ -212,7 +216,8 @@ class Watcher:
         publication = Publication(k, self._world.rank, passed, can_save, wish)
         self._wishes.asked(k, wish)
         within_s = decide_within(self._timeout_s, seconds_left)
-        self._undecided[k] = time.monotonic() + within_s
+        now_s = time.monotonic()
+        self._undecided[k] = Undecided(now_s, now_s + within_s)
         if self._world.size == 1:
             self._take(decide([publication]))
         else:
@@ -221,20 +226,24 @@ class Watcher:
     def _take(self, decision: Decision) -> None:
         """Act on a decision, once."""
         with self._lock:
-            if self._undecided.pop(decision.round, None) is None:
+            entry = self._undecided.pop(decision.round, None)
+            if entry is None:
                 return
             self._wishes.settle(decision)
-        if decision.failed and decision.action == "stop":
-            self.problems.append(f"stop failed: {decision.why}")
-            self._fail_stop()  # before main is told: it does not return
+        if decision.action == "stop" and not self._agreement.finished:
+            if decision.failed:
+                self._fail_stop(decision.why)  # before main is told: it does not return
+            else:
+                self._on_stop(entry.now_left(decision.seconds_left))
         self._agreement.decided(decision)
         with self._lock:
             self._open_rounds()
         self._wake()
 
-    def _fail_stop(self) -> None:
+    def _fail_stop(self, why: str) -> None:
         if not self._agreement.finished:
-            self._on_failed_stop()
+            self.problems.append(f"stop failed: {why}")
+            self._on_failed_stop(why)
 
     def _send(self) -> None:
         """Publish what is in the outbox. No lock of ours is held over a store call but this."""
@@ -325,8 +334,8 @@ class Watcher:
             retry = time.monotonic() >= next_try
             if retry:
                 next_try = time.monotonic() + RETRY_DECIDING_S
-            for k, deadline in tuple(self._undecided.items()):
-                decision = self._look_at(k, deadline, retry=retry)
+            for k, entry in tuple(self._undecided.items()):
+                decision = self._look_at(k, entry.give_up_s, retry=retry)
                 if decision is not None:
                     self._take(decision)
             self._send()
@@ -368,21 +377,13 @@ class Watcher:
             return
         self.problems.append(str(error))
         if stopping:
-            self._fail_stop()
+            self._fail_stop(str(error))
         self._agreement.broken(error)
 
     def _leave_at_exit(self) -> None:
         """A thread that wakes in a dying interpreter crashes it: end before that."""
         self.publish_final()
         self.stop()
-
-
-def decide_within(timeout_s: float, seconds_left: float | None) -> float:
-    """How long a round may stay undecided: half of what is left, the rest is for the save.
-
-    At least a second, though: giving up sooner would only make sure of the loss.
-    """
-    return timeout_s if seconds_left is None else min(timeout_s, max(seconds_left / 2, 1.0))
 
 
 def _seconds(value: object) -> float | None:

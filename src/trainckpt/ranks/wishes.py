@@ -2,8 +2,9 @@
 
 The rules, so that a repeated notice costs nothing and no wish is lost:
 
-    a stop      opens the next round at once, unless one at least as strict was asked for or
-                decided already
+    a stop      opens the next round at once, unless one at least as strict, with no later
+                deadline, was asked for or decided already; it keeps the strictest mode and the
+                earliest deadline of those before it
     a save      waits until no round is undecided, then opens the next one; a stop drops it
       without a number   any save that is decided after it was asked for will do: merged
       with number n      the n-th `ckpt.save()` of any rank: dropped once a round has decided
@@ -17,12 +18,16 @@ Threads: under the watcher's lock only. Floor 1. Uses: ranks.decision. Used by: 
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainckpt.ranks.decision import STRICTNESS, Decision, Mode, Wish
+from trainckpt.ranks.decision import Decision, Mode, Wish, strictest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
+
+SOONER_S, SOONER_SHARE = 1.0, 0.1  # a deadline that is less earlier than that is the same one
 
 
 class Wishes:
@@ -32,8 +37,10 @@ class Wishes:
         stop_mode: The strictest stop known to this rank, asked for or decided; None: none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.stop_mode: Mode | None = None
+        self._deadline_s: float | None = None
+        self._clock = clock
         self._stop: Wish | None = None
         self._saves: list[Wish] = []
         self._settled_number = 0
@@ -42,8 +49,8 @@ class Wishes:
     def add(self, wish: Wish) -> None:
         """Remember a wish, unless something known covers it."""
         if wish.action == "stop":
-            if self._is_stricter(wish.mode):
-                self.stop_mode, self._stop = wish.mode, wish
+            if self._is_stricter(wish):
+                self._stop = self._know(wish)
                 self._saves.clear()
         elif self.stop_mode is None and not self._is_covered(wish):
             self._saves.append(wish)
@@ -73,8 +80,7 @@ class Wishes:
         mine = self._asked.pop(decision.round, None)
         if decision.action == "stop":
             self._saves.clear()
-            if self._is_stricter(decision.mode):
-                self.stop_mode = decision.mode
+            self._know(Wish("", "stop", decision.mode, decision.seconds_left))
             return
         if mine is not None and mine.action == "stop":
             self._stop = mine
@@ -87,8 +93,23 @@ class Wishes:
         self._settled_number = max(self._settled_number, *numbers)
         self._saves = [w for w in self._saves if (w.number or 0) > self._settled_number]
 
-    def _is_stricter(self, mode: Mode) -> bool:
-        return self.stop_mode is None or STRICTNESS[mode] > STRICTNESS[self.stop_mode]
+    def _is_stricter(self, wish: Wish) -> bool:
+        if self.stop_mode is None or strictest(self.stop_mode, wish.mode) != self.stop_mode:
+            return True
+        if wish.seconds_left is None or self._deadline_s is None:
+            return wish.seconds_left is not None
+        sooner_s = self._deadline_s - self._clock() - wish.seconds_left
+        return sooner_s > max(SOONER_S, SOONER_SHARE * wish.seconds_left)
+
+    def _know(self, stop: Wish) -> Wish:
+        """Take a stop into account; returns it with the strictest mode and the least time."""
+        now_s = self._clock()
+        self.stop_mode = strictest(self.stop_mode or stop.mode, stop.mode)
+        if stop.seconds_left is not None:
+            own_s = now_s + stop.seconds_left
+            self._deadline_s = min(self._deadline_s or own_s, own_s)
+        left = None if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
+        return replace(stop, mode=self.stop_mode, seconds_left=left)
 
     def _is_covered(self, wish: Wish) -> bool:
         if wish.number is not None and wish.number <= self._settled_number:
