@@ -59,7 +59,7 @@ class Loop:
         return self.parts.scheduler.get_last_lr()
 
     def stop(self):
-        self.ckpt._watcher.request(Notice("test"))
+        self.ckpt._watch.watcher.request(Notice("test"))
 
 
 def assert_exact(script, place, *attempts, **whole):

@@ -34,10 +34,14 @@ from trainckpt.lifecycle import launch, place, recorder
 from trainckpt.lifecycle.announce import say_where
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.deadline import granted_s
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.last_save import LastSave
 from trainckpt.lifecycle.log import logger, prepare
 from trainckpt.lifecycle.options import TABLE, read_options
+from trainckpt.lifecycle.outlook import Outlook
+from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.position import Position
@@ -91,8 +95,10 @@ class Checkpointer:
         self._world = current_world()
         self._first = True
         self._problems: list[str] = []
-        self._position = Position()
+        self._position = Position(self.options.accumulate)
         self._registry = Registry()
+        self._pace = Pace()
+        self._outlook = Outlook(self.options, self._registry, self._position, self._pace)
         self._arrival = Arrival(self._registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
         self._loaders: list[tuple[Any, TrackedLoader]] = []
@@ -106,8 +112,11 @@ class Checkpointer:
                 self.loader(item)
         self._channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
         self._agreement = Agreement()
-        self._watch = Watch(self._agreement, self._channel, self._tier)
-        self._teller.tell(rank=self._world.rank, host=self._world.host, run=self._tier.url)
+        grace_s = self.options.grace or granted_s()
+        self._watch = Watch(self._agreement, self._channel, self._tier, self._outlook, grace_s)
+        self._teller.tell(
+            rank=self._world.rank, host=self._world.host, run=self._tier.url, grace_s=grace_s
+        )
         self._requests = Requests()
         self._beginning: Beginning | None = None
         self._departure: Departure | None = None
@@ -153,11 +162,13 @@ class Checkpointer:
         log = AttemptLog(self._tier, beginning.record, writes=self._world.rank == 0)
         record_parent(self._channel, log, parent)
         facts = Facts(beginning.run, beginning.record.attempt, parent, here, self.options.keep_last)
-        self._saver = Saver(self._tier, self._channel, self._registry, facts, log)
+        self._saver = Saver(self._tier, self._channel, self._registry, facts, log, self._pace)
+        last_save = LastSave(self._tier, self._channel, self._saver, self._pace, self._outlook)
         self._departure = Departure(
-            self.options, self._channel, self._saver, self._watch, log, self._teller,
-            self._requests, self._loaders,
+            self.options, self._channel, last_save, self._watch, log, self._teller,
+            self._requests, self._loaders, lambda: self._position.cursor,
         )  # fmt: skip
+        self._watch.on_failed = self._departure.cut_short
         exactness, reasons = EXACT, list[str]()
         if beginning.manifest is not None and beginning.saved is not None:
             cursor = beginning.manifest.cursor
@@ -331,7 +342,9 @@ class Checkpointer:
         if resumable and policy.due_by_steps(position.step, position.micro):
             self._take(position.cursor, policy.reason)
         self._watch.check()
-        if policy.due_by_time(time.monotonic()) and self._world.rank == 0:
+        now_s = time.monotonic()
+        self._pace.reach(now_s)
+        if policy.due_by_time(now_s) and self._world.rank == 0:
             self._watch.watcher.request(Notice(policy.reason, action="save"))
         while (
             due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
@@ -340,6 +353,7 @@ class Checkpointer:
                 departure.stop(position.cursor, due.reason, self._take)
                 return False
             self._take_requested(position.cursor, due)
+            self._pace.leave(time.monotonic())
         if self._agreement.has_skipped():
             self._requests.drop(self._agreement.skipped())
         return True

@@ -1,9 +1,10 @@
-"""Departure: the three ways an attempt ends, and what it leaves behind.
+"""Departure: the ways an attempt ends, and what it leaves behind.
 
     stop      all ranks agreed: snapshot, record, barrier, workers killed, `Stopped`
     finish    the script is done: final snapshot, barrier, record
     abandon   an exception: the final count is published, so that others need not wait for this
               rank; record. No barrier, no snapshot: the state may be anything
+    cut short the ranks could not agree, or a deadline has come: record, and out, from any thread
 
 The record is written after the snapshot is committed and before the process ends, because
 launchers swallow exit codes.
@@ -17,8 +18,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError, UnusableSnapshot
-from trainckpt.format.attempt import ENDED, FAILED, FINISHED, STOPPED
+from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
+from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.lifecycle.fingerprint import EXACT
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.stopped import Stopped
@@ -30,18 +31,17 @@ if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.lifecycle.last_save import LastSave, Take
     from trainckpt.lifecycle.options import Options
-    from trainckpt.lifecycle.pending import PendingSave
     from trainckpt.lifecycle.requests import Requests
-    from trainckpt.lifecycle.saver import Saver
     from trainckpt.lifecycle.told import Teller
     from trainckpt.lifecycle.watch import Watch
     from trainckpt.ranks.channel import Channel
 
-    Take = Callable[[Cursor, str], PendingSave]
 
 BARRIER_TIMEOUT_S = 60.0
 EXIT_AFTER_S = 5.0
+RECORD_WITHIN_S = 2.0
 SAVE_IN_FLIGHT_S = 5.0  # an exception waits so long for a save that is nearly there
 
 
@@ -59,35 +59,37 @@ class Departure:
         self,
         options: Options,
         channel: Channel,
-        saver: Saver,
+        last_save: LastSave,
         watch: Watch,
         log: AttemptLog,
         teller: Teller,
         requests: Requests,
         loaders: Sequence[tuple[object, TrackedLoader]],
+        where: Callable[[], Cursor],
     ) -> None:
         self.left = self.stopped = False
         self.exactness = EXACT
         self.log = log
         self._options = options
         self._channel = channel
-        self._saver = saver
+        self._last_save = last_save
         self._watch = watch
         self._teller = teller
         self._requests = requests
         self._loaders = loaders  # the owner's own list: a loader may be registered later
-        self._parent: tuple[str, Cursor] | None = None
+        self._where = where
+        self._ending = threading.Lock()
         self._begun_s = time.monotonic()
         self._code = options.exit_code
 
     def began_from(self, snapshot: str | None, cursor: Cursor) -> None:
         """The snapshot this attempt began from; it stands until a newer one is committed."""
-        self._parent = (snapshot, cursor) if snapshot else None
+        self._last_save.parent = (snapshot, cursor) if snapshot else None
 
     def stop(self, cursor: Cursor, reason: str, take: Take) -> None:
         """All ranks stop here. Raises `Stopped`, or returns with `on_stop="return"`."""
-        self._save_unless_standing(cursor, reason, take)
-        snapshot, lost = self._standing(cursor)
+        self._last_save.take(cursor, reason, take, self._watch.deadline)
+        snapshot, lost = self._last_save.standing(cursor)
         self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
         if self._channel.world.rank == 0:
             where = f"saved {snapshot}" if not lost else f"{snapshot} stands, {lost} are lost"
@@ -100,7 +102,7 @@ class Departure:
         self._stop_watching()
         if self._options.on_stop == "return":
             return
-        self._exit_soon()
+        exit_soon(self._code, EXIT_AFTER_S)
         raise Stopped(self._code, snapshot, reason)
 
     def finish(self, cursor: Cursor, take: Take) -> None:
@@ -109,7 +111,7 @@ class Departure:
         Raises:
             SaveFailed: the final snapshot did not commit; said after all ranks have left in order.
         """
-        failure = self._save_unless_standing(cursor, "final", take)
+        failure = self._last_save.take(cursor, "final", take, self._watch.deadline)
         self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
@@ -126,39 +128,31 @@ class Departure:
             self._watch.watcher.publish_final()
         code = error.code if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
-        self._saver.wait(SAVE_IN_FLIGHT_S)
+        self._last_save.wait(SAVE_IN_FLIGHT_S)
         self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
         self._watch.end()
+
+    def cut_short(self, why: str) -> None:
+        """End this process now, wherever main is. Any thread."""
+        exit_soon(NoAgreement.exit_code, RECORD_WITHIN_S)  # whatever hangs from here on
+        logger.error("%s: leaving at once; what is committed stands", why)
+        with contextlib.suppress(Exception):
+            self._end(KILLED, self._where(), NoAgreement.exit_code, why)
+        os._exit(self._code)
 
     def exit_now(self) -> None:
         """A boundary was reached after `Stopped`: somebody caught it. Leave the process."""
         logger.warning("the script went on after it was stopped; leaving now")
         os._exit(self._code)
 
-    def _save_unless_standing(self, cursor: Cursor, reason: str, take: Take) -> SaveFailed | None:
-        """Take a snapshot, unless one of this very cursor stands; returns why it failed."""
-        self._saver.wait()
-        snapshot, lost = self._standing(cursor)
-        if snapshot and not lost:
-            return None
-        pending = take(cursor, reason)
-        self._saver.wait()
-        return pending.error
-
-    def _standing(self, cursor: Cursor) -> tuple[str | None, int]:
-        """Newest snapshot to go on from, and how many micro-batches it lies back."""
-        newest = self._saver.committed or self._parent
-        if newest is None:
-            return None, cursor.micro_batches
-        name, at = newest
-        return name, 0 if at.place() == cursor.place() else max(
-            1, cursor.micro_batches - at.micro_batches
-        )
-
     def _end(self, how: str, cursor: Cursor, code: int, reason: str) -> None:
-        self.left = True
+        """Record how the attempt ended; the first word stands."""
+        with self._ending:
+            if self.left:
+                return
+            self.left, self._code = True, code
         self._requests.fail_waiting(how)
-        snapshot, lost = self._standing(cursor)
+        snapshot, lost = self._last_save.standing(cursor)
         outcome: dict[str, Any] = {
             "outcome": how,
             "snapshot": snapshot,
@@ -170,6 +164,8 @@ class Departure:
             "exit_code": code,
             "reason": reason,
         }
+        if self._last_save.skipped:
+            outcome["skipped"] = self._last_save.skipped
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
         self._teller.tell(state=LEFT, how=how, exit_code=code)
 
@@ -185,7 +181,9 @@ class Departure:
             logger.warning("while watching: %s", problem)
         self._barrier("gone")  # the process that holds the store leaves last
 
-    def _exit_soon(self) -> None:
-        timer = threading.Timer(EXIT_AFTER_S, os._exit, [self._code])
-        timer.daemon = True
-        timer.start()
+
+def exit_soon(code: int, seconds: float) -> None:
+    """End this process so many seconds from now, unless it has ended before."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()

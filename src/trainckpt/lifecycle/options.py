@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TOML_FILE = "trainckpt.toml"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -33,13 +35,24 @@ class Every:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """Memory that saves may take: a share of what this process may use, or a number of bytes."""
+
+    share: float | None = 0.4
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Options:
     """What the user chose.
 
     Attributes:
         every: "100 steps", "10 min", or "never" (only at a stop and at the end).
         keep_last: Usable snapshots kept; tagged ones are kept besides.
-        stop_at: "micro-batch", or "auto", which is the micro-batch in this version.
+        stop_at: "micro-batch", "window", or "auto" (see lifecycle.stop_plan).
+        grace: Seconds from a signal until this process is killed; None: nobody said.
+        accumulate: Micro-batches a window, where it cannot be seen.
+        memory_budget: What saves may take of the memory.
         on_stop: "exit" raises `Stopped`; "return" ends the loops instead.
         exit_code: Of `Stopped`: saved, start me again.
         resume: "auto", "required" or "never".
@@ -49,6 +62,9 @@ class Options:
     every: Every
     keep_last: int
     stop_at: str
+    grace: float | None
+    accumulate: int | None
+    memory_budget: Budget
     on_stop: str
     exit_code: int
     resume: str
@@ -79,7 +95,7 @@ def read_options(
                 value, origin = found, where
         try:
             values[name] = parse(value)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             raise ConfigurationError(
                 f"{name}={value!r} ({origin}) is not an option", hint=f"use {wanted}"
             ) from None
@@ -104,6 +120,34 @@ def _parse_every(value: Any) -> Every:
     if unit not in _SECONDS or number <= 0:
         raise ValueError(text)
     return Every(seconds=number * _SECONDS[unit], text=text)
+
+
+def _parse_seconds(value: Any) -> float | None:
+    if value in (None, "", "none"):
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        match = _DURATION.fullmatch(str(value).strip())
+        if match is None or (match[2] and match[2] not in _SECONDS):
+            raise ValueError(value)
+        seconds = float(match[1]) * _SECONDS.get(match[2] or "s", 1.0)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(value)
+    return seconds
+
+
+def _parse_budget(value: Any) -> Budget:
+    match = _DURATION.fullmatch(str(value).strip().replace("%", "percent"))
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(value)
+    if match[2] == "percent":
+        return Budget(share=min(float(match[1]) / 100, 1.0))
+    return Budget(None, int(float(match[1]) * _BYTES[(match[2] or "b").lower()]))
+
+
+def _optional_number(value: Any) -> int | None:
+    return None if value in (None, "", "none") else _number(1, 10**9)(value)
 
 
 def _number(least: int, most: int) -> Callable[[Any], int]:
@@ -145,7 +189,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
 TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "every": ("10 min", _parse_every, '"100 steps", "10 min", "30 s" or "never"'),
     "keep_last": (3, _number(1, 10**6), "a number from 1 on"),
-    "stop_at": ("auto", _one_of("auto", "micro-batch"), '"auto" or "micro-batch"'),
+    "stop_at": (
+        "auto",
+        _one_of("auto", "micro-batch", "window"),
+        '"auto", "micro-batch" or "window"',
+    ),
+    "grace": (None, _parse_seconds, 'a duration such as "30 s", or "none"'),
+    "accumulate": (None, _optional_number, "a number of micro-batches, or none"),
+    "memory_budget": ("40 %", _parse_budget, 'a share such as "40 %", or a size such as "8 GB"'),
     "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),
     "exit_code": (75, _number(1, 255), "a number from 1 to 255"),
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),

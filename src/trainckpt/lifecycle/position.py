@@ -1,7 +1,7 @@
 """The position: counts steps, micro-batches and epochs, and says the cursor at each boundary.
 
     step      counted by a hook on the first optimizer (or by the scaler's updates, since a
-              scaler may skip a step)
+              scaler may skip a step); with neither, every `accumulate` micro-batches
     batches   read from the loader at each boundary, so what was fetched ahead never counts
     epoch     set by `epochs()`; in loops of the user's own, each new pass of the loader
 
@@ -29,12 +29,15 @@ class Position:
             begin there even if it is the entry of an evaluation.
         step: Completed steps, as of now.
         micro: Micro-batches of the open window, as of the last boundary.
+        window: Micro-batches of the last window that ended; None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accumulate: int | None = None) -> None:
         self.between_batches = True
         self.step = 0
         self.micro = 0
+        self.window: int | None = None
+        self._counts_steps_itself = accumulate  # cleared once something is watched for steps
         self._step_at_boundary = 0
         self._epoch = self._batches = self._evaluations = 0
         self._micro_batches = self._samples = 0
@@ -68,10 +71,12 @@ class Position:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count this optimizer's completed steps."""
+        self._counts_steps_itself = None
         optimizer.register_step_post_hook(lambda *_: self._count_step())
 
     def watch_scaler(self, scaler: Any) -> None:
         """Count this GradScaler's updates instead: it may skip an optimizer's step."""
+        self._counts_steps_itself = None
         update = scaler.update
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -138,9 +143,11 @@ class Position:
             self._count_epoch(loader)
         self._micro_batches += trained
         self.micro += trained
+        if self._counts_steps_itself and self.micro >= self._counts_steps_itself:
+            self.step += 1
         if self.step != self._step_at_boundary:
             self._step_at_boundary = self.step
-            self.micro = 0
+            self.window, self.micro = self.micro, 0
         self._evaluations = self._evaluations + 1 if evaluation else 0
 
     def begin_outside_batch(self) -> None:

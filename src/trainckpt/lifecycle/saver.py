@@ -31,12 +31,14 @@ from trainckpt.snapshot.save import Receipt, write_shard
 from trainckpt.snapshot.save_plan import plan_save
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
+from trainckpt.state.weight import weigh
 
 if TYPE_CHECKING:
     import torch
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.lifecycle.pace import Pace
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
@@ -61,11 +63,19 @@ class Saver:
     Attributes:
         committed: Full name and cursor of the newest snapshot this attempt committed.
         in_flight: The save that is being written, or the last one.
+        attempt: Its number.
     """
 
     def __init__(
-        self, tier: Tier, channel: Channel, registry: Registry, facts: Facts, log: AttemptLog
+        self,
+        tier: Tier,
+        channel: Channel,
+        registry: Registry,
+        facts: Facts,
+        log: AttemptLog,
+        pace: Pace,
     ) -> None:
+        self.attempt = facts.attempt
         self.committed: tuple[str, Cursor] | None = None
         self.in_flight: PendingSave | None = None
         self._tier = tier
@@ -74,9 +84,11 @@ class Saver:
         self._registry = registry
         self._facts = facts
         self._log = log
+        self._pace = pace
         self._sequence = 0
         self._memory: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
+        self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
 
     def save(
         self, cursor: Cursor, reason: str, tags: tuple[str, ...], pending: PendingSave
@@ -86,6 +98,7 @@ class Saver:
         Returns when the state is staged, or the save has failed; never raises for a failed save.
         """
         self.wait()
+        begun_s = time.monotonic()
         self._sequence += 1
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         self.in_flight = pending
@@ -96,6 +109,8 @@ class Saver:
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
             return pending
         pending.reach(STAGED, str(name))
+        weight = weigh(self._registry)
+        self._begun = begun_s, weight.state + weight.gradients
         manifest = Manifest(
             self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
@@ -116,6 +131,11 @@ class Saver:
             self._thread.join(limit_s)
             if not self._thread.is_alive():
                 self._thread = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._thread is not None and self._thread.is_alive()
 
     def _stage(self, cursor: Cursor) -> tuple[stage.Shard, dict[str, TensorEntry]]:
         """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
@@ -167,6 +187,8 @@ class Saver:
             self.committed = (str(manifest.name), manifest.cursor)
             if self._channel.world.rank == 0:
                 logger.info("saved %s (%s)", manifest.name, manifest.reason)
+            begun_s, num_bytes = self._begun
+            self._pace.saved(num_bytes, time.monotonic() - begun_s)
             pending.reach(COMMITTED)
 
     def _write_and_commit(

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.announce import Announced
+from trainckpt.lifecycle.deadline import Deadline
 from trainckpt.lifecycle.log import logger
 from trainckpt.preemption.halt_file import NoticeFiles
+from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.ranks.watcher import Watcher
+from trainckpt.ranks.watcher import Watcher, end_with_71
 
 if TYPE_CHECKING:
-    from trainckpt.preemption.notice import Notice
+    from collections.abc import Callable
+
+    from trainckpt.lifecycle.outlook import Outlook
     from trainckpt.ranks.agreement import Agreement
     from trainckpt.ranks.channel import Channel
     from trainckpt.tiers.local import LocalTier
@@ -34,13 +40,22 @@ class Watch:
 
     Attributes:
         watcher: Set by `start`.
+        deadline: Of the stops that were agreed.
+        on_failed: Called with the reason when the ranks could not agree on a stop, or a deadline
+            has come; ends the process.
     """
 
     watcher: Watcher
 
-    def __init__(self, agreement: Agreement, channel: Channel, tier: LocalTier) -> None:
+    def __init__(
+        self, agreement: Agreement, channel: Channel, tier: LocalTier, outlook: Outlook,
+        grace_s: float | None,
+    ) -> None:  # fmt: skip
+        self.deadline = Deadline(lambda: self._fail("the deadline has come"))
+        self.on_failed: Callable[[str], object] = end_with_71
         self._agreement, self._channel, self._tier = agreement, channel, tier
-        self._signals = SignalSource()
+        self._outlook = outlook
+        self._signals = SignalSource(seconds_left=grace_s)
         self._signals.start()
         self._heard = Announced(self._signals)
         self._early = _EarlyEars(self._heard)
@@ -52,7 +67,14 @@ class Watch:
         """Begin to act on notices. Main thread, all ranks."""
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
         sources = [self._heard, Announced(notices)]
-        self.watcher = Watcher(self._agreement, self._channel, sources)
+        self.watcher = Watcher(
+            self._agreement,
+            self._channel,
+            sources,
+            mode=self._outlook.mode,
+            on_stop=self._stop_agreed,
+            on_failed_stop=self._fail,
+        )
         early = self._early.stop()
         self.watcher.start()
         self._started = True
@@ -72,8 +94,29 @@ class Watch:
         if not self._started:
             _stop_listening(self._early, self._signals)
             return
+        self.deadline.met()
         self.watcher.publish_final()
         self.watcher.stop()
+
+    def _fail(self, why: str) -> None:
+        self.on_failed(why)
+
+    def _stop_agreed(self, seconds_left: float | None) -> None:
+        """Watcher thread: from now on the deadline is kept."""
+        self.deadline.tighten(seconds_left)
+        if seconds_left is not None:
+            timer = threading.Timer(
+                self._outlook.tighten_after_s(seconds_left), self._settle_for_less
+            )
+            timer.daemon = True
+            timer.start()
+
+    def _settle_for_less(self) -> None:
+        """The window's end would come too late by now: a micro-batch has to do."""
+        left_s = self.deadline.left_s()
+        if left_s is not None and left_s > 0:
+            notice = Notice("the deadline is near", mode="micro-batch", seconds_left=left_s)
+            self.watcher.request(notice)
 
 
 class _EarlyEars(threading.Thread):
@@ -82,7 +125,7 @@ class _EarlyEars(threading.Thread):
     def __init__(self, source: Announced) -> None:
         super().__init__(name="trainckpt-early", daemon=True)
         self._source = source
-        self._notices: list[Notice] = []
+        self._notices: list[tuple[float, Notice]] = []
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -90,13 +133,19 @@ class _EarlyEars(threading.Thread):
         while descriptor is not None and not self._stopping.is_set():
             ready, _, _ = select.select([descriptor], [], [], EARLY_LOOK_S)
             if ready:
-                self._notices += self._source.poll()
+                now_s = time.monotonic()
+                self._notices += [(now_s, notice) for notice in self._source.poll()]
 
     def stop(self) -> list[Notice]:
         """What came until now."""
         self._stopping.set()
         self.join()
-        return self._notices
+        return [_aged(notice, time.monotonic() - at_s) for at_s, notice in self._notices]
+
+
+def _aged(notice: Notice, seconds: float) -> Notice:
+    left = notice.seconds_left
+    return notice if left is None else replace(notice, seconds_left=max(left - seconds, 0.0))
 
 
 def _stop_listening(early: _EarlyEars, signals: SignalSource) -> None:

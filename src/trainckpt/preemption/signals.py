@@ -72,11 +72,13 @@ class SignalSource:
         self,
         signals: Iterable[signal.Signals] = DEFAULT_SIGNALS,
         on_second_interrupt: Callable[[], object] = leave_at_once,
+        seconds_left: float | None = None,
     ) -> None:
         self.available = False
         self.why = "not started"
         self.replaced: list[str] = []
         self._signals = tuple(signals)
+        self._seconds_left = seconds_left  # what whoever sends one grants; None: nobody said
         self._on_second_interrupt = on_second_interrupt
         self._previous: dict[signal.Signals, Any] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -118,7 +120,9 @@ class SignalSource:
             self._on_second_interrupt()
         late = [number for number in noted if number not in self._seen and number not in numbers]
         self._seen.update(numbers, late)
-        return [Notice(reason=signal.Signals(number).name) for number in numbers + late]
+        left = self._seconds_left
+        reasons = [signal.Signals(number).name for number in numbers + late]
+        return [Notice(reason=reason, seconds_left=left) for reason in reasons]
 
     def check(self) -> None:
         """Put the wakeup descriptor back if it was taken. Main thread; cheap at each boundary."""

@@ -1,0 +1,124 @@
+"""The save an attempt ends with: taken if it is needed and fits into what is left.
+
+All ranks bring what they can do, and read one answer from it:
+
+    a save in flight did not end in time      nothing is started: its writing thread is busy
+    the newest commit is of this very place   nothing to do
+    it would miss the deadline                not started; the older snapshot stands
+    else                                      taken, and waited for until the deadline
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import NoAgreement, SaveFailed
+from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.stop_plan import Offer, why_not_save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.lifecycle.deadline import Deadline
+    from trainckpt.lifecycle.outlook import Outlook
+    from trainckpt.lifecycle.pace import Pace
+    from trainckpt.lifecycle.pending import PendingSave
+    from trainckpt.lifecycle.saver import Saver
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.tiers.base import Tier
+
+    Take = Callable[[Cursor, str], PendingSave]
+
+RANKS_TIMEOUT_S = 600.0
+LEAVE_S = 0.2  # of what is left, for the record and the way out
+IN_FLIGHT = "the save before it was still being written"
+
+
+class LastSave:
+    """Takes it, once.
+
+    Attributes:
+        parent: Full name and cursor of the snapshot this attempt began from.
+        skipped: What was not saved and why, for the attempt's record; None if nothing was.
+    """
+
+    def __init__(
+        self, tier: Tier, channel: Channel, saver: Saver, pace: Pace, outlook: Outlook
+    ) -> None:
+        self.parent: tuple[str, Cursor] | None = None
+        self.skipped: dict[str, Any] | None = None
+        self._tier = tier
+        self._channel = channel
+        self._saver = saver
+        self._pace = pace
+        self._outlook = outlook
+
+    def wait(self, limit_s: float) -> None:
+        """Return when no save is in flight, or after `limit_s` seconds."""
+        self._saver.wait(limit_s)
+
+    def standing(self, cursor: Cursor) -> tuple[str | None, int]:
+        """Newest snapshot to go on from, and how many micro-batches it lies back."""
+        newest = self._saver.committed or self.parent
+        if newest is None:
+            return None, cursor.micro_batches
+        name, at = newest
+        return name, 0 if at.place() == cursor.place() else max(
+            1, cursor.micro_batches - at.micro_batches
+        )
+
+    def take(
+        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline
+    ) -> SaveFailed | None:
+        """Every rank calls it at the same boundary. Returns why there is no snapshot of it."""
+        self._saver.wait(_within(deadline))
+        in_flight = self._saver.busy
+        if deadline.left_s() is not None and not in_flight:
+            self._pace.try_out(self._tier, self._trial_key(), self._channel.world.size)
+        snapshot, lost = self.standing(cursor)
+        left_s = _within(deadline)
+        offer = Offer(left_s, self._outlook.save_s(), fallback=snapshot is not None)
+        mine = {"stands": bool(snapshot) and not lost, "in_flight": in_flight, **vars(offer)}
+        try:
+            everyone = self._channel.gather("last save", mine, _limit(left_s))
+        except NoAgreement as error:
+            return self._skip(cursor, offer, f"not all ranks got here in time: {error.message}")
+        if everyone[0]["stands"]:  # it commits, so its word counts
+            return None
+        why = IN_FLIGHT if any(other["in_flight"] for other in everyone) else ""
+        why = why or why_not_save([_offer(other) for other in everyone])
+        if why:
+            return self._skip(cursor, offer, why)
+        pending = take(cursor, reason)
+        self._saver.wait(_within(deadline))
+        if not pending.ended:
+            return self._skip(cursor, offer, "it was not committed when the time was over")
+        return pending.error
+
+    def _skip(self, cursor: Cursor, offer: Offer, why: str) -> SaveFailed:
+        self.skipped = {
+            "cursor": cursor.to_json(),
+            "why": why,
+            "predicted_s": round(offer.save_s, 3),
+            "seconds_left": None if offer.left_s is None else round(offer.left_s, 3),
+        }
+        if self._channel.world.rank == 0:
+            logger.warning("no snapshot at %s: %s", cursor, why)
+        return SaveFailed(f"no snapshot at {cursor}: {why}")
+
+    def _trial_key(self) -> str:
+        return f"trial/{self._saver.attempt}-rank{self._channel.world.rank}"
+
+
+def _within(deadline: Deadline) -> float | None:
+    left_s = deadline.left_s()
+    return None if left_s is None else max(left_s - LEAVE_S, 0.0)
+
+
+def _limit(left_s: float | None) -> float:
+    return RANKS_TIMEOUT_S if left_s is None else min(left_s, RANKS_TIMEOUT_S)
+
+
+def _offer(told: dict[str, Any]) -> Offer:
+    return Offer(told["left_s"], told["save_s"], told["fallback"])

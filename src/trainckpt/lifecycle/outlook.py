@@ -1,0 +1,64 @@
+"""The outlook: what is known about the next micro-batches and saves when a notice comes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle import stop_plan
+from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.memory import budget_bytes
+from trainckpt.lifecycle.stop_plan import StopFacts
+from trainckpt.state.weight import weigh
+
+if TYPE_CHECKING:
+    from trainckpt.lifecycle.options import Options
+    from trainckpt.lifecycle.pace import Pace
+    from trainckpt.lifecycle.position import Position
+    from trainckpt.ranks.decision import Mode
+    from trainckpt.state.registry import Registry
+
+
+class Outlook:
+    """Gathers facts for the decisions of `stop_plan`. Any thread; blocks nowhere."""
+
+    def __init__(
+        self, options: Options, registry: Registry, position: Position, pace: Pace
+    ) -> None:
+        self._options = options
+        self._registry = registry
+        self._position = position
+        self._pace = pace
+        self._said = False
+
+    def facts(self) -> StopFacts:
+        """As of now."""
+        weight = weigh(self._registry)
+        budget = self._options.memory_budget
+        return StopFacts(
+            stop_at=self._options.stop_at,
+            micro=self._position.micro,
+            window=self._position.window or self._options.accumulate,
+            micro_batch_s=self._pace.micro_batch_s,
+            state_bytes=weight.state,
+            gradient_bytes=weight.possible_gradients,
+            seconds_per_byte=self._pace.seconds_per_byte,
+            memory_budget=budget_bytes(budget.share, budget.num_bytes),
+        )
+
+    def mode(self, seconds_left: float | None) -> Mode:
+        """What a notice means that does not say where the stop may fall."""
+        mode, why = stop_plan.choose_mode(self.facts(), seconds_left)
+        if self._options.stop_at == "auto" and not self._said:
+            self._said = True
+            logger.info("a stop falls on the %s: %s", mode, why)
+        return mode
+
+    def save_s(self) -> float:
+        """How long a save would take here and now; 0 where nothing was measured."""
+        weight = weigh(self._registry)
+        per_byte = self._pace.seconds_per_byte or 0.0
+        return stop_plan.predicted_save_s(weight.state + weight.gradients, per_byte)
+
+    def tighten_after_s(self, seconds_left: float) -> float:
+        """See `stop_plan.must_tighten_after_s`."""
+        return stop_plan.must_tighten_after_s(self.facts(), seconds_left)

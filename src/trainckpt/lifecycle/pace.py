@@ -1,0 +1,69 @@
+"""The pace: how long micro-batches and saves take here, measured while training goes on.
+
+`reach` is called at every boundary, so it makes no object and calls no clock of its own.
+The training thread writes; any thread reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TrainckptError
+
+if TYPE_CHECKING:
+    from trainckpt.tiers.base import Tier
+
+REMEMBERED = 16
+TRIAL_BYTES = 4 << 20
+
+
+class Pace:
+    """Durations of one attempt on this rank."""
+
+    def __init__(self) -> None:
+        self._durations_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._saves: deque[float] = deque(maxlen=3)
+        self._last_s: float | None = None
+
+    def reach(self, now_s: float) -> None:
+        """A boundary is reached."""
+        if self._last_s is not None:
+            self._durations_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+    def leave(self, now_s: float) -> None:
+        """The boundary is left: what was done there is no part of a micro-batch."""
+        self._last_s = now_s
+
+    def saved(self, num_bytes: int, seconds: float) -> None:
+        """A save of this rank was committed. Saving thread."""
+        if num_bytes > 0:
+            self._saves.append(seconds / num_bytes)
+
+    @property
+    def micro_batch_s(self) -> float | None:
+        """Median of the last micro-batches; None before the second boundary."""
+        return statistics.median(tuple(self._durations_s)) if self._durations_s else None
+
+    @property
+    def seconds_per_byte(self) -> float | None:
+        """Slowest of the last saves; None before the first."""
+        return max(tuple(self._saves), default=None)
+
+    def try_out(self, tier: Tier, key: str, ranks: int) -> None:
+        """Where no save was measured yet: write a little, as all `ranks` do at once, and time it.
+
+        Of the bytes of a replicated state each rank writes one part in `ranks`.
+        """
+        if self._saves:
+            return
+        begun_s = time.monotonic()
+        try:
+            tier.write(key, [memoryview(bytes(TRIAL_BYTES))])
+            tier.remove(key)
+        except TrainckptError:
+            return  # the save will say why
+        self.saved(TRIAL_BYTES * ranks, time.monotonic() - begun_s)

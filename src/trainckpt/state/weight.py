@@ -1,0 +1,43 @@
+"""How many bytes a snapshot of the registered objects would hold. Reads sizes, copies nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from trainckpt.state.registry import Registry
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Bytes of the whole, not of one rank's part.
+
+    Attributes:
+        state: At a window's end.
+        gradients: That are there now.
+        possible_gradients: That there would be if every parameter that wants one had one.
+    """
+
+    state: int
+    gradients: int
+    possible_gradients: int
+
+
+def weigh(registry: Registry) -> Weight:
+    """Any thread: training may add optimizer state meanwhile, so this is an estimate."""
+    state = gradients = possible = 0
+    for model in registry.models:
+        state += sum(buffer.nbytes for buffer in model.module.buffers())
+    for parameter in registry.trained_parameters().values():
+        state += parameter.nbytes
+        gradients += 0 if parameter.grad is None else parameter.grad.nbytes
+        possible += parameter.nbytes if parameter.requires_grad else 0
+    for optimizer in registry.optimizers:
+        for items in list(optimizer.optimizer.state.values()):
+            if isinstance(items, dict):
+                values = list(items.values())
+                state += sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
+    return Weight(state, gradients, possible)
