@@ -6,6 +6,9 @@ with trainckpt.Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader
             ...
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from trainckpt.errors import (
     ConfigurationError,
     NoAgreement,
@@ -19,8 +22,11 @@ from trainckpt.errors import (
 )
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.versions import VERSION
-from trainckpt.lifecycle.checkpointer import Checkpointer
+from trainckpt.lifecycle import told as _told  # noqa: F401 - so a supervisor learns of the import
 from trainckpt.lifecycle.stopped import Stopped
+
+if TYPE_CHECKING:
+    from trainckpt.lifecycle.checkpointer import Checkpointer
 
 __all__ = [
     "Checkpointer",
@@ -37,3 +43,19 @@ __all__ = [
     "UnusableSnapshot",
 ]
 __version__ = VERSION
+
+# Loaded when first asked for: they import torch, which takes seconds that `trainckpt list` has not.
+_LATER = {"Checkpointer": "trainckpt.lifecycle.checkpointer"}
+
+if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(_LATER[name]), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

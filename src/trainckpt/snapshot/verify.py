@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 CHUNK_BYTES = 8 << 20
+# Only the header is read; the reader for torch would import it, which takes seconds.
+_FRAMEWORK = "numpy" if find_spec("numpy") else "pt"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def _plain_reader(tier: Tier, key: str) -> str:
     if not path.is_file():
         return ""
     try:
-        with safe_open(path, framework="pt") as opened:
+        with safe_open(path, framework=_FRAMEWORK) as opened:
             opened.keys()
     except SafetensorError as error:
         return f"is not readable as safetensors: {error}"

@@ -1,0 +1,24 @@
+"""Durations as people type them: "30s", "2 min", "1.5 h"."""
+
+from __future__ import annotations
+
+import math
+import re
+
+SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+WANTED = '"30s", "2 min" or "1 h"'
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, more than 0.
+
+    Raises:
+        ValueError: it is no number with a unit, or not more than 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip())
+    if match is None or match[2] not in SECONDS:
+        raise ValueError(f"{text!r} is no duration")
+    seconds = float(match[1]) * SECONDS[match[2]]
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{text!r} is no duration")
+    return seconds
