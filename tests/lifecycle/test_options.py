@@ -48,8 +48,10 @@ def test_intervals(text, every):
     [
         ("every", "often"), ("every", "0 steps"), ("every", "1.5 steps"), ("every", "-1 min"),
         ("every", "0 s"), ("every", "10"), ("every", 10), ("keep_last", 0), ("keep_last", "many"),
-        ("keep_last", True), ("stop_at", "boundary"), ("grace", "soon"), ("grace", 0), ("accumulate", 0),
-            ("memory_budget", "much"), ("memory_budget", "0 %"), ("on_stop", "ignore"), ("exit_code", 0),
+        ("keep_last", True), ("stop_at", "boundary"), ("grace", "soon"), ("grace", 0),
+        ("accumulate", 0),
+            ("memory_budget", "much"), ("memory_budget", "0 %"), ("on_stop", "ignore"),
+        ("exit_code", 0),
         ("exit_code", 256), ("resume", "maybe"),
     ],
 )  # fmt: skip

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.decision import Mode
 
 CAUTION = 1.25  # a save may take so much longer than the ones measured
+UNMEASURED_SHARE = 0.5  # of what is left is kept for a save of which nothing is known
 READ_AND_WRITE = 2.0  # gradients that are saved are read again
 
 
@@ -79,10 +80,13 @@ def must_tighten_after_s(facts: StopFacts, seconds_left: float) -> float:
     """When a stop that waits for its window's end has to settle for the micro-batch, from now.
 
     Early enough for two more micro-batches (the one under way and the one that ranks ahead are
-    in) and the save with gradients.
+    in) and the save with gradients, for which a share is kept where none was measured.
     """
-    whole = facts.state_bytes + facts.gradient_bytes
-    save_s = predicted_save_s(whole, facts.seconds_per_byte or 0.0)
+    if facts.seconds_per_byte is None:
+        save_s = UNMEASURED_SHARE * seconds_left
+    else:
+        whole = facts.state_bytes + facts.gradient_bytes
+        save_s = predicted_save_s(whole, facts.seconds_per_byte)
     return max(0.0, seconds_left - save_s - 2 * (facts.micro_batch_s or 0.0))
 
 

@@ -104,10 +104,10 @@ class Watch:
     def _stop_agreed(self, seconds_left: float | None) -> None:
         """Watcher thread: from now on the deadline is kept."""
         self.deadline.tighten(seconds_left)
-        if seconds_left is not None:
-            timer = threading.Timer(
-                self._outlook.tighten_after_s(seconds_left), self._settle_for_less
-            )
+        left_s = self.deadline.left_s()
+        if left_s is not None:
+            within_s = self._outlook.tighten_after_s(left_s)
+            timer = threading.Timer(within_s, self._settle_for_less)
             timer.daemon = True
             timer.start()
 

@@ -1,0 +1,107 @@
+"""A small training for the tests of deadlines; says "at <micro-batches>" before each one.
+
+    python -m tests.lifecycle.deadline_script RUN JSON
+
+JSON: micro_s (a micro-batch's length), accumulate, until (micro-batches), slow_from (the
+how-manieth shard file from which on the disk takes slow_s for each), slow_read_s, hang_at
+(micro-batch in which main hangs) and hang_on (rank), late_s (that rank makes its Checkpointer
+later), options (of the Checkpointer). With RANK set: gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed
+from torch import nn
+
+import trainckpt
+from trainckpt.tiers.disk import Disk
+from trainckpt.tiers.local import LocalTier
+
+
+def slow_disk(first: int, seconds: float) -> None:
+    """From shard file number `first` on, each takes so long to write: a disk under load."""
+    write, seen = Disk.write, set()
+
+    def slow(self, path, descriptor, block):
+        if path.suffix == ".safetensors" and path not in seen:
+            seen.add(path)
+            if len(seen) >= first:
+                time.sleep(seconds)
+        write(self, path, descriptor, block)
+
+    Disk.write = slow
+
+
+def slow_reads(seconds: float) -> None:
+    """Each read of a shard file takes so long."""
+    read = LocalTier.read_into
+
+    def slow(self, key, first_byte, into):
+        if key.endswith(".safetensors"):
+            say("reading")
+            time.sleep(seconds)
+        read(self, key, first_byte, into)
+
+    LocalTier.read_into = slow
+
+
+def say(line) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(run, micro_s=0.01, accumulate=4, until=10**6, slow_from=0, slow_s=0.0, slow_read_s=0.0,
+         hang_at=-1, hang_on=0, late_s=0.0, options=None):  # fmt: skip
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("gloo")
+    if slow_from:
+        slow_disk(slow_from, slow_s)
+    if slow_read_s:
+        slow_reads(slow_read_s)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    data = [torch.randn(8) for _ in range(until)] if until < 10**4 else Endless()
+    loader = torch.utils.data.DataLoader(data, 1)
+    say("begun")
+    time.sleep(late_s if rank == hang_on else 0)
+    made = trainckpt.Checkpointer(
+        run, model=model, optimizer=optimizer, loader=loader, **(options or {})
+    )
+    say("made")
+    with made as ckpt:
+        for batch in ckpt.batches():
+            at = ckpt.cursor.micro_batches
+            say(f"at {at}")
+            if at == hang_at and rank == hang_on:
+                say("hanging")
+                time.sleep(600)
+            time.sleep(micro_s)
+            model(batch).sum().backward()
+            if at % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Endless(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        return torch.full((8,), float(index % 7))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], **json.loads(sys.argv[2]))
+    except trainckpt.TrainckptError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
