@@ -1,6 +1,8 @@
 """Resume: claim an attempt, choose the snapshot, read it on every rank, or refuse with reasons.
 
-    rank 0       looks at the place, claims the attempt's number, lists the candidates
+    every rank   attaches to the place (`attach`)
+    rank 0       claims the attempt's number, lists the candidates (`choice`)
+    rank 0       records which candidate is read next, in case the process dies of it
     every rank   reads and verifies its part of the candidate; all bring their result
     all          usable on every rank: chosen. Damaged on any: refused by all, the next is tried.
                  The script's objects differ: no other snapshot would fit either, so it is raised
@@ -12,22 +14,26 @@ others, so that all end by the same one.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import (
     ConfigurationError,
-    NothingToResume,
     NoUsableSnapshot,
     StateMismatch,
     TierUnavailable,
     TrainckptError,
     UnusableSnapshot,
 )
-from trainckpt.format.attempt import FAILED, STARTING, AttemptRecord
+from trainckpt.format.attempt import FAILED, AttemptRecord
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import launch
+from trainckpt.lifecycle import choice as choices
+from trainckpt.lifecycle import error_json, launch
+from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S, Seat, attach, own_view
+from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog, restore
@@ -42,13 +48,9 @@ if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
-    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.local import LocalTier
 
-RANKS_TIMEOUT_S = 600.0
 AT_VARIABLE = "TRAINCKPT_RESUME_AT"
-MOST_DEATHS = 2
-_CLASSES = {cls.__name__: cls for cls in (ConfigurationError, NothingToResume, TierUnavailable,
-                                          UnusableSnapshot, TrainckptError)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Beginning:
         saved: This rank's verified state of it.
         refused: Snapshot -> why it was passed over.
         why_fresh: Why the run starts at step 0, where it does.
+        lost: Micro-batches that the attempts before trained after that snapshot; None if unknown.
     """
 
     run: str
@@ -70,10 +73,11 @@ class Beginning:
     saved: Saved | None = None
     refused: Mapping[str, str] | None = None
     why_fresh: str = ""
+    lost: int | None = None
 
 
 def begin(
-    tier: Tier,
+    tier: LocalTier,
     channel: Channel,
     registry: Registry,
     mode: str,
@@ -92,30 +96,25 @@ def begin(
     Raises:
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
     """
-    rank = channel.world.rank
-    everyone = channel.gather("who", [channel.world.host, os.getpid()], RANKS_TIMEOUT_S)
+    begun_s = time.monotonic()
+    me = [channel.world.host, os.getpid(), own_view()]
+    everyone = channel.gather("who", me, RANKS_TIMEOUT_S)
     _compare_lengths(channel, registry)
-    if rank == 0:
-        try:
-            beginning, candidates, refused = _look(tier, everyone, mode)
-        except TrainckptError as error:
-            channel.put("begin", {"error": _error_to_json(error)})
-            raise
-        channel.put("begin", {
-            "run": beginning.run,
-            "attempt": beginning.record.attempt,
-            "candidates": [str(c) for c in candidates],
-            "refused": refused,
-            "why_fresh": beginning.why_fresh,
-        })  # fmt: skip
-    told = channel.get("begin", RANKS_TIMEOUT_S)
-    if "error" in told:
-        raise _error_from_json(told["error"])
-    if rank != 0:
-        record = AttemptRecord(told["attempt"])
-        beginning = Beginning(told["run"], record, why_fresh=told["why_fresh"])
-    on_claimed(beginning.record.attempt)
-    return _try_in_order(tier, channel, registry, beginning, told)
+    seats = [Seat(host, view) for host, _, view in everyone]
+    run, can = attach(tier, channel, seats, mode, by_name=bool(os.environ.get(AT_VARIABLE)))
+    facts = {**launch.describe([(host, pid) for host, pid, _ in everyone]), "place": can}
+    told = together(
+        channel, "begin", lambda: _look(tier, channel, run, facts, mode), RANKS_TIMEOUT_S
+    )[0]
+    record = AttemptRecord(told["attempt"], facts=facts)
+    on_claimed(record.attempt)
+    beginning = Beginning(told["run"], record, why_fresh=told["why_fresh"])
+    try:
+        return _try_in_order(tier, channel, registry, beginning, told)
+    except BaseException as error:
+        if channel.world.rank == 0:
+            _record_refusal(tier, record, error, time.monotonic() - begun_s)
+        raise
 
 
 def record_parent(channel: Channel, log: AttemptLog, parent: str | None) -> None:
@@ -128,10 +127,10 @@ def record_parent(channel: Channel, log: AttemptLog, parent: str | None) -> None
     try:
         log.change(must=True, parent=parent)
     except TrainckptError as error:
-        told = {"error": _error_to_json(error)}
+        told = {"error": error_json.to_json(error)}
     told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]
     if "error" in told:
-        raise _error_from_json(told["error"])
+        raise error_json.from_json(told["error"])
 
 
 def _compare_lengths(channel: Channel, registry: Registry) -> None:
@@ -154,120 +153,109 @@ def _length(loader: Any) -> int:
         return -1  # a stream
 
 
-def died_on(attempts: Mapping[int, AttemptRecord], snapshot: str) -> int:
-    """How many attempts ended by their own error between reading `snapshot` and a boundary."""
-    return sum(
-        record.parent == snapshot
-        and record.state == STARTING
-        and (record.outcome or {}).get("outcome") == FAILED
-        for record in attempts.values()
-    )
-
-
 def _look(
-    tier: Tier, everyone: list[tuple[str, int]], mode: str
-) -> tuple[Beginning, list[SnapshotName], dict[str, str]]:
+    tier: LocalTier, channel: Channel, run: str | None, facts: dict[str, Any], mode: str
+) -> dict[str, Any]:
     """Rank 0: claim the attempt, and say which snapshots to try in which order."""
-    run = attempt_records.run_id(tier)
-    evidence = launch.evidence_of_restart()
-    asked = os.environ.get(AT_VARIABLE) or evidence
-    if run is None and (mode == "required" or (mode == "auto" and asked)):
-        why = f", and {evidence} says this is a restart" if evidence else ""
-        raise NothingToResume(
-            f"there is no run at {tier.url}{why}",
-            hint="check the path; resume='never' starts a new run whatever there was",
-        )
+    if channel.world.rank != 0:
+        return {}
     before = attempt_records.read_attempts(tier)
     run = run or attempt_records.found_run(tier)
-    facts = launch.describe(everyone)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts))
-    beginning = Beginning(run, record)
-    if mode == "never":
-        return _fresh(beginning, "resume='never'"), [], {}
-    found = catalog.read_catalog(tier, run, before)
-    wanted = os.environ.get(AT_VARIABLE)
-    if wanted:
-        chosen = catalog.find(found, wanted)
-        if chosen.manifest is None:
-            raise UnusableSnapshot(f"{chosen.name}: {chosen.reason}")
-        return beginning, [chosen.name], {}
-    refused = {str(c.name): c.reason for c in found if not c.usable}
-    usable = [c.name for c in found if c.usable]
-    refused.update(_gone(before, found))
-    for number, other in before.items():
-        if "damaged" in other.facts:
-            logger.warning("attempt %d: its record is damaged: %s", number, other.facts["damaged"])
-    if not usable and not _was_committed(before, found):
-        branch = any(c.reason == catalog.ABANDONED for c in found)
-        why = "nothing was committed on this branch" if branch else "nothing was ever committed"
-        why = why if before else ""
-        return _fresh(beginning, why), [], refused
-    for name in usable:
-        if (deaths := died_on(before, str(name))) >= MOST_DEATHS:
-            refused[str(name)] = f"{deaths} attempts died on it; it is the last resort"
-    usable.sort(key=lambda n: str(n) in refused)
-    return beginning, usable, refused
-
-
-def _fresh(beginning: Beginning, why: str) -> Beginning:
-    return Beginning(beginning.run, beginning.record, why_fresh=why)
-
-
-def _gone(
-    before: Mapping[int, AttemptRecord], found: tuple[catalog.Candidate, ...]
-) -> dict[str, str]:
-    """Commits that attempts recorded and that are no more, newer than all there are.
-
-    An older one was pruned, in order.
-    """
-    names = {candidate.name for candidate in found}
-    newest = max((c.name for c in found if c.usable), default=None)
-    recorded = {
-        SnapshotName.parse(record.newest_commit or ""): number for number, record in before.items()
-    }
+    choice = _choose(tier, run, before, mode)
+    lost = {str(n): choices.lost_since(before, str(n)) for n in choice.candidates}
     return {
-        str(name): f"attempt {number} committed it, and it is gone"
-        for name, number in recorded.items()
-        if name and name not in names and (newest is None or name > newest)
+        "run": run,
+        "attempt": record.attempt,
+        "candidates": [str(name) for name in choice.candidates],
+        "refused": choice.refused,
+        "why_fresh": choice.why_fresh,
+        "lost": lost,
     }
 
 
-def _was_committed(
-    before: Mapping[int, AttemptRecord], found: tuple[catalog.Candidate, ...]
-) -> bool:
-    """True if the newest attempt's ancestry ever held a commit, whatever is left of it."""
-    reach = catalog.ancestry(before, [c.name for c in found])
-    excused = (catalog.NOT_COMMITTED, catalog.ABANDONED)
-    return any(before[n].newest_commit for n in reach if n in before) or any(
-        c.reason not in excused for c in found
-    )
+def _choose(
+    tier: LocalTier, run: str, before: Mapping[int, AttemptRecord], mode: str
+) -> choices.Choice:
+    if mode == "never":
+        return choices.Choice(why_fresh="resume='never'")
+    wanted = os.environ.get(AT_VARIABLE)
+    if not wanted:
+        return choices.choose(tier, run, before)
+    chosen = catalog.find(catalog.read_catalog(tier, run, before), wanted)
+    if chosen.manifest is None:
+        raise UnusableSnapshot(f"{chosen.name}: {chosen.reason}")
+    return choices.Choice([chosen.name])
+
+
+def _record_refusal(
+    tier: LocalTier, record: AttemptRecord, error: BaseException, seconds: float
+) -> None:
+    """The attempt ends before it began: launchers swallow exit codes, so its record says why."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    code = error.exit_code if isinstance(error, TrainckptError) else code
+    outcome: dict[str, Any] = {
+        "outcome": FAILED,
+        "snapshot": None,
+        "kind": "snapshot",
+        "exactness": None,
+        "lost_micro_batches": None,
+        "tiers": [],
+        "seconds": round(seconds, 3),
+        "exit_code": code if isinstance(code, int) else 1,
+        "reason": repr(error)[:500],
+    }
+    with contextlib.suppress(TrainckptError):
+        written = attempt_records.read_attempts(tier).get(record.attempt, record)
+        attempt_records.replace(tier, written.with_(outcome=outcome))
+
+
+def _now_reading(
+    tier: LocalTier, channel: Channel, record: AttemptRecord, number: int, name: SnapshotName
+) -> AttemptRecord:
+    """Record what is read next, before any rank reads it: the process may die of it."""
+    record = record.with_(facts={**record.facts, choices.READING: str(name)})
+    if channel.world.rank == 0:
+        try:
+            attempt_records.replace(tier, record)
+        except TrainckptError as error:
+            logger.warning("the attempt's record could not be written: %s", error.message)
+        channel.put(f"reading/{number}", True)
+    else:
+        channel.get(f"reading/{number}", RANKS_TIMEOUT_S)
+    return record
 
 
 def _try_in_order(
-    tier: Tier, channel: Channel, registry: Registry, beginning: Beginning, told: dict[str, Any]
+    tier: LocalTier,
+    channel: Channel,
+    registry: Registry,
+    beginning: Beginning,
+    told: dict[str, Any],
 ) -> Beginning:
     refused = dict(told["refused"])
     names = [SnapshotName.parse(text) for text in told["candidates"]]
     for number, name in enumerate(names):
         assert name is not None
+        record = _now_reading(tier, channel, beginning.record, number, name)
+        beginning = replace(beginning, record=record)
         result, manifest, saved = _read(tier, channel, registry, beginning.run, name)
         results = channel.gather(f"read/{number}", result, RANKS_TIMEOUT_S)
         mismatch = [r for r in results if r["kind"] == "mismatch"]
         if mismatch:
-            raise _error_from_json(mismatch[0])
+            raise error_json.from_json(mismatch[0])
         reasons = [
             f"rank {rank}: {r['message']}" for rank, r in enumerate(results) if r["kind"] != "ok"
         ]
         if not reasons:
-            return Beginning(beginning.run, beginning.record, manifest, saved, refused)
+            lost = told["lost"].get(str(name))
+            return replace(beginning, manifest=manifest, saved=saved, refused=refused, lost=lost)
         if any(r["kind"] == "tier" for r in results):
             raise TierUnavailable("; ".join(reasons), hint="make the run's place readable again")
         refused[str(name)] = "; ".join(reasons)
     if names or (refused and not told["why_fresh"] and _is_serious(refused)):
         raise NoUsableSnapshot(tier.url, refused)
-    return Beginning(
-        beginning.run, beginning.record, refused=refused, why_fresh=beginning.why_fresh
-    )
+    return replace(beginning, refused=refused)
 
 
 def _is_serious(refused: Mapping[str, str]) -> bool:
@@ -276,7 +264,7 @@ def _is_serious(refused: Mapping[str, str]) -> bool:
 
 
 def _read(
-    tier: Tier, channel: Channel, registry: Registry, run: str, name: SnapshotName
+    tier: LocalTier, channel: Channel, registry: Registry, run: str, name: SnapshotName
 ) -> tuple[dict[str, Any], Manifest | None, Saved | None]:
     """This rank's part of one candidate, and the result to bring to the others."""
     world = channel.world
@@ -293,25 +281,9 @@ def _read(
         saved = destination.finish()
         apply.check(registry, saved, str(name))
     except ConfigurationError as error:
-        return {"kind": "mismatch", **_error_to_json(error)}, None, None
+        return {"kind": "mismatch", **error_json.to_json(error)}, None, None
     except TierUnavailable as error:
-        return {"kind": "tier", **_error_to_json(error)}, None, None
+        return {"kind": "tier", **error_json.to_json(error)}, None, None
     except TrainckptError as error:
-        return {"kind": "unusable", **_error_to_json(error)}, None, None
+        return {"kind": "unusable", **error_json.to_json(error)}, None, None
     return {"kind": "ok"}, manifest, saved
-
-
-def _error_to_json(error: TrainckptError) -> dict[str, Any]:
-    name = next((c.__name__ for c in type(error).__mro__ if c.__name__ in _CLASSES), "")
-    found: dict[str, Any] = {"class": name, "message": error.message, "hint": error.hint}
-    if isinstance(error, StateMismatch):
-        found["differences"] = list(error.differences)
-        found["what"] = error.what
-    return found
-
-
-def _error_from_json(data: dict[str, Any]) -> TrainckptError:
-    if "differences" in data:
-        return StateMismatch(data["what"], data["differences"], hint=data["hint"])
-    cls = _CLASSES.get(data["class"], TrainckptError)
-    return cls(data["message"], hint=data["hint"])

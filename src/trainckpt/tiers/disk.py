@@ -7,6 +7,7 @@ Files are created 0600, folders 0700: a snapshot holds everything the model know
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING
 
@@ -40,12 +41,18 @@ class Disk:
         os.fsync(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Return when the folder's names are on stable storage (where the system can)."""
+        """Return when the folder's names are on stable storage (where the system can).
+
+        A file system that cannot was named when the run attached (`capabilities`).
+        """
         if os.name == "nt":
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
         finally:
             os.close(descriptor)
 

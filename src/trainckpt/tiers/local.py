@@ -32,42 +32,42 @@ class LocalTier:
     def __init__(self, root: str | os.PathLike[str], disk: Disk | None = None) -> None:
         self.root = Path(root).absolute()
         self.url = str(self.root)
-        self._disk = disk or Disk()
+        self.disk = disk or Disk()
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
     def write(self, key: str, blocks: Iterable[memoryview]) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
         path = self._path(key)
-        with _translated("write", path):
+        with translated("write", path):
             self._make_folders(path.parent)
             self._write_file(path, blocks)
-            self._disk.sync_folder(path.parent)
+            self.disk.sync_folder(path.parent)
 
     def replace(self, key: str, data: bytes) -> None:
         """Atomically make `data` the bytes of `key`."""
         path = self._path(key)
-        with _translated("write", path):
+        with translated("write", path):
             self._make_folders(path.parent)
             with self._temporary(path, data) as temporary:
-                self._disk.rename(temporary, path)
-            self._disk.sync_folder(path.parent)
+                self.disk.rename(temporary, path)
+            self.disk.sync_folder(path.parent)
 
     def create(self, key: str, data: bytes) -> bool:
         """Create `key` with `data`; False, and nothing changed, if it exists."""
         path = self._path(key)
-        with _translated("create", path):
+        with translated("create", path):
             self._make_folders(path.parent)
             try:
                 self._create(path, data)
             except FileExistsError:
                 return False
-            self._disk.sync_folder(path.parent)
+            self.disk.sync_folder(path.parent)
         return True
 
     def size(self, key: str) -> int | None:
         """Bytes of `key`, or None if it does not exist."""
         path = self._path(key)
-        with _translated("look at", path):
+        with translated("look at", path):
             try:
                 return path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -87,7 +87,7 @@ class LocalTier:
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
         """Fill `into` from `first_byte` on; raises if the file ends before."""
         path = self._path(key)
-        with _translated("read", path), path.open("rb", buffering=0) as file:
+        with translated("read", path), path.open("rb", buffering=0) as file:
             file.seek(first_byte)
             done = 0
             while done < len(into):
@@ -99,7 +99,7 @@ class LocalTier:
     def list(self, folder: str) -> list[str]:
         """Names in `folder`, sorted, temporary ones left out; empty if there is no folder."""
         path = self._path(folder)
-        with _translated("list", path):
+        with translated("list", path):
             try:
                 found = sorted(entry.name for entry in path.iterdir())
             except FileNotFoundError:
@@ -109,17 +109,23 @@ class LocalTier:
     def remove(self, key: str) -> None:
         """Remove `key`; durable when it returns."""
         path = self._path(key)
-        with _translated("remove", path), contextlib.suppress(FileNotFoundError):
-            self._disk.remove(path)
-            self._disk.sync_folder(path.parent)
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            self.disk.remove(path)
+            self.disk.sync_folder(path.parent)
+
+    def make_folder(self, folder: str) -> tuple[Path, ...]:
+        """Make `folder` ("" is the place itself), durably; returns what was missing, top first."""
+        path = self._path(folder)
+        with translated("create", path):
+            return self._make_folders(path)
 
     def remove_folder(self, folder: str) -> None:
         """Remove `folder` and the files in it."""
         path = self._path(folder)
-        with _translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
             for entry in sorted(path.iterdir()):
-                self._disk.remove(entry)
-            self._disk.remove_folder(path)
+                self.disk.remove(entry)
+            self.disk.remove_folder(path)
 
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []
@@ -127,7 +133,7 @@ class LocalTier:
             raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run's place")
         return self.root.joinpath(*parts)
 
-    def _make_folders(self, path: Path) -> None:
+    def _make_folders(self, path: Path) -> tuple[Path, ...]:
         missing: list[Path] = []
         existing = path
         while not existing.is_dir():
@@ -135,9 +141,9 @@ class LocalTier:
             existing = existing.parent
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                self._disk.make_folder(folder)
+                self.disk.make_folder(folder)
             # Also when another rank made it: our file must not become durable before its folder.
-            self._disk.sync_folder(folder.parent)
+            self.disk.sync_folder(folder.parent)
             self._durable.add(folder)
         for folder in [path, *path.parents]:
             if not folder.is_relative_to(self.root):
@@ -145,18 +151,19 @@ class LocalTier:
             if folder not in self._durable:
                 # The parent of the run's place may be closed to us; then it was made by others.
                 with contextlib.suppress(PermissionError):
-                    self._disk.sync_folder(folder.parent)
+                    self.disk.sync_folder(folder.parent)
                 self._durable.add(folder)
+        return tuple(reversed(missing))
 
     def _write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
-        descriptor = self._disk.create(path)
+        descriptor = self.disk.create(path)
         try:
             for block in blocks:
-                self._disk.write(path, descriptor, block)
-            self._disk.sync(path, descriptor)
+                self.disk.write(path, descriptor, block)
+            self.disk.sync(path, descriptor)
         except OSError:
             with contextlib.suppress(OSError):  # on a full disk, the space it took
-                self._disk.remove(path)
+                self.disk.remove(path)
             raise
         finally:
             os.close(descriptor)
@@ -164,7 +171,7 @@ class LocalTier:
     def _create(self, path: Path, data: bytes) -> None:
         with self._temporary(path, data) as temporary:
             try:
-                self._disk.link(temporary, path)
+                self.disk.link(temporary, path)
             except FileExistsError:
                 raise
             except OSError as error:
@@ -184,11 +191,12 @@ class LocalTier:
             yield temporary
         finally:
             with contextlib.suppress(FileNotFoundError):
-                self._disk.remove(temporary)
+                self.disk.remove(temporary)
 
 
 @contextlib.contextmanager
-def _translated(verb: str, path: Path) -> Iterator[None]:
+def translated(verb: str, path: Path) -> Iterator[None]:
+    """Around system calls: what they refuse leaves as an error of ours, with what to do."""
     try:
         yield
     except FileNotFoundError as error:
