@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
 from trainckpt.errors import NothingToResume
-from trainckpt.lifecycle import place
+from trainckpt.format.attempt import ENDED, UNDECIDED
+from trainckpt.lifecycle import heartbeat, place
 from trainckpt.snapshot import attempts, catalog
 
 if TYPE_CHECKING:
     import argparse
 
+    from trainckpt.format.attempt import AttemptRecord
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.local import LocalTier
+
+ATTEMPT_COLUMNS = ("attempt", "began from", "ranks", "started", "how it is", "exit code",
+                   "newest commit")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--attempts", action="store_true", help="its attempts too")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -27,16 +34,22 @@ def execute(arguments: argparse.Namespace) -> int:
     candidates = read(tier)
     if arguments.json:
         rows = [to_json(c, tier.name) for c in candidates]
-        show.document({"run": tier.url, "candidates": rows})
+        more = {"attempts": _attempts(tier)} if arguments.attempts else {}
+        show.document({"run": tier.url, "candidates": rows, **more})
         return 0
-    if not candidates:
+    if candidates:
+        show.table(
+            ("id", "name", "step", "micro", "when", "size", "ranks", "tags", "usable"),
+            [_row(c) for c in candidates],
+            title=tier.url,
+        )
+    else:
         print(f"{tier.url}: no snapshot was committed yet")
-        return 0
-    show.table(
-        ("id", "name", "step", "micro", "when", "size", "ranks", "tags", "usable"),
-        [_row(c) for c in candidates],
-        title=tier.url,
-    )
+    if arguments.attempts:
+        show.table(
+            ATTEMPT_COLUMNS,
+            [_attempt_row(row) for row in _attempts(tier)],
+        )
     return 0
 
 
@@ -79,3 +92,58 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
                  " ".join(manifest.tags))  # fmt: skip
     usable = "yes" if candidate.usable else f"no: {candidate.reason}"
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable)
+
+
+def _attempts(tier: LocalTier) -> list[dict[str, Any]]:
+    """What the attempts' records say, newest first; of those without an outcome, who is alive."""
+    records = sorted(attempts.read_attempts(tier).items(), reverse=True)
+    return [_attempt(tier, record) for _, record in records]
+
+
+def _attempt(tier: LocalTier, record: AttemptRecord) -> dict[str, Any]:
+    outcome = record.outcome or {}
+    age = None if record.outcome else heartbeat.age_s(tier, record.attempt)
+    return {
+        "attempt": record.attempt,
+        "parent": record.parent,
+        "state": record.state,
+        "alive": age is not None and age < heartbeat.ALIVE_S,
+        "heartbeat_age_s": None if age is None else round(age, 1),
+        "outcome": outcome.get("outcome"),
+        "exit_code": outcome.get("exit_code"),
+        "snapshot": outcome.get("snapshot"),
+        "newest_commit": record.newest_commit,
+        "world": record.facts.get("world"),
+        "started": record.facts.get("started"),
+        "reason": record.facts.get("damaged") or outcome.get("reason"),
+    }
+
+
+def _attempt_row(row: dict[str, Any]) -> tuple[str, ...]:
+    began = {None: "step 0", UNDECIDED: "not chosen"}.get(row["parent"], row["parent"])
+    started = row["started"]
+    return (
+        str(row["attempt"]),
+        began,
+        _or_nothing(row["world"]),
+        show.when(started) if isinstance(started, (int, float)) else "",
+        _how(row),
+        _or_nothing(row["exit_code"]),
+        row["newest_commit"] or "",
+    )
+
+
+def _how(row: dict[str, Any]) -> str:
+    why = f": {row['reason']}" if row["reason"] else ""
+    if row["outcome"]:
+        return f"{row['outcome']}{why}"
+    if row["alive"]:
+        return f"alive, {row['state']}"
+    if row["state"] == ENDED or why:
+        return f"{row['state']}{why}"
+    age = row["heartbeat_age_s"]
+    return "dead, without a word" if age is None else f"dead, silent for {age:.0f} s"
+
+
+def _or_nothing(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,4 +1,7 @@
-"""`trainckpt`: find the verb, run it, turn errors into one sentence, a hint and an exit code."""
+"""`trainckpt`: find the verb, run it, turn errors into one sentence, a hint and an exit code.
+
+Only the module of the verb that was asked for is imported: some pull torch, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,30 @@ import itertools
 import json
 import sys
 import traceback
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from trainckpt.cli import demo, list_, prove, resume, run, verify
 from trainckpt.errors import ConfigurationError, TrainckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from types import ModuleType
 
+# verb -> what the help says; a module's own header says the same
 VERBS = {
-    "run": run,
-    "resume": resume,
-    "list": list_,
-    "verify": verify,
-    "prove": prove,
-    "demo": demo,
+    "run": "launch a script with checkpoints through torchrun, and return the exit code it meant",
+    "resume": "launch a run's recorded command again, from its newest usable checkpoint",
+    "pause": "stop a live run at a checkpoint that all its ranks agree on, and wait for it",
+    "list": "which checkpoints (snapshots) a run has, and why others are refused",
+    "show": "what one checkpoint holds: tensors, cursor, and where it came from",
+    "verify": "read and check every byte of a run's checkpoints, naming each bad file",
+    "prove": "run a script straight, and again resumed from checkpoints, and compare every bit",
+    "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",
+    "doctor": "what this machine, and a run's place, can do for checkpoints; each cure",
+    "config": "every option of the checkpoints, its value, and where that came from",
 }
+_MODULES = {"list": "list_", "show": "show_"}  # where the verb's own name is taken
+INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,30 +44,31 @@ class Parser(argparse.ArgumentParser):
         raise ConfigurationError(f"{self.prog}: {message}", hint=f"{self.prog} --help")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line, every verb with its own help."""
+def module_of(verb: str) -> ModuleType:
+    """The module of a verb, imported now."""
+    return import_module(f"trainckpt.cli.{_MODULES.get(verb, verb)}")
+
+
+def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
+    """The parser of the command line, with the arguments of the verbs in `whole`."""
     parser = Parser(
         prog="trainckpt",
         description="Checkpoints for PyTorch training that resume at the exact micro-batch.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, module in VERBS.items():
-        text = (module.__doc__ or "").splitlines()[0]
-        sub = verbs.add_parser(
-            name,
-            help=text.partition(": ")[2],
-            description=text.partition(": ")[2],
-            allow_abbrev=False,
-        )
+    whole = set(whole)
+    for name, text in VERBS.items():
+        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
-        module.add_arguments(sub)
+        if name in whole:
+            module_of(name).add_arguments(sub)
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line. What `run` does not know goes to torchrun, in its order."""
-    parser = build_parser()
+    parser = build_parser(VERBS.keys() & {*argv})
     arguments, unknown = parser.parse_known_args(argv)
     if unknown and arguments.verb != "run":
         parser.error(f"{arguments.verb} does not know {' '.join(unknown)}")
@@ -70,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         arguments = parse(argv)
-        code: int = VERBS[arguments.verb].execute(arguments)
+        code: int = module_of(arguments.verb).execute(arguments)
         return code
     except TrainckptError as error:
         if "--json" in itertools.takewhile(lambda word: word != "--", argv):
@@ -81,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except Exception:  # noqa: BLE001 - whatever is left is our own mistake
         traceback.print_exc()
         print("error: this is a bug in trainckpt; please report it", file=sys.stderr)

@@ -1,0 +1,56 @@
+"""config: every option of the checkpoints, its value, and where that came from."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.cli import show
+from trainckpt.lifecycle.options import TABLE, read_options
+
+if TYPE_CHECKING:
+    import argparse
+
+DEFAULT = "default"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """This verb has none: what it shows is what a script started here and now would use."""
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the options as a Checkpointer without arguments would read them."""
+    found = read_options({})
+    rows = [
+        {
+            "name": name,
+            "value": _plain(getattr(found, name), found.origins[name], entry[0]),
+            "origin": found.origins[name],
+            "default": entry[0],
+            "variable": f"TRAINCKPT_{name.upper()}",
+            "wanted": entry[2],
+        }
+        for name, entry in TABLE.items()
+    ]
+    if arguments.json:
+        show.document({"options": rows})
+        return 0
+    show.table(
+        ("option", "value", "from", "variable", "to type"),
+        [_row(row) for row in rows],
+    )
+    print("A Checkpointer's own arguments go before all of these.")
+    return 0
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    value = "not set" if row["value"] is None else str(row["value"])
+    return (row["name"], value, row["origin"], row["variable"], row["wanted"])
+
+
+def _plain(value: Any, origin: str, default: Any) -> Any:
+    """A value as JSON has it; of one that was parsed, the text it was parsed from."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    typed = default if origin == DEFAULT else os.environ.get(origin)
+    return getattr(value, "text", None) or typed or str(value)

@@ -1,0 +1,188 @@
+"""doctor: what this machine, and a run's place, can do for checkpoints; each cure.
+
+Nothing is left behind: what is tried at the run's place is tried in a folder of doctor's own, which
+is removed. A place that does not exist yet is not made; its nearest parent is tried instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from trainckpt.cli import list_, show
+from trainckpt.errors import TierUnavailable, TrainckptError
+from trainckpt.lifecycle import heartbeat, place
+from trainckpt.lifecycle.machine import Item, examine
+from trainckpt.snapshot import attempts, catalog
+from trainckpt.tiers import capabilities
+from trainckpt.tiers.patience import answer_within
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
+
+    from trainckpt.tiers.capabilities import Capabilities
+    from trainckpt.tiers.local import LocalTier
+
+PROBE_BYTES = 64 << 20
+PLACE = "run's place"
+FAILED = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help="look at this run's place too")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print every item; 1 if one that is needed fails."""
+    tier = place.open_place(arguments.run) if arguments.run else None
+    items = examine(show.size)
+    if tier is not None:
+        items += _place(tier)
+    ok = all(item.ok for item in items if item.needed)
+    if arguments.json:
+        rows = [{**asdict(item), "cure": "" if item.ok else item.cure} for item in items]
+        show.document({"items": rows, "ok": ok})
+        return 0 if ok else FAILED
+    show.table(("what", "", "found", "cure"), [_row(item) for item in items])
+    missing = [item.name for item in items if item.needed and not item.ok]
+    print("all that is needed is there" if ok else f"needed, and not there: {', '.join(missing)}")
+    return 0 if ok else FAILED
+
+
+def _row(item: Item) -> tuple[str, ...]:
+    verdict = "ok" if item.ok else "FAILS" if item.needed else "lacks"
+    return (item.name, verdict, item.value, "" if item.ok else item.cure)
+
+
+def _place(tier: LocalTier) -> list[Item]:
+    """What the run's place can do, and what is there. Every file is gone again."""
+    try:
+        folder = answer_within(tier.url, lambda: _nearest(tier.root))
+        scratch = folder / f".tmp-doctor-{secrets.token_hex(8)}"
+        tried = answer_within(tier.url, lambda: _try(scratch))
+    except (OSError, TierUnavailable) as error:
+        why = error.strerror if isinstance(error, OSError) else error.message
+        cure = error.hint if isinstance(error, TierUnavailable) else ""
+        cure = cure or f"make {tier.url} a directory that this user can read and write"
+        return [Item(PLACE, ok=False, value=f"{tier.url}: {why}", cure=cure)]
+    found, write_s, read_s = tried
+    new = "" if folder == tier.root else f"; {tier.url} is not there yet"
+    where = Item(PLACE, ok=True, value=f"{folder} can be read and written{new}")
+    speeds = _speeds(write_s, read_s)
+    return [where, *_abilities(found), speeds, *_run(tier, found)]
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest parent that exists; `OSError` if it is no directory."""
+    while True:
+        try:
+            next(path.iterdir(), None)
+        except FileNotFoundError:
+            path = path.parent
+        else:
+            return path
+
+
+def _try(scratch: Path) -> tuple[Capabilities, float, float]:
+    scratch.mkdir(mode=0o700)
+    try:
+        found = capabilities.measure(scratch)
+        if 0 <= found.free_bytes < 2 * PROBE_BYTES:
+            return found, 0.0, 0.0
+        return found, *_measure_speeds(scratch / "probe")
+    finally:
+        with contextlib.suppress(OSError):
+            (scratch / "probe").unlink(missing_ok=True)
+            scratch.rmdir()
+
+
+def _measure_speeds(path: Path) -> tuple[float, float]:
+    """Seconds to write the probe to stable storage, and to read it back, past the page cache."""
+    block = mmap.mmap(-1, 4 << 20)
+    block[:] = os.urandom(1 << 20) * 4
+    begun = time.perf_counter()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for _ in range(PROBE_BYTES // len(block)):
+            os.write(descriptor, block)
+        os.fsync(descriptor)
+        written = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        while os.read(descriptor, len(block)):
+            pass
+        return written - begun, time.perf_counter() - written
+    finally:
+        os.close(descriptor)
+
+
+def _speeds(write_s: float, read_s: float) -> Item:
+    if not write_s:
+        return Item("speed", ok=False, value="no room to measure it", cure="free space there",
+                    needed=False)  # fmt: skip
+    write, read = (show.size(int(PROBE_BYTES / seconds)) for seconds in (write_s, read_s))
+    value = f"writes {write}/s and reads {read}/s ({show.size(PROBE_BYTES)}, one process)"
+    return Item("speed", ok=True, value=value, needed=False)
+
+
+def _abilities(found: Capabilities) -> list[Item]:
+    elsewhere = "name a run on another file system"
+    how = {capabilities.LINK: "by link", capabilities.EXCLUSIVE: "by exclusive creation"}
+    tail = "" if found.direct_tail else ", but the file's end cannot be cut"
+    return [
+        Item("file system", ok=True, value=found.file_system or "not known", needed=False),
+        Item("rename", found.rename, "replaces in one act" if found.rename else "does not replace",
+             elsewhere),
+        Item("create only", bool(found.create_only), how.get(found.create_only, "not possible"),
+             elsewhere),
+        Item("directory sync", found.folder_sync,
+             "works" if found.folder_sync else "a power cut may lose the newest snapshots",
+             elsewhere, needed=False),
+        Item("flock", found.lock, "works" if found.lock else "does not work",
+             "nothing in this version needs it; NFS: mount with locks", needed=False),
+        Item("O_DIRECT", found.direct and found.direct_tail,
+             f"works{tail}" if found.direct else "does not work",
+             "nothing to do: writes go through the page cache", needed=False),
+    ]  # fmt: skip
+
+
+def _run(tier: LocalTier, found: Capabilities) -> list[Item]:
+    """The run that is there, if any; and room for its next snapshots."""
+    try:
+        run = attempts.run_id(tier)
+        candidates = list_.read(tier) if run else ()
+    except TrainckptError as error:
+        return [Item("run", ok=False, value=error.message, cure=error.hint)]
+    largest = max((c.manifest.num_bytes for c in candidates if c.manifest), default=0)
+    room = found.free_bytes < 0 or found.free_bytes >= 2 * largest
+    free = show.size(found.free_bytes) if found.free_bytes >= 0 else "not known"
+    needs = f", the largest snapshot has {show.size(largest)}" if largest else ""
+    items = [Item("free space", room, f"{free}{needs}", "free space there, or lower keep_last")]
+    if run is None:
+        return [*items, Item("run", ok=True, value="none yet", needed=False)]
+    items.append(Item("run", ok=True, value=run))
+    committed = [c for c in candidates if c.reason != catalog.NOT_COMMITTED]
+    newest = next((c for c in candidates if c.usable), None)
+    value = "none yet" if not committed else "none is usable"
+    if newest is not None and newest.manifest is not None:
+        value = f"{newest.name}, {show.when(newest.manifest.created)}"
+    cure = f"trainckpt list {tier.url} says why each is refused"
+    items.append(Item("newest snapshot", bool(newest) or not committed, value, cure))
+    return [*items, _live(tier)]
+
+
+def _live(tier: LocalTier) -> Item:
+    for number, record in sorted(attempts.read_attempts(tier).items(), reverse=True):
+        age = None if record.outcome else heartbeat.age_s(tier, number)
+        if age is not None and age < heartbeat.ALIVE_S:
+            value = f"attempt {number} is alive, its heartbeat {age:.0f} s old"
+            return Item("live attempt", ok=True, value=value, needed=False)
+    return Item("live attempt", ok=True, value="none", needed=False)

@@ -1,0 +1,268 @@
+"""pause: stop a live run at a checkpoint that all its ranks agree on, and wait for it.
+
+    find      the newest attempt without an outcome whose heartbeat is young
+    tell      a notice file for that attempt, in the run's place; its ranks look once a second
+    wait      until its record has an outcome, then shortly for its heartbeat to be gone
+    report    what was saved where, and the exit code that says so
+
+A notice is never taken back: by the time it could be, the ranks may have agreed. One that is left
+over names its attempt only, and stops no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.cli import show
+from trainckpt.errors import (
+    ConfigurationError,
+    NoAgreement,
+    NothingToResume,
+    SaveFailed,
+    TierUnavailable,
+    UnusableSnapshot,
+)
+from trainckpt.format.attempt import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
+from trainckpt.format.duration import WANTED, parse_duration
+from trainckpt.lifecycle import heartbeat, place
+from trainckpt.snapshot import attempts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainckpt.tiers.local import LocalTier
+
+REASON = "trainckpt pause"
+KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds",
+        "exit_code")  # fmt: skip
+LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
+LISTEN_EVERY_S = 1.0  # to the heartbeat
+LEAVE_WITHIN_S = 5.0
+SILENT_FOR_S = 2.0  # a heartbeat that is gone: how long until the outcome must be there
+NAMED_ATTEMPTS = 3
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument(
+        "--deadline",
+        type=_duration,
+        metavar="TIME",
+        help='give the run so long to stop, such as "30s" (default: wait without limit)',
+    )
+    parser.add_argument(
+        "--dump", action="store_true", help="also dump the processes (not in this version)"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Tell the run to stop, wait, and report; 71 if it is not in time."""
+    if arguments.dump:
+        raise ConfigurationError(
+            "--dump: this version does not dump processes", hint="leave it out: pause saves"
+        )
+    tier = place.open_place(arguments.run)
+    live = find_live(tier)
+    notice = _tell(tier, live.attempt, arguments.deadline)
+    world = live.facts.get("world")
+    _say(
+        f"attempt {live.attempt} of {tier.url}"
+        + (f", ranks: {world}," if isinstance(world, int) else "")
+        + " is told to stop at the next boundary that all its ranks reach"
+    )
+    try:
+        record = _wait(tier, live, arguments.deadline)
+    except KeyboardInterrupt:
+        return _interrupted(live.attempt, as_json=arguments.json)
+    with contextlib.suppress(OSError):
+        notice.unlink()
+    return report(tier, record, as_json=arguments.json)
+
+
+def find_live(tier: LocalTier) -> AttemptRecord:
+    """The newest attempt that has not ended and whose heartbeat is young.
+
+    Raises:
+        NothingToResume: there is none; says what was found.
+    """
+    if attempts.run_id(tier) is None:
+        raise NothingToResume(f"no live run: there is no run at {tier.url}", hint="check the path")
+    found = []
+    for number, record in sorted(attempts.read_attempts(tier).items(), reverse=True):
+        age = None if record.outcome else heartbeat.age_s(tier, number)
+        if age is not None and age < heartbeat.ALIVE_S:
+            return record
+        found.append(_why_not(record, age))
+    told = "; ".join(found[:NAMED_ATTEMPTS]) or "no attempt was recorded"
+    raise NothingToResume(
+        f"no live run at {tier.url}: {told}", hint=f"trainckpt list --attempts {tier.url}"
+    )
+
+
+def report(tier: LocalTier, record: AttemptRecord, *, as_json: bool) -> int:
+    """Print how the attempt ended; returns the exit code."""
+    outcome = dict(record.outcome or {})
+    sentence, code, hint = _verdict(tier, record.attempt, outcome)
+    if as_json:
+        error = {"error": sentence, "code": code, "hint": hint} if code else {}
+        facts = {key: outcome.get(key) for key in KEYS}
+        more = {"run": tier.url, "attempt": record.attempt, "reason": outcome.get("reason")}
+        show.document({**facts, **more, **error})
+    elif code:
+        print(f"error: {sentence}\nnext: {hint}", file=sys.stderr)
+    else:
+        print(sentence)
+    return code
+
+
+def _verdict(tier: LocalTier, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
+    """A sentence, the exit code, and what to type next."""
+    how, snapshot = outcome.get("outcome"), outcome.get("snapshot")
+    lost = outcome.get("lost_micro_batches") or 0
+    who, again = f"attempt {attempt}", f"trainckpt resume {tier.url}"
+    where = f"{snapshot} in {tier.url} ({', '.join(outcome.get('tiers') or ['?'])})"
+    if how == FINISHED:
+        return f"{who} finished before it could stop: {where}", 0, ""
+    if how != STOPPED:
+        kept = f"go on from {snapshot}" if snapshot else "it saved nothing"
+        why = f" ({outcome['reason']})" if outcome.get("reason") else ""
+        return f"{who} {how} before it could stop{why}; {kept}", NothingToResume.exit_code, again
+    if snapshot is None:
+        why = f"{who} stopped, but nothing could be saved"
+        return why, UnusableSnapshot.exit_code, f"see the run's own log, then {again}"
+    if lost:
+        why = f"{who} stopped, but its last save failed: {where} stands, micro-batches lost: {lost}"
+        return why, SaveFailed.exit_code, f"see the run's own log, then {again}"
+    return f"{who} stopped: saved {where}", 0, ""
+
+
+def _tell(tier: LocalTier, attempt: int, seconds_left: float | None) -> Path:
+    """Write the notice so that it appears whole, and so that the ranks' user can read it."""
+    body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": False}
+    folder = place.notices_folder(tier)
+    name = secrets.token_hex(8)
+    temporary, target = folder / f".tmp-{name}", folder / f"{attempt}-{name}.json"
+    try:
+        owner = heartbeat.path_of(tier, attempt).stat()
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _hand_over(folder, owner, 0o755)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(json.dumps(body).encode())
+        _hand_over(temporary, owner, 0o644)
+        temporary.rename(target)
+    except OSError as error:
+        raise TierUnavailable(
+            f"the notice {target} cannot be written: {error.strerror or error}",
+            hint="run trainckpt pause as the user of the run",
+        ) from error
+    return target
+
+
+def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
+    """Give `path` to the run's user; where we may not, let others read it."""
+    if os.name == "nt" or path.stat().st_uid == owner.st_uid:
+        return
+    try:
+        os.chown(path, owner.st_uid, owner.st_gid)
+    except OSError:
+        path.chmod(else_mode)
+
+
+def _wait(tier: LocalTier, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:
+    """The record with its outcome, once the attempt has left.
+
+    Raises:
+        NoAgreement: the time is over.
+        NothingToResume: its heartbeat stopped, and it left no outcome.
+    """
+    begun = said = listened = time.monotonic()
+    while True:
+        record = _read(tier, live)
+        now = time.monotonic()
+        if record.outcome is not None:
+            _wait_until_gone(tier, record.attempt)
+            return record
+        if limit_s is not None and now - begun >= limit_s:
+            raise NoAgreement(
+                f"attempt {live.attempt} has not stopped within {limit_s:g} s; the notice stands, "
+                "so it may still stop",
+                hint=f"trainckpt pause {tier.url} waits on; trainckpt list --attempts {tier.url}",
+            )
+        if now - listened >= LISTEN_EVERY_S:
+            listened = now
+            if not heartbeat.is_alive(tier, live.attempt):
+                return _last_words(tier, live)
+        if now - said >= SAY_EVERY_S:
+            said = now
+            newest = f"; newest snapshot: {record.newest_commit}" if record.newest_commit else ""
+            _say(f"waiting, {now - begun:.0f} s{newest}")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _last_words(tier: LocalTier, live: AttemptRecord) -> AttemptRecord:
+    """The outcome of an attempt whose heartbeat is gone; it was written just before, or never."""
+    until = time.monotonic() + SILENT_FOR_S
+    while (record := _read(tier, live)).outcome is None:
+        if time.monotonic() >= until:
+            kept = f"go on from {record.newest_commit}" if record.newest_commit else "nothing saved"
+            raise NothingToResume(
+                f"attempt {live.attempt} died before it could stop, without a word; {kept}",
+                hint=f"trainckpt resume {tier.url}",
+            )
+        time.sleep(LOOK_EVERY_S)
+    return record
+
+
+def _wait_until_gone(tier: LocalTier, attempt: int) -> None:
+    until = time.monotonic() + LEAVE_WITHIN_S
+    while heartbeat.age_s(tier, attempt) is not None and time.monotonic() < until:
+        time.sleep(LOOK_EVERY_S)
+
+
+def _read(tier: LocalTier, live: AttemptRecord) -> AttemptRecord:
+    """The attempt's record as it is now; as it was, if it is being replaced right now."""
+    key = attempts.record_key(live.attempt)
+    try:
+        return AttemptRecord.load(tier.read(key, max_bytes=MAX_BYTES), key)
+    except UnusableSnapshot:
+        return live
+
+
+def _why_not(record: AttemptRecord, age: float | None) -> str:
+    who = f"attempt {record.attempt}"
+    if record.outcome is not None:
+        return f"{who} {record.outcome.get('outcome')}"
+    if age is not None:
+        return f"{who} left no outcome, and its last sign of life is {age:.0f} s old"
+    return f"{who} left no outcome, and gives no sign of life"
+
+
+def _interrupted(attempt: int, *, as_json: bool) -> int:
+    sentence = f"interrupted; the notice stands, so attempt {attempt} may still stop"
+    if as_json:
+        show.document({"error": sentence, "code": INTERRUPTED, "hint": ""})
+    else:
+        print(f"error: {sentence}", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; use {WANTED}") from None
+
+
+def _say(line: str) -> None:
+    print(f"pause: {line}", file=sys.stderr, flush=True)

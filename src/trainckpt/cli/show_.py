@@ -1,0 +1,167 @@
+"""show: what one checkpoint holds: tensors, cursor, and where it came from."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.cli import list_, show
+from trainckpt.errors import NothingToResume, UnusableSnapshot
+from trainckpt.format.names import split_target
+from trainckpt.format.shard_file import ITEM_BYTES
+from trainckpt.lifecycle import place
+from trainckpt.snapshot import catalog
+from trainckpt.snapshot.restore import read_header
+
+if TYPE_CHECKING:
+    import argparse
+
+    from trainckpt.format.manifest import Manifest, TensorEntry
+    from trainckpt.format.shard_file import Region
+    from trainckpt.snapshot.catalog import Candidate
+    from trainckpt.tiers.base import Tier
+
+    Shards = dict[str, list[tuple[str, Region]]]
+
+PLACEMENTS = {"split": "one copy", "rank": "each rank's own"}
+LATEST = "latest"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print one snapshot: reads its manifest and the headers of its files, not the data."""
+    run, wanted = split_target(arguments.target)
+    tier = place.open_place(run)
+    candidate = _choose(tier, wanted)
+    manifest = candidate.manifest
+    if manifest is None:
+        raise UnusableSnapshot(f"{candidate.name}: {candidate.reason}")
+    shards, unread = _shards(tier, manifest)
+    tensors = [
+        _tensor(name, entry, shards.get(name, [])) for name, entry in manifest.tensors.items()
+    ]
+    if arguments.json:
+        show.document(_to_json(tier, candidate, manifest, tensors, unread))
+        return 0
+    _print_facts(tier, candidate, manifest)
+    show.table(
+        ("tensor", "type", "shape", "size", "placement", "files"),
+        [_row(tensor, manifest.world) for tensor in tensors],
+    )
+    total = sum(t["bytes"] for t in tensors)
+    print(f"{len(tensors)} tensors, {show.size(total)} with every rank's own")
+    for reason in unread:
+        print(f"not read: {reason}")
+    return 0
+
+
+def _choose(tier: Tier, wanted: str | None) -> Candidate:
+    candidates = list_.read(tier)
+    if all(c.reason == catalog.NOT_COMMITTED for c in candidates):
+        raise NothingToResume(
+            f"{tier.url}: no snapshot was committed yet",
+            hint=f"trainckpt list --attempts {tier.url}",
+        )
+    if wanted in (None, LATEST) and not any(c.usable for c in candidates):
+        why = "; ".join(f"{c.name}: {c.reason}" for c in candidates[:3])
+        raise UnusableSnapshot(
+            f"{tier.url} has no usable snapshot: {why}",
+            hint=f"trainckpt list {tier.url}, and name one of them",
+        )
+    return catalog.find(candidates, wanted or LATEST)
+
+
+def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:
+    """Tensor -> its regions with the file that holds each; and why a file could not be read."""
+    found: Shards = {}
+    unread = []
+    for file in manifest.files:
+        try:
+            header = read_header(tier, manifest.name.folder, file)
+        except UnusableSnapshot as error:
+            unread.append(error.message)
+            continue
+        for region in header.regions:
+            found.setdefault(region.tensor, []).append((file.name, region))
+    return found, unread
+
+
+def _tensor(name: str, entry: TensorEntry, shards: list[tuple[str, Region]]) -> dict[str, Any]:
+    """One tensor as JSON. Its bytes are those of all shards, or of its shape if none was read."""
+    true = next((region.true_dtype for _, region in shards if region.true_dtype), entry.dtype)
+    whole = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
+    return {
+        "name": name,
+        "dtype": true,
+        "shape": list(entry.shape),
+        "placement": entry.placement,
+        "bytes": sum(region.num_bytes for _, region in shards) or whole,
+        "shards": [
+            {
+                "file": file,
+                "offset": list(region.offset),
+                "shape": list(region.shape),
+                "bytes": region.num_bytes,
+            }
+            for file, region in shards
+        ],
+    }
+
+
+def _to_json(
+    tier: Tier,
+    candidate: Candidate,
+    manifest: Manifest,
+    tensors: list[dict[str, Any]],
+    unread: list[str],
+) -> dict[str, Any]:
+    return {
+        "run": tier.url,
+        **list_.to_json(candidate, tier.name),
+        "cursor": manifest.cursor.to_json(),
+        "parent": manifest.parent,
+        "writer": manifest.writer,
+        "fingerprint": manifest.fingerprint,
+        "files": [
+            {"name": file.name, "bytes": file.num_bytes, "digest": file.digest}
+            for file in manifest.files
+        ],
+        "tensors": tensors,
+        "unread": unread,
+    }
+
+
+def _print_facts(tier: Tier, candidate: Candidate, manifest: Manifest) -> None:
+    cursor = manifest.cursor
+    trained = f"{cursor.micro_batches} micro-batches and {cursor.samples} samples by rank 0"
+    rows = [
+        ("snapshot", f"{manifest.name} in {tier.url}"),
+        ("usable", "yes" if candidate.usable else f"no: {candidate.reason}"),
+        ("cursor", str(cursor)),
+        ("trained", f"{trained}, {cursor.batches} batches of this epoch"),
+        ("attempt", f"{manifest.name.attempt}, begun from {manifest.parent or 'step 0'}"),
+        ("created", show.when(manifest.created)),
+        ("saved because", manifest.reason),
+        ("tags", " ".join(manifest.tags)),
+        ("ranks", str(manifest.world)),
+        ("written by", manifest.writer or "not recorded"),
+        *[(key, str(value)) for key, value in manifest.fingerprint.items() if key != "world"],
+    ]
+    show.table(("what", "is"), [row for row in rows if row[1]])
+
+
+def _row(tensor: dict[str, Any], world: int) -> tuple[str, ...]:
+    holders = sorted({shard["file"] for shard in tensor["shards"]})
+    where = holders[0] if len(holders) == 1 else f"{len(holders)} of {world}"
+    return (
+        tensor["name"],
+        tensor["dtype"],
+        " x ".join(map(str, tensor["shape"])) or "scalar",
+        show.size(tensor["bytes"]),
+        PLACEMENTS.get(tensor["placement"], tensor["placement"]),
+        where if holders else "not read",
+    )
