@@ -64,7 +64,7 @@ def run_command(*argv: str) -> list[str]:
     return torchrun_command(arguments.nproc, options, command)[1:]
 
 
-TORCHRUN = ["-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "trainckpt.supervisor.agent"]
 
 
 def test_torchrun_options_pass_through_in_their_order():

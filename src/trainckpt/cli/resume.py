@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
-from trainckpt.cli.run import report
+from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle import launch, place
-from trainckpt.lifecycle.resume import AT_VARIABLE
 from trainckpt.snapshot import attempts
-from trainckpt.supervisor.supervise import supervise, torchrun_command
+from trainckpt.supervisor.command import take_max_restarts, torchrun_command
+from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
+from trainckpt.supervisor.supervise import supervise
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +27,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--at", metavar="SNAPSHOT", help="go on from this one, on a new branch")
     parser.add_argument("--nproc", type=show.count, help="processes (default: as recorded)")
+    parser.add_argument(
+        "--max-restarts", "--max_restarts", metavar="N",
+        help="start it again where it fails, so many times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--accept-older", action="store_true",
+        help="go on although a place that does not answer may hold a newer one",
+    )  # fmt: skip
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
     tier = place.open_place(arguments.run)
+    facts = _recorded(arguments.run)
+    command, kind, nproc = launch.recorded_command(facts)
+    nproc = arguments.nproc or nproc
+    given = [] if arguments.max_restarts is None else [f"--max-restarts={arguments.max_restarts}"]
+    _, restarts = take_max_restarts(given)
+    full = command
+    if kind != launch.PYTHON or nproc > 1:
+        full = torchrun_command(nproc, ["--no-python"], command)
+    say(launch.shown(full))
+    cwd = facts.get("cwd")
+    if not isinstance(cwd, str) or not Path(cwd).is_dir():
+        raise ConfigurationError(
+            f"the recorded working directory {cwd} is not there",
+            hint="start the script again as before, from wherever it lies now",
+        )
+    by_us = facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
+    ended = supervise(
+        full,
+        environment=_variables(facts, arguments),
+        cwd=cwd,
+        output=sys.stderr if arguments.json else None,
+        max_restarts=restarts,
+        ours=not by_us,
+        name=partial(NamedRun, tier.url, command, cwd, nproc) if by_us else None,
+        say=say,
+    )
+    return report(ended, as_json=arguments.json)
+
+
+def _recorded(run: str) -> Mapping[str, Any]:
+    """The facts of the newest attempt that left its command."""
+    tier = place.open_place(run)
     if attempts.run_id(tier) is None:
         raise NothingToResume(f"there is no run at {tier.url}", hint="check the path")
     records = attempts.read_attempts(tier)
@@ -38,26 +80,19 @@ def execute(arguments: argparse.Namespace) -> int:
         raise NothingToResume(
             f"no attempt of {tier.url} left its command", hint="start the script again as before"
         )
-    facts = told[0].facts
-    command, kind, nproc = launch.recorded_command(facts)
-    nproc = arguments.nproc or nproc
-    if kind == "torchrun" or nproc > 1:
-        command = torchrun_command(nproc, ["--no-python"], command)
-    print(f"trainckpt: {shlex.join(command)}", file=sys.stderr)
+    return told[0].facts
+
+
+def _variables(facts: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, str]:
+    """What was recorded and this environment lacks, and what the options say."""
     recorded = facts.get("env") or {}
-    variables = {k: v for k, v in recorded.items() if k not in os.environ and v != launch.REDACTED}
+    variables = {
+        name: value
+        for name, value in recorded.items()
+        if name not in os.environ and launch.REDACTED not in value
+    }
     if arguments.at:
-        variables[AT_VARIABLE] = arguments.at
-    cwd = facts.get("cwd")
-    if not isinstance(cwd, str) or not Path(cwd).is_dir():
-        raise ConfigurationError(
-            f"the recorded working directory {cwd} is not there",
-            hint="start the script again as before, from wherever it lies now",
-        )
-    ended = supervise(
-        command,
-        environment=variables,
-        cwd=cwd,
-        output=sys.stderr if arguments.json else None,
-    )
-    return report(ended, as_json=arguments.json)
+        variables[launch.AT_VARIABLE] = arguments.at
+    if arguments.accept_older:
+        variables[launch.ACCEPT_OLDER_VARIABLE] = "1"
+    return variables

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 
 from trainckpt.cli import show
 from trainckpt.errors import ConfigurationError
-from trainckpt.supervisor.supervise import (
-    Ended,
+from trainckpt.supervisor.command import (
+    NPROC_OPTIONS,
+    recorded_form,
     split_torchrun_options,
-    supervise,
+    take_max_restarts,
     torchrun_command,
 )
+from trainckpt.supervisor.record import NamedRun
+from trainckpt.supervisor.signals import Inbox
+from trainckpt.supervisor.supervise import Ended, supervise
 
 # None where the command made no Checkpointer, or died too early for its record to say.
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
@@ -20,34 +25,66 @@ KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
+    parser.add_argument(
+        "--run", metavar="RUN", help="the run of a script that names none by itself"
+    )
     parser.add_argument("--nproc", type=show.count, default=1, help="processes on this host (1)")
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="[torchrun options] [--] SCRIPT ARGS",
-        help="what to run; any option of torchrun may stand before the script",
+        help="what to run; any option of torchrun may stand before the script; --max-restarts N "
+        "starts it again where it fails",
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch, wait, and report how the attempt ended."""
-    options, command = split_torchrun_options(arguments.command)
-    if not command:
-        raise ConfigurationError("there is no script to run", hint="trainckpt run -- train.py")
-    ended = supervise(
-        torchrun_command(arguments.nproc, options, command),
-        output=sys.stderr if arguments.json else None,
-    )
+    with Inbox() as inbox:  # from here on: torchrun's options take seconds to import
+        options, command = split_torchrun_options(arguments.command)
+        options, restarts = take_max_restarts(options)
+        if not command:
+            raise ConfigurationError("there is no script to run", hint="trainckpt run -- train.py")
+        name = None
+        if arguments.run is not None:
+            nproc = processes(arguments.nproc, options)
+            name = partial(NamedRun, arguments.run, recorded_form(options, command), None, nproc)
+        ended = supervise(
+            torchrun_command(arguments.nproc, options, command),
+            output=sys.stderr if arguments.json else None,
+            max_restarts=restarts,
+            name=name,
+            say=say,
+            inbox=inbox,
+        )
     return report(ended, as_json=arguments.json)
+
+
+def processes(nproc: int, options: list[str]) -> int:
+    """How many processes torchrun will start here; 1 where only torchrun knows ("gpu")."""
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        if name in NPROC_OPTIONS:
+            text = value if equals else following
+            return int(text) if text.isdecimal() else 1
+    return nproc
+
+
+def say(line: str) -> None:
+    """A line for people, while it runs."""
+    print(f"trainckpt: {line}", file=sys.stderr, flush=True)
 
 
 def report(ended: Ended, *, as_json: bool) -> int:
     """Print how an attempt ended, as JSON if asked for; returns its exit code."""
     outcome = dict(ended.record.outcome or {}) if ended.record else {}
+    attempt = ended.record.attempt if ended.record else None
     if as_json:
-        show.document({**dict.fromkeys(KEYS), **outcome, "exit_code": ended.exit_code})
+        more = {"attempt": attempt, "restarts": ended.restarts, "exit_code": ended.exit_code}
+        show.document({**dict.fromkeys(KEYS), "reason": ended.why, **outcome, **more})
     elif outcome:
         where = f", go on from {outcome['snapshot']}" if outcome.get("snapshot") else ""
-        how = f"attempt {ended.record.attempt} {outcome['outcome']}" if ended.record else ""
-        print(f"trainckpt: {how}{where}; exit code {ended.exit_code}", file=sys.stderr)
+        say(f"attempt {attempt} {outcome['outcome']}{where}; exit code {ended.exit_code}")
+    elif ended.exit_code:
+        say(f"{ended.why}; exit code {ended.exit_code}")
     return ended.exit_code

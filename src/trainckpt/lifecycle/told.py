@@ -93,9 +93,9 @@ def read_told(folder: Path) -> dict[int, Told]:
     return found
 
 
-def imported(folder: Path) -> bool:
-    """Whether a process launched with this folder has imported trainckpt."""
-    return any(folder.glob("imported-*"))
+def imported(folder: Path, besides: int | None = None) -> bool:
+    """Whether a process launched with this folder, but for `besides`, has imported trainckpt."""
+    return any(path.name != f"imported-{besides}" for path in folder.glob("imported-*"))
 
 
 def _mark_import() -> None:

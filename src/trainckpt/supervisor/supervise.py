@@ -1,88 +1,94 @@
-"""The supervisor: launches a command, passes signals on, and knows how the attempt ended.
+"""The supervisor: launches a command, delivers signals, and knows how the attempt ended.
 
-torchrun returns 1 whatever its workers return, so the exit code comes from the attempt's record:
-rank 0 writes where that lies, or with which code it was refused, into a file named by
-TRAINCKPT_SUPERVISOR. An attempt that died without a word gets its outcome written here, as
-`killed`.
+    launch     in a session of its own, told by TRAINCKPT_SUPERVISOR where to leave its words
+    watch      signals, deadlines, ranks that are lost (`launched`)
+    judge      the exit code and why, from everybody's words (`verdict`); the record (`record`)
+    again      where it failed by itself, as often as is allowed; whoever stopped it on purpose
+               decides about the next start
 
-Signals go to the launched process alone (torchrun passes them to its ranks); SIGUSR1, of which
-torchrun would die, is passed as SIGTERM. A second SIGINT kills everything at once. After an end
-that was not in order nothing is left behind: torchrun puts its ranks into sessions of their own,
-so they are found by their parents, and orphans by the variable that they inherited.
+After an end that was not in order nothing is left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.format.attempt import ENDED, KILLED, STOPPED, UNDECIDED
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.told import REFUSED, SUPERVISOR_VARIABLE, read_told
-from trainckpt.snapshot import attempts
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.attempt import UNDECIDED
+from trainckpt.lifecycle.launch import AT_VARIABLE
+from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.supervisor import record as records
+from trainckpt.supervisor.command import (
+    RESTARTS_VARIABLE,
+    is_torchrun,
+    mentions_us,
+    split_torchrun_options,
+    take_max_restarts,
+    torchrun_command,
+)
+from trainckpt.supervisor.launched import Launched
+from trainckpt.supervisor.orders import starts_again
+from trainckpt.supervisor.processes import kill_session
+from trainckpt.supervisor.signals import Inbox
+from trainckpt.supervisor.verdict import INTERRUPTED, START_AGAIN, judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.supervisor.record import NamedRun
+    from trainckpt.supervisor.verdict import Verdict
 
-PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-INTERRUPTED = 130
-KILL_ROUNDS, KILL_ROUND_S = 20, 0.02
+    Process = subprocess.Popen[bytes]
+
+__all__ = [
+    "Ended",
+    "kill_session",
+    "split_torchrun_options",
+    "supervise",
+    "take_max_restarts",
+    "torchrun_command",
+]
+
+RESTART_VARIABLE = "TRAINCKPT_RESTART"
 TORCHRUN_GRACE_S = "600"  # torchrun's own 30 s would cut a save short; the deadline is not its
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launched attempt ended.
+    """How a launched command ended.
 
     Attributes:
         exit_code: What to return to whoever launched us.
-        record: The attempt's record, or None if the command made no Checkpointer.
+        record: The newest attempt's record, or None if the command claimed none.
+        restarts: How often it was started again.
+        why: What it ended of, one sentence for people.
     """
 
     exit_code: int
     record: AttemptRecord | None
+    restarts: int = 0
+    why: str = ""
 
 
-def torchrun_command(nproc: int, options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """`command` under torchrun with `nproc` processes on this host.
+@dataclass(frozen=True)
+class _Start:
+    """What one launch needs to know."""
 
-    The `--` keeps torchrun's parser away from the script's own options.
-    """
-    number = [] if any(o.startswith(("--nproc-per-node", "--nproc_per_node")) for o in options) \
-        else [f"--nproc-per-node={nproc}"]  # fmt: skip
-    return [
-        sys.executable, "-m", "torch.distributed.run", *number, *options, "--", *command
-    ]  # fmt: skip
-
-
-def split_torchrun_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split `[torchrun options] [--] SCRIPT ARGS` where the script begins."""
-    from torch.distributed.run import get_args_parser
-
-    known = get_args_parser()._option_string_actions
-    at = 0
-    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
-        name, equals, _ = arguments[at].partition("=")
-        action = known.get(name)
-        if action is None:
-            raise ConfigurationError(
-                f"{name} is an option neither of trainckpt run nor of torchrun",
-                hint="put `--` before the script if it is the script's",
-            )
-        at += 1 if equals or action.nargs == 0 else 2
-    command = list(arguments[at:])
-    return list(arguments[:at]), command[1:] if command[:1] == ["--"] else command
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    cwd: str | None
+    output: Any
+    watch: Callable[[Process], None] | None
+    ours: bool
 
 
 def supervise(
@@ -91,189 +97,118 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     cwd: str | None = None,
     output: Any = None,
-    watch: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    watch: Callable[[Process], None] | None = None,
+    max_restarts: int = 0,
+    ours: bool = False,
+    name: Callable[[], NamedRun] | None = None,
+    say: Callable[[str], None] | None = None,
+    inbox: Inbox | None = None,
 ) -> Ended:
-    """Run `command` to its end, in a session of its own, passing signals on.
+    """Run `command` to its end, and again where it failed. Main thread.
 
     Args:
         command: What to execute.
         environment: Variables on top of this process's.
         cwd: Working directory.
         output: Where its stdout goes (and stderr, if it is a file of ours); None: inherited.
-        watch: Called with the process while it runs, in place of waiting for it.
+        watch: Called with the process, in a thread of its own; what it raises is raised here.
+        max_restarts: How often a command that failed by itself is started again.
+        ours: The command is known to use trainckpt; it may show so itself.
+        name: Makes the run of a command that has none, for each launch.
+        say: Told of restarts, a line at a time.
+        inbox: An entered one, where signals are heard already.
+
+    Raises:
+        ConfigurationError: the command cannot be started.
     """
+    variables = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S, **os.environ, **(environment or {}),
+    }  # fmt: skip
+    variables.pop(RESTARTS_VARIABLE, None)
+    ours = ours or mentions_us(command, cwd)
+    start = _Start(command, variables, cwd, output, watch, ours)
+    newest: AttemptRecord | None = None
+    with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
+        done = 0
+        while True:
+            if signals.signalled and start.ours:
+                code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
+                return Ended(code, newest, done, "a signal came before the command was started")
+            named = name() if name is not None else None
+            verdict, found, claimed = _launch(start, signals, named)
+            newest = found or newest
+            if not starts_again(verdict, done=done, most=max_restarts, signalled=signals.signalled):
+                return Ended(verdict.exit_code, newest, done, verdict.why)
+            done += 1
+            if say is not None:
+                say(f"{verdict.why}; restart {done} of {max_restarts}")
+            if claimed:
+                start = _again(start, done, found)
+
+
+def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
+    """The next start, after one that claimed an attempt."""
+    variables = {**start.variables, RESTART_VARIABLE: str(restart)}
+    if found is not None and found.parent != UNDECIDED:
+        variables.pop(AT_VARIABLE, None)  # `--at` is where that attempt began; this one goes on
+    return replace(start, variables=variables, ours=True)
+
+
+def _launch(
+    start: _Start, inbox: Inbox, named: NamedRun | None
+) -> tuple[Verdict, AttemptRecord | None, bool]:
+    """One launch: how it ended, its record, and whether a rank claimed an attempt."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
-        told = Path(folder)
-        variables = {
-            **os.environ,
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S,
-            **(environment or {}),
-            SUPERVISOR_VARIABLE: str(told),
-        }
-        with _Signals() as signals:
-            process = _start(command, variables, cwd, output)
-            signals.pass_to(process)
-            if watch is not None:
-                watch(process)
-            code = process.wait()
-            code = 128 - code if code < 0 else code
-            if code:
-                _kill_all(process, str(told))
-            ended = _outcome(told, code)
-            return Ended(INTERRUPTED, ended.record) if signals.interrupts > 1 else ended
+        variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
+        if named is not None:
+            variables[records.NAME_VARIABLE] = named.url
+        process = _execute(start, variables)
+        launched = Launched(
+            process, Path(folder), inbox,
+            has_agent=is_torchrun(start.command), ours=start.ours, named=named,
+        )  # fmt: skip
+        with _watching(start.watch, process):
+            course = launched.run()
+        ranks = launched.told()
+        told = [*course.told, *records.recorded_word(ranks)]
+        verdict = judge(replace(course, told=told))
+        record = records.settle(ranks, verdict)
+        if record is None and named is not None:
+            record = named.end(ranks, verdict)
+        return verdict, record, any(told.attempt is not None for told in ranks)
 
 
-def _start(
-    command: Sequence[str], variables: Mapping[str, str], cwd: str | None, output: Any
-) -> subprocess.Popen[bytes]:
+def _execute(start: _Start, variables: Mapping[str, str]) -> Process:
     try:
         return subprocess.Popen(
-            command, env=dict(variables), cwd=cwd, stdout=output,
-            stderr=subprocess.STDOUT if output not in (None, sys.stderr) else None,
+            start.command, env=dict(variables), cwd=start.cwd, stdout=start.output,
+            stderr=subprocess.STDOUT if start.output not in (None, sys.stderr) else None,
             start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise ConfigurationError(
-            f"{command[0]} cannot be started: {error}", hint="check the command and its path"
+            f"{start.command[0]} cannot be started: {error}", hint="check the command and its path"
         ) from error
 
 
-def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """End the launched process and all it started, as the loss of a host would."""
-    environment = _environment(process.pid)
-    _kill_all(process, environment.get(SUPERVISOR_VARIABLE, ""))
+@contextlib.contextmanager
+def _watching(watch: Callable[[Process], None] | None, process: Process) -> Iterator[None]:
+    """Run `watch` beside the block; if it raises, everything is ended, and that is raised."""
+    errors: list[BaseException] = []
 
-
-def _outcome(told: Path, code: int) -> Ended:
-    ranks = read_told(told)
-    if not ranks:
-        return Ended(code, None)
-    where = ranks[min(ranks)]
-    if where.attempt is None:
-        refused = where.exit_code if where.how == REFUSED and code else None
-        return Ended(code if refused is None else refused, None)
-    tier = place.open_directory(where.run)
-    try:
-        record = attempts.read_attempts(tier).get(where.attempt)
-        if record is None or record.outcome is None:
-            if record is not None:
-                record = record.with_(state=ENDED, outcome=_killed(record, code))
-                attempts.replace(tier, record)
-            return Ended(code, record)
-    except TrainckptError:
-        return Ended(code, None)
-    own = record.outcome.get("exit_code")
-    if record.outcome.get("outcome") == STOPPED and type(own) is int:
-        return Ended(own, record)
-    return Ended(own if type(own) is int and own and code else code, record)
-
-
-def _killed(record: AttemptRecord, code: int) -> dict[str, Any]:
-    """The outcome of an attempt that died without a word."""
-    parent = record.parent if record.parent != UNDECIDED else None
-    snapshot = record.newest_commit or parent
-    started = record.facts.get("started")
-    return {
-        "outcome": KILLED,
-        "snapshot": snapshot,
-        "kind": "snapshot",
-        "exactness": None,
-        "lost_micro_batches": None,
-        "tiers": ["local"] if snapshot else [],
-        "seconds": round(time.time() - started, 3) if isinstance(started, (int, float)) else None,
-        "exit_code": code,
-        "reason": "ended without a word: killed, or crashed",
-    }
-
-
-class _Signals:
-    """While it is entered, signals that this process gets are passed on to the launched one.
-
-    Attributes:
-        interrupts: How many were SIGINT.
-    """
-
-    def __init__(self) -> None:
-        self.interrupts = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for name in PASSED_ON:
-            number = getattr(signal, name, None)
-            if number is not None:
-                self._before[number] = signal.signal(number, self._pass_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def pass_to(self, process: subprocess.Popen[bytes]) -> None:
-        """From now on, and what has come since `__enter__`."""
-        self._process = process
-        for number in self._early:
-            self._send(number)
-
-    def _pass_on(self, number: int, _: Any) -> None:
-        self.interrupts += number == signal.SIGINT
-        if self._process is None:
-            self._early.append(number)
-        elif self.interrupts > 1:
-            kill_session(self._process)
-        else:
-            self._send(number)
-
-    def _send(self, number: int) -> None:
-        assert self._process is not None
-        is_user = number == getattr(signal, "SIGUSR1", None)
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM if is_user else number)
-
-
-def _kill_all(process: subprocess.Popen[bytes], told: str) -> None:
-    """Kill it, all that descends from it, and all that was told to tell us of its attempt."""
-    for _ in range(KILL_ROUNDS):  # a process may be forking while the list is made
-        members = _members(process.pid if process.returncode is None else None, told)
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not members:
-            break
-        time.sleep(KILL_ROUND_S)
-    with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _members(leader: int | None, told: str) -> list[int]:
-    """Living processes that descend from `leader`, or whose environment holds `told`."""
-    children: dict[int, list[int]] = {}
-    living, marked = set(), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        pid = int(entry.name)
+    def guarded() -> None:
+        assert watch is not None
         try:
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        children.setdefault(int(parent), []).append(pid)
-        if state not in "ZX":
-            living.add(pid)
-            if told and _environment(pid).get(SUPERVISOR_VARIABLE) == told:
-                marked.append(pid)
-    found: set[int] = set()
-    queue = marked if leader is None else [leader, *marked]
-    while queue:
-        pid = queue.pop()
-        if pid not in found:
-            found.add(pid)
-            queue += children.get(pid, [])
-    return sorted(found & living - {os.getpid()})
+            watch(process)
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller's thread
+            errors.append(error)
+            kill_session(process)
 
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        block = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return {name: value for name, _, value in (line.partition("=") for line in block.split("\0"))}
+    thread = threading.Thread(target=guarded, name="trainckpt-watched", daemon=True)
+    if watch is not None:
+        thread.start()
+    yield
+    if watch is not None:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,127 @@
+"""torchrun's command line: ours around it, the script's behind it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+AGENT = "trainckpt.supervisor.agent"
+RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
+RESTARTS_VARIABLE = "PET_MAX_RESTARTS"  # torchrun's own, for the option
+NPROC_OPTIONS = ("--nproc-per-node", "--nproc_per_node")
+MODULE_OPTIONS = ("-m", "--module")
+NO_PYTHON_OPTIONS = ("--no-python", "--no_python")
+SCRIPT_BYTES = 1 << 20
+_MENTION = re.compile(rb"\btrainckpt\b")
+
+
+def torchrun_command(nproc: int, options: Sequence[str], command: Sequence[str]) -> list[str]:
+    """`command` under torchrun with `nproc` processes on this host.
+
+    The `--` keeps torchrun's parser away from the script's own options.
+    """
+    number = [] if any(o.startswith(NPROC_OPTIONS) for o in options) \
+        else [f"--nproc-per-node={nproc}"]  # fmt: skip
+    return [sys.executable, "-m", AGENT, *number, *options, "--", *command]
+
+
+def is_torchrun(command: Sequence[str]) -> bool:
+    """Whether `torchrun_command` made it."""
+    return list(command[1:3]) == ["-m", AGENT]
+
+
+def split_torchrun_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split `[torchrun options] [--] SCRIPT ARGS` where the script begins."""
+    from torch.distributed.run import get_args_parser
+
+    known = get_args_parser()._option_string_actions
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
+        name, equals, _ = arguments[at].partition("=")
+        action = known.get(name)
+        if action is None:
+            raise ConfigurationError(
+                f"{name} is an option neither of trainckpt run nor of torchrun",
+                hint="put `--` before the script if it is the script's",
+            )
+        at += 1 if equals or action.nargs == 0 else 2
+    command = list(arguments[at:])
+    return list(arguments[:at]), command[1:] if command[:1] == ["--"] else command
+
+
+def take_max_restarts(
+    options: Sequence[str], environment: Mapping[str, str] | None = None
+) -> tuple[list[str], int]:
+    """torchrun's options without its `--max-restarts`, and that number: restarts are ours.
+
+    Raises:
+        ConfigurationError: it is not a number.
+    """
+    environment = os.environ if environment is None else environment
+    text, kept, at = environment.get(RESTARTS_VARIABLE) or "0", list[str](), 0
+    while at < len(options):
+        name, equals, value = options[at].partition("=")
+        if name in RESTARTS_OPTIONS:
+            text = value if equals else "".join(options[at + 1 : at + 2])
+            at += 1 if equals else 2
+        else:
+            kept.append(options[at])
+            at += 1
+    if not text.isdecimal():
+        raise ConfigurationError(
+            f"--max-restarts {text!r} is not a number", hint="--max-restarts 3, for example"
+        )
+    return kept, int(text)
+
+
+def recorded_form(options: Sequence[str], command: Sequence[str]) -> list[str]:
+    """What torchrun starts for each rank: the form in which attempts record a command."""
+    if any(option in NO_PYTHON_OPTIONS for option in options):
+        return list(command)
+    module = ["-m"] if any(option in MODULE_OPTIONS for option in options) else []
+    return [sys.executable, "-u", *module, *command]
+
+
+def mentions_us(command: Sequence[str], cwd: str | None = None) -> bool:
+    """Whether the script that a command runs speaks of trainckpt, so far as can be seen."""
+    words = list(command)
+    if is_torchrun(words) and "--" in words:
+        at = words.index("--")
+        words = recorded_form(words[:at], words[at + 1 :])
+    folder = Path(cwd or ".")
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "-c":
+            return _MENTION.search(following.encode()) is not None
+        if word == "-m":
+            module = following.replace(".", "/")
+            files = [folder / f"{module}.py", folder / module / "__main__.py"]
+            return _MENTION.match(following.encode()) is not None or any(map(_speaks, files))
+        if not word.startswith("-") and (folder / word).is_file():
+            if Path(word).name.startswith("python") or _is_program(folder / word):
+                continue  # the interpreter
+            return _speaks(folder / word)
+    return False
+
+
+def _is_program(path: Path) -> bool:
+    return _head(path, 4) == b"\x7fELF"
+
+
+def _speaks(path: Path) -> bool:
+    return _MENTION.search(_head(path, SCRIPT_BYTES)) is not None
+
+
+def _head(path: Path, num_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(num_bytes)
+    except OSError:
+        return b""

@@ -1,0 +1,188 @@
+"""One launch, from its start to its end: signals are delivered, lost ranks noticed, time kept.
+
+The main thread sleeps until something comes: a signal, or the end of the launched process, which
+a thread of its own waits for. Twice a second it looks at what the ranks have told. What is to be
+done is decided in `orders`; here it is done.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.told import imported, read_told
+from trainckpt.supervisor import orders, verdict
+from trainckpt.supervisor.orders import Rank
+from trainckpt.supervisor.processes import is_ours, kill_all, send, started
+from trainckpt.supervisor.report import End, read_ends
+from trainckpt.supervisor.signals import ENDED
+from trainckpt.supervisor.verdict import Course
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+    from trainckpt.lifecycle.told import Told
+    from trainckpt.supervisor.record import NamedRun
+    from trainckpt.supervisor.signals import Inbox
+
+LOOK_S = 0.5
+
+
+class Launched:
+    """One process and its ranks.
+
+    Args:
+        process: What was launched.
+        folder: Where ranks and agent tell us.
+        inbox: Signals.
+        has_agent: The process is torchrun under our agent, not the script itself.
+        ours: The command is known to use trainckpt.
+        named: `--run`, or None.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        inbox: Inbox,
+        *,
+        has_agent: bool,
+        ours: bool,
+        named: NamedRun | None = None,
+    ) -> None:
+        self._process, self._folder, self._inbox = process, folder, inbox
+        self._has_agent, self._ours, self._named = has_agent, ours, named
+        self._seen: dict[int, int | None] = {}  # pid -> when it started; None: not a rank of ours
+        self._host = socket.gethostname()
+        self._signalled_at = math.inf
+        self._signal = ""
+        self._lost_since: float | None = None
+        self._cause, self._why, self._ended_at = "", "", math.inf
+
+    def run(self) -> Course:
+        """Until the process has ended; main thread."""
+        threading.Thread(target=self._wait, name="trainckpt-wait", daemon=True).start()
+        while (number := self._inbox.next(self._pause_s())) != ENDED:
+            ranks = self._ranks()
+            if number is not None:
+                self._signalled(number, ranks)
+            if not self._cause:
+                self._keep_time(ranks)
+            if self._named is not None and self._process.poll() is None:
+                told = [rank.told for rank in ranks]
+                self._named.look(self._process.pid, told, imported=self._imported())
+        if self._process.returncode != 0:
+            kill_all(self._process, str(self._folder), self._told_pids())
+        return self._course()
+
+    def told(self) -> list[Told]:
+        """Last words of this host's ranks."""
+        return list(read_told(self._folder).values())
+
+    def _wait(self) -> None:
+        self._process.wait()
+        self._inbox.put(ENDED)
+
+    def _pause_s(self) -> float:
+        now = time.monotonic()
+        ends = [self._deadline(self._ranks())] if self._signal else []
+        return min([LOOK_S, *(max(end - now, 0.01) for end in ends if not self._cause)])
+
+    # ---- what the ranks have said
+
+    def _ranks(self) -> list[Rank]:
+        ends = {end.pid: end.code for end in read_ends(self._folder)}
+        found = []
+        for number, told in sorted(read_told(self._folder).items()):
+            if told.host == self._host:
+                at = self._told_at(number)
+                alive = self._is_alive(told.pid, at)
+                found.append(Rank(told, at, alive, ends.get(told.pid)))
+        return found
+
+    def _told_at(self, rank: int) -> float:
+        try:
+            return (self._folder / f"rank{rank}.json").stat().st_mtime
+        except OSError:
+            return time.time()
+
+    def _is_alive(self, pid: int, told_at: float) -> bool:
+        now = started(pid)
+        if pid not in self._seen:
+            ours = now is not None and is_ours(pid, str(self._folder), told_at)
+            self._seen[pid] = now if ours else None
+        return now is not None and now == self._seen[pid]
+
+    def _told_pids(self) -> list[int]:
+        return [rank.told.pid for rank in self._ranks() if rank.alive]
+
+    def _imported(self) -> bool:
+        return imported(self._folder, besides=self._process.pid if self._has_agent else None)
+
+    # ---- what is done about it
+
+    def _signalled(self, number: int, ranks: list[Rank]) -> None:
+        order = orders.about_signal(
+            number, ranks, ours=self._ours or self._imported(), interrupts=self._inbox.interrupts
+        )
+        name = signal.Signals(number).name
+        if order.what == orders.DELIVER:
+            if not self._signal:
+                self._signal, self._signalled_at = name, time.monotonic()
+            send(order.pids, order.number)
+        elif order.what == orders.PASS_ON:
+            send([self._process.pid] if self._process.poll() is None else [], number)
+        elif order.what == orders.END:
+            self._end(verdict.START_UP, f"{name} came before any rank listened")
+        elif order.what == orders.KILL:
+            self._end(verdict.SECOND_INTERRUPT, name)
+
+    def _keep_time(self, ranks: list[Rank]) -> None:
+        now = time.monotonic()
+        if now >= self._deadline(ranks):
+            after = now - self._signalled_at
+            left = ", ".join(str(rank.told.rank) for rank in ranks if rank.alive)
+            self._end(verdict.DEADLINE, f"deadline: {after:.1f} s after {self._signal} the run had "
+                      f"not left (ranks still there: {left or 'none'})")  # fmt: skip
+            return
+        if not orders.someone_is_lost(ranks):
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = now
+        elif now - self._lost_since >= orders.OTHERS_S:
+            gone = [rank for rank in ranks if rank.is_gone] or ranks
+            self._end(verdict.OTHERS_LOST, f"rank {gone[0].told.rank} is gone, and the others did "
+                      f"not end within {orders.OTHERS_S:.0f} s")  # fmt: skip
+
+    def _deadline(self, ranks: list[Rank]) -> float:
+        after_s = orders.deadline_after_s(ranks)
+        return math.inf if after_s is None else self._signalled_at + after_s
+
+    def _end(self, cause: str, why: str) -> None:
+        if self._cause != verdict.SECOND_INTERRUPT:
+            self._cause, self._why = cause, why
+        self._ended_at = min(self._ended_at, time.time())
+        kill_all(self._process, str(self._folder), self._told_pids())
+
+    def _course(self) -> Course:
+        code = self._process.returncode
+        ends = read_ends(self._folder)
+        if not self._has_agent:
+            ends = [*ends, End(self._process.pid, code, time.time())]
+        words = read_told(self._folder)
+        return Course(
+            code=128 - code if code < 0 else code,
+            told=[(told, self._told_at(number)) for number, told in words.items()],
+            ends=ends,
+            ours=self._ours or self._imported(),
+            signalled=bool(self._signal),
+            cause=self._cause,
+            ended_at=self._ended_at,
+            why=self._why,
+            script=None if self._has_agent else self._process.pid,
+        )

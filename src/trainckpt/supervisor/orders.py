@@ -1,0 +1,124 @@
+"""What the supervisor does about a signal, a lost rank, a deadline, a failure. Pure.
+
+A signal goes to the ranks that listen, not to torchrun: torchrun would pass it to the whole process
+group, loader workers included, and then kill what is left at a time of its own. Where no rank
+listens there is nothing to save: either the script is still starting, or it has no Checkpointer.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.format.attempt import FAILED, FINISHED, KILLED, STOPPED
+from trainckpt.lifecycle.told import CLAIMED, LISTENING
+from trainckpt.supervisor.verdict import REFUSALS, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.lifecycle.told import Told
+
+# what to do about a signal
+DELIVER, END, PASS_ON, KILL, NOTHING = "deliver", "end", "pass on", "kill", "nothing"
+
+OTHERS_S = 10.0  # after a rank died, what the others get to finish what is in flight
+MARGIN, MOST_MARGIN_S = 0.1, 2.0  # of the grace: for us to end the ranks and write it down
+NEVER_AGAIN = REFUSALS | {0, 75, 130}
+IN_ORDER = (STOPPED, FINISHED)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of this host that has told us of itself.
+
+    Attributes:
+        told: Its last word.
+        at: When it said that (`time.time`).
+        alive: Whether its process lives.
+        code: What the process ended with, negative for a signal; None while that is not known.
+    """
+
+    told: Told
+    at: float
+    alive: bool
+    code: int | None = None
+
+    @property
+    def listens(self) -> bool:
+        """Whether a signal sent to it becomes a notice."""
+        return self.alive and self.told.state in (LISTENING, CLAIMED)
+
+    @property
+    def is_gone(self) -> bool:
+        """Dead, and not in order."""
+        return not self.alive and self.told.how not in IN_ORDER and self.code != 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to do about a signal.
+
+    Attributes:
+        pids, number: For `DELIVER`: send this signal to these.
+    """
+
+    what: str
+    pids: tuple[int, ...] = ()
+    number: int = 0
+
+
+def about_signal(number: int, ranks: Sequence[Rank], *, ours: bool, interrupts: int) -> Order:
+    """What to do about a signal that has come.
+
+    Args:
+        number: Which one.
+        ranks: Those of this host that have told us of themselves.
+        ours: Whether the command uses trainckpt, as far as is known.
+        interrupts: How many SIGINT there were, this one included.
+    """
+    if interrupts > 1:
+        return Order(KILL)
+    listeners = tuple(rank.told.pid for rank in ranks if rank.listens)
+    if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
+        own = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        return Order(DELIVER, listeners, own)
+    if not ranks:
+        return Order(END if ours else PASS_ON)
+    leaving = [rank for rank in ranks if rank.alive]
+    if not leaving or any(rank.told.how == STOPPED for rank in leaving):
+        return Order(NOTHING)
+    return Order(PASS_ON)  # the training is over; what the script does now is its own
+
+
+def deadline_after_s(ranks: Sequence[Rank]) -> float | None:
+    """How long after a signal came the ranks may take; None: as long as they want."""
+    graces = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]
+    if not graces:
+        return None
+    return min(graces) - min(MOST_MARGIN_S, MARGIN * min(graces))
+
+
+def someone_is_lost(ranks: Sequence[Rank]) -> bool:
+    """Whether a rank is lost, and others may wait for it in vain.
+
+    Ranks that finished or stopped do not wait: they take their time.
+    """
+    alive = [rank for rank in ranks if rank.alive]
+    if any(rank.is_gone for rank in ranks):
+        return not alive or any(rank.told.how not in IN_ORDER for rank in alive)
+    return any(r.told.how == FAILED for r in alive) and any(r.listens for r in alive)
+
+
+def starts_again(verdict: Verdict, *, done: int, most: int, signalled: bool) -> bool:
+    """Whether a launch that ended like this is followed by another one.
+
+    Args:
+        verdict: How it ended.
+        done: Restarts so far.
+        most: Restarts that are allowed.
+        signalled: A signal has come: whoever sent it decides about the next start.
+    """
+    by_itself = verdict.how in (FAILED, KILLED) and not verdict.on_purpose and not signalled
+    return by_itself and verdict.exit_code not in NEVER_AGAIN and done < most

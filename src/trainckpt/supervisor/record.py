@@ -1,0 +1,194 @@
+"""The attempt's record, where the ranks cannot write it themselves.
+
+Two cases: the attempt died without a word, or the command has no Checkpointer and was given a
+place by `--run`. What a rank has written stands, but for one: a stop that was only the consequence
+of another rank's failure is recorded as that failure.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import TrainckptError
+from trainckpt.format.attempt import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    KILLED,
+    RUNNING,
+    STOPPED,
+    UNDECIDED,
+    AttemptRecord,
+)
+from trainckpt.lifecycle import launch, place
+from trainckpt.lifecycle.told import LEFT, Told
+from trainckpt.snapshot import attempts
+from trainckpt.supervisor.processes import children, environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.supervisor.verdict import Verdict
+
+CLAIM_AFTER_S = 30.0
+NAME_VARIABLE = "TRAINCKPT_RUN"
+BY_SUPERVISOR = "supervisor"
+
+
+def recorded_word(ranks: Sequence[Told]) -> list[tuple[Told, float]]:
+    """What the attempt's record says in rank 0's name, where that did not say it to us itself.
+
+    Rank 0 may be on another host. Empty, or one word with the time it was said at.
+    """
+    where = _attempt_of(ranks)
+    if where is None or any(told.rank == 0 and told.how for told in ranks):
+        return []
+    try:
+        record = attempts.read_attempts(place.open_directory(where.run)).get(where.attempt or 0)
+    except TrainckptError:
+        return []
+    outcome = (record.outcome or {}) if record is not None else {}
+    how, code, seconds = (outcome.get(key) for key in ("outcome", "exit_code", "seconds"))
+    if record is None or not isinstance(how, str) or type(code) is not int:
+        return []
+    started, at = record.facts.get("started"), -math.inf
+    if isinstance(started, (int, float)) and isinstance(seconds, (int, float)):
+        at = started + seconds
+    return [(Told(0, -1, "", where.run, where.attempt, LEFT, how=how, exit_code=code), at)]
+
+
+def _attempt_of(ranks: Sequence[Told]) -> Told | None:
+    """The lowest rank that belongs to an attempt."""
+    claimed = (told for told in ranks if told.attempt is not None)
+    return min(claimed, key=lambda told: told.rank, default=None)
+
+
+def settle(ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
+    """The record of the attempt these ranks belong to, its outcome written if nobody did.
+
+    None where they claimed no attempt, or its record cannot be read.
+    """
+    where = _attempt_of(ranks)
+    if where is None:
+        return None
+    try:
+        tier = place.open_directory(where.run)
+        record = attempts.read_attempts(tier).get(where.attempt or 0)
+        if record is None:
+            return None
+        failed = verdict.how in (FAILED, KILLED)
+        said = (record.outcome or {}).get("outcome")
+        if said is None and (failed or where.rank == 0):
+            record = _with_outcome(record, _unsaid(record, verdict))
+            attempts.replace(tier, record)
+        elif said == STOPPED and failed:
+            outcome = {**(record.outcome or {}), **_words(verdict, verdict.how)}
+            record = _with_outcome(record, outcome)
+            attempts.replace(tier, record)
+        return record
+    except TrainckptError:
+        return None
+
+
+def _with_outcome(record: AttemptRecord, outcome: dict[str, Any]) -> AttemptRecord:
+    # As the ranks do: only an attempt that failed by itself may count as one that its snapshot,
+    # if it never passed a boundary, is to blame for.
+    state = record.state if outcome["outcome"] == FAILED else ENDED
+    return record.with_(state=state, outcome=outcome)
+
+
+def _unsaid(record: AttemptRecord, verdict: Verdict) -> dict[str, Any]:
+    """The outcome of an attempt that did not say how it ended."""
+    parent = record.parent if record.parent != UNDECIDED else None
+    snapshot = record.newest_commit or parent
+    started = record.facts.get("started")
+    how = verdict.how if verdict.how in (FAILED, KILLED) else KILLED
+    outcome = {
+        **_outcome(snapshot, started if isinstance(started, (int, float)) else None),
+        **_words(verdict, how),
+    }
+    if verdict.exit_code == 0:
+        outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
+    return outcome
+
+
+def _words(verdict: Verdict, how: str) -> dict[str, Any]:
+    return {"outcome": how, "exit_code": verdict.exit_code, "reason": verdict.why}
+
+
+def _outcome(snapshot: str | None, started: float | None) -> dict[str, Any]:
+    return {
+        "outcome": None,
+        "snapshot": snapshot,
+        "kind": "snapshot",
+        "exactness": None,
+        "lost_micro_batches": None,
+        "tiers": ["local"] if snapshot else [],
+        "seconds": round(time.time() - started, 3) if started is not None else None,
+        "exit_code": None,
+    }
+
+
+class NamedRun:
+    """`--run`: the run of a command that has no Checkpointer, so that it can be launched again.
+
+    Its attempt is claimed when it is clear that no rank will: after 30 s without trainckpt being
+    imported, or at the end.
+
+    Attributes:
+        record: The attempt claimed here, or None.
+    """
+
+    def __init__(self, run: str, command: Sequence[str], cwd: str | None, nproc: int) -> None:
+        self.record: AttemptRecord | None = None
+        self._tier = place.open_place(run)
+        self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
+        self._begun, self._pids = time.time(), list[int]()
+
+    @property
+    def url(self) -> str:
+        """Where the run lies."""
+        return self._tier.url
+
+    def look(self, parent: int, ranks: Sequence[Told], *, imported: bool) -> None:
+        """While the command runs: note the ranks' processes, claim when it is time."""
+        if self.record is not None:
+            return
+        found = {pid: environment(pid).get("RANK", "") for pid in children(parent)}
+        pids = sorted((pid for pid in found if found[pid].isdecimal()), key=lambda p: int(found[p]))
+        self._pids = pids or self._pids
+        if time.time() - self._begun >= CLAIM_AFTER_S and not imported:
+            self._claim(ranks)
+
+    def end(self, ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
+        """The command has ended: write how, unless a rank claimed an attempt."""
+        self._claim(ranks)
+        if self.record is None:
+            return None
+        how = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
+        outcome = {**_outcome(None, self._begun), **_words(verdict, how)}
+        self.record = self.record.with_(state=ENDED, outcome=outcome)
+        attempts.replace(self._tier, self.record)
+        return self.record
+
+    def _claim(self, ranks: Sequence[Told]) -> None:
+        if self.record is not None or any(told.attempt is not None for told in ranks):
+            return
+        attempts.found_run(self._tier)
+        facts = {
+            "argv": launch.redact_arguments(self._command),
+            "cwd": self._cwd,
+            "env": launch.redact_environment(os.environ),
+            "launch": {"kind": "torchrun", "nproc": self._nproc, "by": BY_SUPERVISOR},
+            "world": self._nproc,
+            "hosts": [socket.gethostname()] * self._nproc,
+            "pids": self._pids,
+            "started": self._begun,
+        }
+        self.record = attempts.claim(
+            self._tier, lambda n: AttemptRecord(n, state=RUNNING, facts=facts)
+        )

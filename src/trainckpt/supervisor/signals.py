@@ -1,0 +1,55 @@
+"""What this process is sent while it supervises: signals wait in a queue for the main thread.
+
+Main thread only, as Python wants it; `put` may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+from typing import Any
+
+HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+ENDED = 0  # no signal has this number: the launched process has ended
+
+
+class Inbox:
+    """While it is entered, signals come here instead of ending this process.
+
+    Attributes:
+        interrupts: How many were SIGINT.
+        signalled: Whether any has come.
+    """
+
+    def __init__(self) -> None:
+        self.interrupts = 0
+        self.signalled = False
+        self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Inbox:
+        for name in HEARD:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def put(self, number: int) -> None:
+        """Let `next` return this number."""
+        self._queue.put(number)
+
+    def next(self, timeout_s: float) -> int | None:
+        """The next number, or None if none comes in time."""
+        with contextlib.suppress(queue.Empty):
+            return self._queue.get(timeout=max(timeout_s, 0.0))
+        return None
+
+    def _hear(self, number: int, _: Any) -> None:
+        self.signalled = True
+        self.interrupts += number == signal.SIGINT
+        self._queue.put(number)  # safe in a handler: SimpleQueue is re-entrant
