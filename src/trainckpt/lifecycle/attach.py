@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import ConfigurationError, NothingToResume
+from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.log import logger
@@ -126,11 +126,8 @@ def _measure(tier: LocalTier, rank: int) -> dict[str, Any]:
         return {}
 
     def measure() -> capabilities.Capabilities:
-        tier.make_folder(PROBE)
-        found = capabilities.measure(tier.root / PROBE, tier.disk)
-        with contextlib.suppress(OSError):
-            (tier.root / PROBE).rmdir()
-        return found
+        tier.make_folder("")
+        return capabilities.measure(tier.root, tier.disk)
 
     found = answer_within(tier.url, measure)
     broken = found.breaks_commits()
@@ -201,7 +198,7 @@ class _Tokens:
             with contextlib.suppress(FileNotFoundError):
                 os.close(self._tier.disk.create(self._tier.root / PROBE / self._token))
                 return
-        raise ConfigurationError(f"{self._tier.url} does not keep what is written to it")
+        raise TierUnavailable(f"{self._tier.url} does not keep what is written to it")
 
     def _unseen(self, wanted: set[str]) -> list[str]:
         if self._rank not in self._leaders:

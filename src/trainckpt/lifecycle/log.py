@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from trainckpt.lifecycle import uncaught
+
 logger = logging.getLogger("trainckpt")
 
 
 def prepare() -> None:
-    """Make INFO lines visible where the script has configured no logging for us."""
+    """Make INFO lines visible where the script has configured no logging for us.
+
+    And let the process end with the code of an error of ours that nobody catches.
+    """
+    uncaught.install()
     if logger.hasHandlers() or logger.level:
         return
     handler = logging.StreamHandler()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.tiers.disk import Disk
-from trainckpt.tiers.local import translated
+from trainckpt.tiers.local import TEMPORARY, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ def measure(folder: Path, disk: Disk | None = None) -> Capabilities:
     Raises:
         TierUnavailable: the place refused even an ordinary file.
     """
-    scratch, disk = folder / secrets.token_hex(8), disk or Disk()
+    scratch, disk = folder / f"{TEMPORARY}{secrets.token_hex(8)}", disk or Disk()
     with translated("write", scratch):
         disk.make_folder(scratch)
         try:
