@@ -36,7 +36,7 @@ def resumed(run, caplog=None):
     """Where the next attempt goes on from, and why not from a newer one."""
     with Checkpointer(run, **Parts().tracked()) as ckpt:
         began = ckpt.resumed_from
-        refused = dict(ckpt._beginning.refused or {})
+        refused = dict(ckpt._attempt.beginning.refused or {})
         assert ckpt.cursor == began
         raise_if_none(began)
         return began.step, refused

@@ -31,7 +31,7 @@ class Attempt:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.ckpt.boundary()
-        self.ckpt._saver.wait()
+        self.ckpt._attempt.saver.wait()
 
 
 def test_what_a_zombie_commits_is_an_abandoned_branch_that_nobody_resumes_from(tmp_path):

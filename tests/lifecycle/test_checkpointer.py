@@ -63,7 +63,7 @@ def test_a_stop_inside_a_window_is_exact_and_continues_at_that_micro_batch(tmp_p
     assert (outcome["outcome"], outcome["exit_code"], outcome["lost_micro_batches"]) == (
         "stopped", 75, 0
     )  # fmt: skip
-    assert outcome["snapshot"] == str(ckpt._beginning.manifest.name)
+    assert outcome["snapshot"] == str(ckpt._attempt.beginning.manifest.name)
 
 
 def test_with_on_stop_return_the_loops_end_instead(tmp_path):
@@ -269,7 +269,7 @@ def test_files_are_0600_and_folders_0700(tmp_path):
 def test_a_failed_final_save_is_raised_after_the_record_says_so(tmp_path):
     def vanish(ckpt, _):
         if ckpt.cursor.micro_batches == 9:
-            ckpt._saver.wait()
+            ckpt._attempt.saver.wait()
             (tmp_path / "run.json").rename(tmp_path / "gone")
 
     with pytest.raises(SaveFailed, match="is gone"):

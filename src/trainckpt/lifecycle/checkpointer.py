@@ -31,30 +31,22 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import launch, place, recorder
-from trainckpt.lifecycle.announce import say_where
 from trainckpt.lifecycle.arrival import Arrival
-from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
 from trainckpt.lifecycle.deadline import granted_s
-from trainckpt.lifecycle.departure import Departure
-from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
-from trainckpt.lifecycle.last_save import LastSave
 from trainckpt.lifecycle.log import logger, prepare
 from trainckpt.lifecycle.options import TABLE, read_options
 from trainckpt.lifecycle.outlook import Outlook
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pending import PendingSave
-from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.position import Position
 from trainckpt.lifecycle.requests import Requests
-from trainckpt.lifecycle.resume import Beginning, begin, record_parent
-from trainckpt.lifecycle.saver import Facts, Saver
-from trainckpt.lifecycle.told import CLAIMED, Teller
+from trainckpt.lifecycle.told import Teller
 from trainckpt.lifecycle.watch import Watch
 from trainckpt.preemption.notice import Notice
 from trainckpt.ranks.agreement import Agreement
 from trainckpt.ranks.channel import connect
 from trainckpt.ranks.world import current_world
-from trainckpt.state.capture import capture
 from trainckpt.state.registry import Registry
 
 if TYPE_CHECKING:
@@ -110,21 +102,27 @@ class Checkpointer:
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        self._channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
+        channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
         self._agreement = Agreement()
         grace_s = self.options.grace or granted_s()
-        self._watch = Watch(self._agreement, self._channel, self._tier, self._outlook, grace_s)
+        self._watch = Watch(
+            self._agreement, channel, self._tier, self._outlook, grace_s, self.options.wall_time
+        )
         self._teller.tell(
             rank=self._world.rank, host=self._world.host, run=self._tier.url, grace_s=grace_s
         )
         self._requests = Requests()
-        self._beginning: Beginning | None = None
-        self._departure: Departure | None = None
+        self._crew = Crew(
+            self.options, self._tier, self._world, channel, self._registry, self._position,
+            self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
+            self._loaders, self._problems,
+        )  # fmt: skip
+        self._attempt: Attempt | None = None
 
     # ---- life cycle
 
     def __enter__(self) -> Checkpointer:
-        if self._beginning is None:
+        if self._attempt is None:
             self.resume()
         return self
 
@@ -133,8 +131,8 @@ class Checkpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._departure is not None:
-            self._departure.abandon(error, self._position.cursor)
+        elif self._attempt is not None:
+            self._attempt.departure.abandon(error, self._position.cursor)
 
     def resume(self, mode: str | None = None) -> Cursor:
         """Go on from the newest usable snapshot, or begin at step 0. Called once.
@@ -151,52 +149,10 @@ class Checkpointer:
             StateMismatch: the script's objects differ from the snapshot; lists every difference.
             TierUnavailable: the run's place refused or did not answer.
         """
-        if self._beginning is not None:
+        if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
-        mode = mode or self.options.resume
-        with self._teller.refusals():
-            beginning = self._begin(mode)
-        self._beginning = beginning
-        here = fingerprint(self._world.size)
-        parent = str(beginning.manifest.name) if beginning.manifest else None
-        log = AttemptLog(self._tier, beginning.record, writes=self._world.rank == 0)
-        record_parent(self._channel, log, parent)
-        facts = Facts(beginning.run, beginning.record.attempt, parent, here, self.options.keep_last)
-        self._saver = Saver(self._tier, self._channel, self._registry, facts, log, self._pace)
-        last_save = LastSave(self._tier, self._channel, self._saver, self._pace, self._outlook)
-        self._departure = Departure(
-            self.options, self._channel, last_save, self._watch, log, self._teller,
-            self._requests, self._loaders, lambda: self._position.cursor,
-        )  # fmt: skip
-        self._watch.on_failed = self._departure.cut_short
-        exactness, reasons = EXACT, list[str]()
-        if beginning.manifest is not None and beginning.saved is not None:
-            cursor = beginning.manifest.cursor
-            self._departure.began_from(parent, cursor)
-            exactness, reasons = compare(beginning.manifest.fingerprint, here, self._problems)
-            self._departure.exactness = exactness
-            try:
-                first_loader = self._loaders[0][1] if self._loaders else None
-                self._arrival.begin(beginning.saved, cursor, first_loader)
-            except BaseException as error:
-                self._departure.abandon(error, cursor)  # so that it counts as one that died on it
-                raise
-        self._policy = Policy(self.options.every, self._position.step, time.monotonic())
-        if self._world.rank == 0:
-            say_where(self._tier.url, beginning, exactness, reasons)
+        self._attempt = set_out(self._crew, mode or self.options.resume)
         return self._position.cursor
-
-    def _begin(self, mode: str) -> Beginning:
-        def claimed(attempt: int) -> None:
-            self._teller.tell(state=CLAIMED, attempt=attempt)
-            self._watch.start(attempt)
-
-        try:
-            capture(self._registry)  # what cannot be stored is refused now, not at the first save
-            return begin(self._tier, self._channel, self._registry, mode, on_claimed=claimed)
-        except BaseException:
-            self._watch.end()
-            raise
 
     def close(self) -> None:
         """A counted boundary, the final snapshot, a barrier: the attempt is finished.
@@ -205,10 +161,10 @@ class Checkpointer:
             SaveFailed: the final snapshot could not be committed.
             Stopped: the ranks had agreed to stop here.
         """
-        if self._departure is None or self._departure.left:
+        if self._attempt is None or self._attempt.departure.left:
             return
         if self._boundary():
-            self._departure.finish(self._position.cursor, self._take)
+            self._attempt.departure.finish(self._position.cursor, self._take)
 
     # ---- loops
 
@@ -300,10 +256,10 @@ class Checkpointer:
         Returns:
             The handle: `.wait("staged" | "local" | "durable")`.
         """
-        self._must_have_resumed()
+        attempt = self._must_have_resumed()
         number, pending = self._requests.ask()
         self._watch.watcher.request_save(number, check_tag(tag) if tag else None)
-        if self._departure is not None and self._departure.left:
+        if attempt.departure.left:
             self._requests.fail_waiting("ended")
         return pending.wait(wait) if wait else pending
 
@@ -317,24 +273,21 @@ class Checkpointer:
     @property
     def resumed_from(self) -> Cursor | None:
         """The cursor this attempt went on from, or None if it began at step 0."""
-        manifest = self._beginning.manifest if self._beginning else None
-        return manifest.cursor if manifest else None
+        return self._attempt.resumed_from if self._attempt else None
 
     @property
     def attempt(self) -> int:
         """Number of this attempt, from 1."""
-        self._must_have_resumed()
-        assert self._beginning is not None
-        return self._beginning.record.attempt
+        return self._must_have_resumed().number
 
     # ---- the boundary
 
     def _boundary(self, *, evaluation: bool = False) -> bool:
         """Count, save what is due, act on what was agreed. True: training goes on."""
-        departure = self._departure
-        if departure is None or departure.left:
+        attempt = self._attempt
+        if attempt is None or attempt.departure.left:
             return self._boundary_after_leaving()
-        position, policy = self._position, self._policy
+        position, policy = self._position, attempt.policy
         position.reach_boundary(evaluation=evaluation)
         if self._first or self._arrival.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation)
@@ -350,7 +303,7 @@ class Checkpointer:
             due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
         ) is not None:
             if due.action == "stop":
-                departure.stop(position.cursor, due.reason, self._take)
+                attempt.departure.stop(position.cursor, due.reason, self._take)
                 return False
             self._take_requested(position.cursor, due)
             self._pace.leave(time.monotonic())
@@ -362,8 +315,7 @@ class Checkpointer:
         """What only the first boundary, the arrival of a resume, or a proof asks for."""
         if self._first:
             self._first = False
-            assert self._departure is not None
-            self._departure.log.change(state=RUNNING)
+            self._must_have_resumed().log.change(state=RUNNING)
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations
             self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
@@ -380,19 +332,19 @@ class Checkpointer:
 
     def _boundary_after_leaving(self) -> bool:
         """The attempt is over: only after a stop is it wrong to go on."""
-        if self._departure is not None and self._departure.stopped:
+        if self._attempt is not None and self._attempt.departure.stopped:
             if not self._has_returned():
-                self._departure.exit_now()
+                self._attempt.departure.exit_now()
             return False
         return True
 
     def _take(self, cursor: Cursor, reason: str) -> PendingSave:
-        return self._saver.save(cursor, reason, (), PendingSave())
+        return self._must_have_resumed().saver.save(cursor, reason, (), PendingSave())
 
     def _take_requested(self, cursor: Cursor, due: Due) -> None:
         pending = self._requests.taken(due.number)
         tags = (due.tag,) if due.tag else ()
-        self._saver.save(cursor, due.reason, tags, pending)
+        self._must_have_resumed().saver.save(cursor, due.reason, tags, pending)
         self._agreement.close_round(due.round)
 
     # ---- small things
@@ -404,12 +356,13 @@ class Checkpointer:
             logger.warning("not exact: %s", problem)
 
     def _has_returned(self) -> bool:
-        departure = self._departure
-        return departure is not None and departure.stopped and self.options.on_stop == "return"
+        stopped = self._attempt is not None and self._attempt.departure.stopped
+        return stopped and self.options.on_stop == "return"
 
-    def _must_have_resumed(self) -> None:
-        if self._beginning is None:
+    def _must_have_resumed(self) -> Attempt:
+        if self._attempt is None:
             raise ConfigurationError(
                 "this Checkpointer has not resumed yet",
                 hint="use it in a with statement, or call ckpt.resume() first",
             )
+        return self._attempt

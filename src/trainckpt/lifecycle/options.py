@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.duration import SECONDS, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 TOML_FILE = "trainckpt.toml"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Options:
         keep_last: Usable snapshots kept; tagged ones are kept besides.
         stop_at: "micro-batch", "window", or "auto" (see lifecycle.stop_plan).
         grace: Seconds from a signal until this process is killed; None: nobody said.
+        wall_time: Seconds from the start of this process until its job ends; None: unlimited.
         accumulate: Micro-batches a window, where it cannot be seen.
         memory_budget: What saves may take of the memory.
         on_stop: "exit" raises `Stopped`; "return" ends the loops instead.
@@ -63,6 +64,7 @@ class Options:
     keep_last: int
     stop_at: str
     grace: float | None
+    wall_time: float | None
     accumulate: int | None
     memory_budget: Budget
     on_stop: str
@@ -117,24 +119,16 @@ def _parse_every(value: Any) -> Every:
         if number != int(number) or number < 1:
             raise ValueError(text)
         return Every(steps=int(number), text=text)
-    if unit not in _SECONDS or number <= 0:
+    if unit not in SECONDS or number <= 0:
         raise ValueError(text)
-    return Every(seconds=number * _SECONDS[unit], text=text)
+    return Every(seconds=number * SECONDS[unit], text=text)
 
 
 def _parse_seconds(value: Any) -> float | None:
     if value in (None, "", "none"):
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
-    else:
-        match = _DURATION.fullmatch(str(value).strip())
-        if match is None or (match[2] and match[2] not in _SECONDS):
-            raise ValueError(value)
-        seconds = float(match[1]) * _SECONDS.get(match[2] or "s", 1.0)
-    if not 0 < seconds < float("inf"):
-        raise ValueError(value)
-    return seconds
+    bare = isinstance(value, (int, float)) or str(value).strip().isdecimal()
+    return parse_duration(f"{value} s" if bare else str(value))
 
 
 def _parse_budget(value: Any) -> Budget:
@@ -195,6 +189,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
         '"auto", "micro-batch" or "window"',
     ),
     "grace": (None, _parse_seconds, 'a duration such as "30 s", or "none"'),
+    "wall_time": (None, _parse_seconds, 'a duration such as "4 h", or "none"'),
     "accumulate": (None, _optional_number, "a number of micro-batches, or none"),
     "memory_budget": ("40 %", _parse_budget, 'a share such as "40 %", or a size such as "8 GB"'),
     "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),

@@ -8,6 +8,7 @@ end         the final count is published, threads and handlers are taken down
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.announce import Announced
 from trainckpt.lifecycle.deadline import Deadline
+from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.log import logger
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
+from trainckpt.preemption.wall_time import WallTime, process_start_s, wall_time_end
 from trainckpt.ranks.watcher import Watcher, end_with_71
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.local import LocalTier
 
 EARLY_LOOK_S = 0.05
+WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
 
 
 class Watch:
@@ -49,12 +53,14 @@ class Watch:
 
     def __init__(
         self, agreement: Agreement, channel: Channel, tier: LocalTier, outlook: Outlook,
-        grace_s: float | None,
+        grace_s: float | None, wall_time_s: float | None = None,
     ) -> None:  # fmt: skip
         self.deadline = Deadline(lambda: self._fail("the deadline has come"))
         self.on_failed: Callable[[str], object] = end_with_71
         self._agreement, self._channel, self._tier = agreement, channel, tier
         self._outlook = outlook
+        self._grace_s, self._wall_time_s = grace_s, wall_time_s
+        self._heartbeat: Heartbeat | None = None
         self._signals = SignalSource(seconds_left=grace_s)
         self._signals.start()
         self._heard = Announced(self._signals)
@@ -63,10 +69,13 @@ class Watch:
         self._started = False
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
-    def start(self, attempt: int) -> None:
-        """Begin to act on notices. Main thread, all ranks."""
+    def start(self, attempt: int, *, is_first: bool) -> None:
+        """Begin to act on notices. Main thread, all ranks; `is_first` on rank 0."""
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
-        sources = [self._heard, Announced(notices)]
+        sources = [self._heard, Announced(notices), *self._wall_time()]
+        if is_first:
+            self._heartbeat = Heartbeat(self._tier, attempt)
+            self._heartbeat.start()
         self.watcher = Watcher(
             self._agreement,
             self._channel,
@@ -97,6 +106,16 @@ class Watch:
         self.deadline.met()
         self.watcher.publish_final()
         self.watcher.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+
+    def _wall_time(self) -> list[Announced]:
+        now_s, started_s = time.monotonic(), process_start_s()
+        ends_s = wall_time_end(self._wall_time_s, os.environ, time.time(), now_s, started_s)
+        if ends_s is None:
+            return []
+        lead_s = self._grace_s or min(WALL_TIME_LEAD_S, (ends_s - started_s) / 4)
+        return [Announced(WallTime(ends_s, lead_s))]
 
     def _fail(self, why: str) -> None:
         self.on_failed(why)

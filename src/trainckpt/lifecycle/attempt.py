@@ -1,0 +1,152 @@
+"""An attempt sets out: claim it, read what it begins from, make ready whoever will save and leave.
+
+crew      what one rank of a run has from the Checkpointer's construction on
+attempt   what it has in addition once the attempt is claimed and the snapshot applied
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.lifecycle.announce import say_where
+from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.departure import Departure
+from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.last_save import LastSave
+from trainckpt.lifecycle.policy import Policy
+from trainckpt.lifecycle.resume import Beginning, begin, record_parent
+from trainckpt.lifecycle.saver import Facts, Saver
+from trainckpt.lifecycle.told import CLAIMED
+from trainckpt.state.capture import capture
+
+if TYPE_CHECKING:
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.lifecycle.arrival import Arrival
+    from trainckpt.lifecycle.options import Options
+    from trainckpt.lifecycle.outlook import Outlook
+    from trainckpt.lifecycle.pace import Pace
+    from trainckpt.lifecycle.position import Position
+    from trainckpt.lifecycle.requests import Requests
+    from trainckpt.lifecycle.told import Teller
+    from trainckpt.lifecycle.watch import Watch
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.ranks.world import World
+    from trainckpt.state.registry import Registry
+    from trainckpt.tiers.local import LocalTier
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Who works for a run on one rank, whatever the attempt.
+
+    Attributes:
+        loaders: The owner's own list: a loader may be registered later.
+        problems: Why a resume cannot be bitwise, as far as the script's objects show it.
+    """
+
+    options: Options
+    tier: LocalTier
+    world: World
+    channel: Channel
+    registry: Registry
+    position: Position
+    pace: Pace
+    outlook: Outlook
+    arrival: Arrival
+    watch: Watch
+    teller: Teller
+    requests: Requests
+    loaders: list[tuple[Any, TrackedLoader]]
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's processes, on one rank, ready to train.
+
+    Attributes:
+        beginning: From where it began.
+    """
+
+    beginning: Beginning
+    log: AttemptLog
+    saver: Saver
+    departure: Departure
+    policy: Policy
+
+    @property
+    def number(self) -> int:
+        """From 1."""
+        return self.beginning.record.attempt
+
+    @property
+    def resumed_from(self) -> Cursor | None:
+        """The cursor it went on from, or None if it began at step 0."""
+        return self.beginning.manifest.cursor if self.beginning.manifest else None
+
+
+def set_out(crew: Crew, mode: str) -> Attempt:
+    """Claim the next attempt, choose and read its snapshot, apply it. Every rank calls it.
+
+    Raises:
+        TrainckptError: as `Checkpointer.resume` says, on every rank alike.
+    """
+    with crew.teller.refusals():
+        beginning = _begin(crew, mode)
+    here = fingerprint(crew.world.size)
+    parent = str(beginning.manifest.name) if beginning.manifest else None
+    log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
+    record_parent(crew.channel, log, parent)
+    facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
+    saver = Saver(crew.tier, crew.channel, crew.registry, facts, log, crew.pace)
+    departure = _departure(crew, saver, log)
+    exactness, reasons = EXACT, list[str]()
+    if beginning.manifest is not None:
+        then = beginning.manifest.fingerprint
+        exactness, reasons = compare(then, here, crew.problems)
+        departure.exactness = exactness
+        _arrive(crew, departure, beginning, parent)
+    if crew.world.rank == 0:
+        say_where(crew.tier.url, beginning, exactness, reasons)
+    policy = Policy(crew.options.every, crew.position.step, time.monotonic())
+    return Attempt(beginning, log, saver, departure, policy)
+
+
+def _begin(crew: Crew, mode: str) -> Beginning:
+    def claimed(attempt: int) -> None:
+        crew.teller.tell(state=CLAIMED, attempt=attempt)
+        crew.watch.start(attempt, is_first=crew.world.rank == 0)
+
+    try:
+        capture(crew.registry)  # what cannot be stored is refused now, not at the first save
+        return begin(crew.tier, crew.channel, crew.registry, mode, on_claimed=claimed)
+    except BaseException:
+        crew.watch.end()
+        raise
+
+
+def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
+    last_save = LastSave(crew.tier, crew.channel, saver, crew.pace, crew.outlook)
+    departure = Departure(
+        crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,
+        crew.loaders, lambda: crew.position.cursor,
+    )  # fmt: skip
+    crew.watch.on_failed = departure.cut_short
+    return departure
+
+
+def _arrive(crew: Crew, departure: Departure, beginning: Beginning, parent: str | None) -> None:
+    """Apply the snapshot; an error in here counts as one that the attempt died of."""
+    assert beginning.manifest is not None
+    assert beginning.saved is not None
+    cursor = beginning.manifest.cursor
+    departure.began_from(parent, cursor)
+    try:
+        first_loader = crew.loaders[0][1] if crew.loaders else None
+        crew.arrival.begin(beginning.saved, cursor, first_loader)
+    except BaseException as error:
+        departure.abandon(error, cursor)
+        raise
