@@ -71,9 +71,10 @@ class Host:
 
     def start(self, command, **environment):
         """Start a command on this host; its process."""
-        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "link0", "RES_OPTIONS": "timeout:1 attempts:1",
-                     "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
-                     "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment}  # fmt: skip
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "link0",
+                     "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONDONTWRITEBYTECODE": "1",
+                     "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}",
+                     **environment}  # fmt: skip
         enter = ["nsenter", "--net", "--mount", "--uts", "--target", str(self._holder.pid)]
         return subprocess.Popen(
             [*enter, "--wd=" + str(ROOT), *command],

@@ -5,10 +5,11 @@ ended by its own error between starting to read it and its first boundary:
 
     an exception, or sys.exit      its own, unless the code says that the fault lies elsewhere:
                                    a script that does not fit, a place that does not answer
-    killed, says its supervisor    its own if nobody had asked the supervisor to stop: a crash in
-                                   native code, `os._exit`, or the kernel short of memory, which
-                                   cannot be told from any other SIGKILL of the ranks alone
-    no word of its end             unknown, and not counted: a preemption kills the supervisor too
+    killed, says its supervisor    its own if nobody had asked for an end: a crash in native code,
+                                   or the kernel short of memory, which cannot be told from any
+                                   other SIGKILL that hits the ranks and spares the supervisor
+    no word of its end             unknown, and not counted: whoever takes the machine away kills
+                                   the supervisor too
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 MOST_DEATHS = 2
 READING = "reading"  # in an attempt's record: what it was reading, before its parent is decided
-DIED_WHILE, SIGNALS = "died_while", "signals"  # in the outcome that a supervisor writes
+# In the outcome that a supervisor writes: the state in which the attempt died by itself.
+DIED_WHILE = "died_while"
 # Ends that say nothing against the snapshot: refusals, stops, and signals meant for the process.
 _FAULT_ELSEWHERE = frozenset({0, 65, 66, 69, 71, 75, 78, 129, 130, 138, 143})
 
@@ -100,7 +102,7 @@ def _died_by_own_error(record: AttemptRecord) -> bool:
     if outcome.get("exit_code") in _FAULT_ELSEWHERE:
         return False
     if outcome.get("outcome") == KILLED:
-        return outcome.get(DIED_WHILE) == STARTING and not outcome.get(SIGNALS)
+        return outcome.get(DIED_WHILE) == STARTING
     interrupted = str(outcome.get("reason", "")).startswith("KeyboardInterrupt")
     return outcome.get("outcome") == FAILED and record.state == STARTING and not interrupted
 

@@ -34,6 +34,7 @@ from trainckpt.lifecycle import choice as choices
 from trainckpt.lifecycle import error_json, launch
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S, Seat, attach, own_view
 from trainckpt.lifecycle.error_json import together
+from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog, restore
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.local import LocalTier
-
-AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 
 
 @dataclass(frozen=True)

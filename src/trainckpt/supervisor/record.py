@@ -25,6 +25,7 @@ from trainckpt.format.attempt import (
     AttemptRecord,
 )
 from trainckpt.lifecycle import launch, place
+from trainckpt.lifecycle.choice import DIED_WHILE
 from trainckpt.lifecycle.told import LEFT, Told
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.processes import children, environment
@@ -67,10 +68,15 @@ def _attempt_of(ranks: Sequence[Told]) -> Told | None:
     return min(claimed, key=lambda told: told.rank, default=None)
 
 
-def settle(ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
+def settle(ranks: Sequence[Told], verdict: Verdict, *, asked: bool = False) -> AttemptRecord | None:
     """The record of the attempt these ranks belong to, its outcome written if nobody did.
 
     None where they claimed no attempt, or its record cannot be read.
+
+    Args:
+        ranks: What they told.
+        verdict: How the launch ended.
+        asked: Somebody wanted it to end, so that says nothing against its snapshot.
     """
     where = _attempt_of(ranks)
     if where is None:
@@ -83,7 +89,8 @@ def settle(ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
         failed = verdict.how in (FAILED, KILLED)
         said = (record.outcome or {}).get("outcome")
         if said is None and (failed or where.rank == 0):
-            record = _with_outcome(record, _unsaid(record, verdict))
+            by_itself = failed and not asked and not verdict.on_purpose
+            record = _with_outcome(record, _unsaid(record, verdict, by_itself=by_itself))
             attempts.replace(tier, record)
         elif said == STOPPED and failed:
             outcome = {**(record.outcome or {}), **_words(verdict, verdict.how)}
@@ -101,7 +108,7 @@ def _with_outcome(record: AttemptRecord, outcome: dict[str, Any]) -> AttemptReco
     return record.with_(state=state, outcome=outcome)
 
 
-def _unsaid(record: AttemptRecord, verdict: Verdict) -> dict[str, Any]:
+def _unsaid(record: AttemptRecord, verdict: Verdict, *, by_itself: bool) -> dict[str, Any]:
     """The outcome of an attempt that did not say how it ended."""
     parent = record.parent if record.parent != UNDECIDED else None
     snapshot = record.newest_commit or parent
@@ -110,6 +117,7 @@ def _unsaid(record: AttemptRecord, verdict: Verdict) -> dict[str, Any]:
     outcome = {
         **_outcome(snapshot, started if isinstance(started, (int, float)) else None),
         **_words(verdict, how),
+        DIED_WHILE: record.state if by_itself else None,
     }
     if verdict.exit_code == 0:
         outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"

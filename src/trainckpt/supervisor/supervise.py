@@ -172,7 +172,7 @@ def _launch(
         ranks = launched.told()
         told = [*course.told, *records.recorded_word(ranks)]
         verdict = judge(replace(course, told=told))
-        record = records.settle(ranks, verdict)
+        record = records.settle(ranks, verdict, asked=inbox.signalled)
         if record is None and named is not None:
             record = named.end(ranks, verdict)
         return verdict, record, any(told.attempt is not None for told in ranks)
