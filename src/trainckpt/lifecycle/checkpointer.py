@@ -288,15 +288,16 @@ class Checkpointer:
         if attempt is None or attempt.departure.left:
             return self._boundary_after_leaving()
         position, policy = self._position, attempt.policy
+        now_s = time.monotonic()
+        self._pace.reach(now_s)
         position.reach_boundary(evaluation=evaluation)
         if self._first or self._arrival.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         if resumable and policy.due_by_steps(position.step, position.micro):
             self._take(position.cursor, policy.reason)
+            self._pace.leave(time.monotonic())
         self._watch.check()
-        now_s = time.monotonic()
-        self._pace.reach(now_s)
         if policy.due_by_time(now_s) and self._world.rank == 0:
             self._watch.watcher.request(Notice(policy.reason, action="save"))
         while (

@@ -108,7 +108,7 @@ class LastSave:
         return SaveFailed(f"no snapshot at {cursor}: {why}")
 
     def _trial_key(self) -> str:
-        return f"trial/{self._saver.attempt}-rank{self._channel.world.rank}"
+        return f"probe/trial-{self._saver.attempt}-rank{self._channel.world.rank}"
 
 
 def _within(deadline: Deadline) -> float | None:

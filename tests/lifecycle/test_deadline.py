@@ -1,0 +1,77 @@
+"""The deadline inside the process, and the pace that predictions rest on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from trainckpt.lifecycle.deadline import Deadline, granted_s, margin_s
+from trainckpt.lifecycle.pace import Pace
+from trainckpt.tiers.local import LocalTier
+
+FAR_S = 3600.0
+
+
+def test_the_earliest_deadline_stands_and_ends_the_process_before_it_comes():
+    missed = threading.Event()
+    deadline = Deadline(missed.set)
+    deadline.tighten(None)
+    assert deadline.left_s() is None
+    deadline.tighten(FAR_S)
+    deadline.tighten(0.3)
+    deadline.tighten(FAR_S)
+    assert missed.wait(10)
+    assert deadline.left_s() <= 0
+
+
+def test_a_deadline_that_was_met_ends_nothing():
+    missed = threading.Event()
+    deadline = Deadline(missed.set)
+    deadline.tighten(0.6)
+    deadline.met()
+    assert not missed.wait(0.7)
+
+
+@pytest.mark.parametrize(("left_s", "margin"), [(1.0, 0.25), (10.0, 1.0), (600.0, 2.0)])
+def test_the_margin_is_a_tenth_within_bounds(left_s, margin):
+    assert margin_s(left_s) == margin
+
+
+@pytest.mark.parametrize(
+    ("environment", "granted"),
+    [
+        ({}, None),
+        ({"TORCHELASTIC_RUN_ID": "x"}, 30.0),
+        ({"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90"}, 90.0),
+        ({"TORCHELASTIC_RUN_ID": "x", "TRAINCKPT_SUPERVISOR": "/tmp/y"}, None),
+    ],
+)
+def test_torchrun_alone_grants_what_its_shutdown_timeout_says(environment, granted):
+    assert granted_s(environment) == granted
+
+
+def test_the_pace_is_the_median_without_what_is_done_at_boundaries():
+    pace = Pace()
+    assert pace.micro_batch_s is None
+    for begun in (0.0, 10.0, 20.0, 30.0):
+        pace.reach(begun + 1.0)
+        pace.leave(begun + 10.0)  # a save of 9 s
+    assert pace.micro_batch_s == 1.0
+
+
+def test_a_save_is_as_slow_as_the_slowest_of_the_last_ones(tmp_path):
+    pace = Pace()
+    pace.saved(100, 1.0)
+    pace.saved(100, 3.0)
+    pace.saved(0, 9.0)
+    assert pace.seconds_per_byte == 0.03
+    pace.try_out(LocalTier(tmp_path), "trial", 1)
+    assert pace.seconds_per_byte == 0.03
+
+
+def test_where_no_save_was_measured_a_little_is_written_and_removed(tmp_path):
+    pace = Pace()
+    pace.try_out(LocalTier(tmp_path), "trial/1-rank0", 2)
+    assert pace.seconds_per_byte > 0
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
