@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import trainckpt
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.heartbeat import Heartbeat
 
 ACCUMULATE = 3
-
-
-@contextlib.contextmanager
-def beating(ckpt, rank):
-    """What the Checkpointer does by itself once it is wired."""
-    own = Heartbeat(place.open_place(ckpt._tier.url), ckpt.attempt)
-    if rank == 0:
-        own.start()
-    try:
-        yield
-    finally:
-        own.stop()
 
 
 def train(rank, run, steps=10**6, stuck_at=None, **options):
@@ -36,11 +21,7 @@ def train(rank, run, steps=10**6, stuck_at=None, **options):
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     options = {"every": "never", "stop_at": "micro-batch", **options}
-    with (
-        contextlib.ExitStack() as stack,
-        trainckpt.Checkpointer(run, model=model, optimizer=optimizer, **options) as ckpt,
-    ):
-        stack.enter_context(beating(ckpt, rank))
+    with trainckpt.Checkpointer(run, model=model, optimizer=optimizer, **options) as ckpt:
         while ckpt.cursor.step < steps:
             ckpt.boundary()
             if ckpt.cursor.micro_batches == stuck_at:

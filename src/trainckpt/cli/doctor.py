@@ -169,7 +169,10 @@ def _run(tier: LocalTier, found: Capabilities) -> list[Item]:
     if run is None:
         return [*items, Item("run", ok=True, value="none yet", needed=False)]
     items.append(Item("run", ok=True, value=run))
-    committed = [c for c in candidates if c.reason != catalog.NOT_COMMITTED]
+    # A newer attempt that began anew has left older snapshots behind; they are not damaged.
+    committed = [
+        c for c in candidates if c.reason not in (catalog.NOT_COMMITTED, catalog.ABANDONED)
+    ]
     newest = next((c for c in candidates if c.usable), None)
     value = "none yet" if not committed else "none is usable"
     if newest is not None and newest.manifest is not None:

@@ -72,14 +72,14 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     tier = place.open_place(arguments.run)
     live = find_live(tier)
-    notice = _tell(tier, live.attempt, arguments.deadline)
     world = live.facts.get("world")
-    _say(
-        f"attempt {live.attempt} of {tier.url}"
-        + (f", ranks: {world}," if isinstance(world, int) else "")
-        + " is told to stop at the next boundary that all its ranks reach"
-    )
+    ranks = f", ranks: {world}," if isinstance(world, int) else ""
     try:
+        notice = _tell(tier, live.attempt, arguments.deadline)
+        _say(
+            f"attempt {live.attempt} of {tier.url}{ranks} is told to stop at the next boundary "
+            "that all its ranks reach"
+        )
         record = _wait(tier, live, arguments.deadline)
     except KeyboardInterrupt:
         return _interrupted(live.attempt, as_json=arguments.json)
@@ -132,6 +132,10 @@ def _verdict(tier: LocalTier, attempt: int, outcome: dict[str, Any]) -> tuple[st
     where = f"{snapshot} in {tier.url} ({', '.join(outcome.get('tiers') or ['?'])})"
     if how == FINISHED:
         return f"{who} finished before it could stop: {where}", 0, ""
+    if outcome.get("exit_code") == NoAgreement.exit_code:
+        why = f"{who} was ended, its ranks were not in time: {outcome.get('reason')}"
+        kept = f"; go on from {snapshot}" if snapshot else ""
+        return f"{why}{kept}", NoAgreement.exit_code, again
     if how != STOPPED:
         kept = f"go on from {snapshot}" if snapshot else "it saved nothing"
         why = f" ({outcome['reason']})" if outcome.get("reason") else ""
