@@ -83,10 +83,11 @@ class Ends:
         """Sleep until a child ends, note all that have, and so on. A thread of its own."""
         while True:
             try:
-                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+                first = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             except ChildProcessError:
                 time.sleep(NO_CHILDREN_PAUSE_S)
                 continue
+            self._note_result(first)
             while self._note_ended():  # until torchrun has waited for them too
                 time.sleep(ENDED_PAUSE_S)
 
@@ -105,9 +106,13 @@ class Ends:
                 continue
             if found is not None:
                 ended = True
-                exited = found.si_code == os.CLD_EXITED
-                self._note(pid, found.si_status if exited else -found.si_status)
+                self._note_result(found)
         return ended
+
+    def _note_result(self, found: os.waitid_result | None) -> None:
+        if found is not None:
+            exited = found.si_code == os.CLD_EXITED
+            self._note(found.si_pid, found.si_status if exited else -found.si_status)
 
     def _note(self, pid: int, code: int) -> None:
         # torchrun's ranks lead sessions of their own; what else it starts are helpers.

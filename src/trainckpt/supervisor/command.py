@@ -95,7 +95,7 @@ def mentions_us(command: Sequence[str], cwd: str | None = None) -> bool:
     words = list(command)
     if is_torchrun(words) and "--" in words:
         at = words.index("--")
-        words = recorded_form(words[:at], words[at + 1 :])
+        words = recorded_form(words[3:at], words[at + 1 :])
     folder = Path(cwd or ".")
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word == "-c":

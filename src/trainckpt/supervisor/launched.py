@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from trainckpt.lifecycle.told import imported, read_told
 from trainckpt.supervisor import orders, verdict
 from trainckpt.supervisor.orders import Rank
-from trainckpt.supervisor.processes import is_ours, kill_all, send, started
+from trainckpt.supervisor.processes import child_above, is_ours, kill_all, send, started
 from trainckpt.supervisor.report import End, read_ends
 from trainckpt.supervisor.signals import ENDED
 from trainckpt.supervisor.verdict import Course
 
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Mapping
     from pathlib import Path
 
     from trainckpt.lifecycle.told import Told
@@ -58,6 +59,7 @@ class Launched:
         self._process, self._folder, self._inbox = process, folder, inbox
         self._has_agent, self._ours, self._named = has_agent, ours, named
         self._seen: dict[int, int | None] = {}  # pid -> when it started; None: not a rank of ours
+        self._children: dict[int, int] = {}  # pid -> the agent's child that it is, or is under
         self._host = socket.gethostname()
         self._signalled_at = math.inf
         self._signal = ""
@@ -102,8 +104,17 @@ class Launched:
             if told.host == self._host:
                 at = self._told_at(number)
                 alive = self._is_alive(told.pid, at)
-                found.append(Rank(told, at, alive, ends.get(told.pid)))
+                code = None if alive else self._code(told.pid, ends)
+                found.append(Rank(told, at, alive, code))
         return found
+
+    def _code(self, pid: int, ends: Mapping[int, int]) -> int | None:
+        """What a rank that is gone ended with, as far as anybody will ever know."""
+        child = self._children.get(pid, pid)
+        if pid in ends or child in ends:
+            return ends.get(pid, ends.get(child))
+        # Ranks that the script itself started are the script's to look after.
+        return None if self._has_agent and started(child) is None else 0
 
     def _told_at(self, rank: int) -> float:
         try:
@@ -116,6 +127,7 @@ class Launched:
         if pid not in self._seen:
             ours = now is not None and is_ours(pid, str(self._folder), told_at)
             self._seen[pid] = now if ours else None
+            self._children[pid] = child_above(pid, self._process.pid)
         return now is not None and now == self._seen[pid]
 
     def _told_pids(self) -> list[int]:

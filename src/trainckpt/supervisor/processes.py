@@ -77,6 +77,16 @@ def children(parent: int) -> list[int]:
     return [pid for pid, fields in _everybody() if int(fields[1]) == parent]
 
 
+def child_above(pid: int, ancestor: int) -> int:
+    """The child of `ancestor` that `pid` descends from, or is; `pid` if there is none."""
+    at = pid
+    while (fields := _stat(at)) and int(fields[1]) > 1:
+        if int(fields[1]) == ancestor:
+            return at
+        at = int(fields[1])
+    return pid
+
+
 def send(pids: Iterable[int], number: int) -> None:
     """Send a signal to each that is still there."""
     for pid in pids:

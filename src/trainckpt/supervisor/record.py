@@ -29,6 +29,7 @@ from trainckpt.lifecycle.choice import DIED_WHILE
 from trainckpt.lifecycle.told import LEFT, Told
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.processes import children, environment
+from trainckpt.supervisor.verdict import NOTICE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,10 +150,12 @@ class NamedRun:
 
     Attributes:
         record: The attempt claimed here, or None.
+        problem: Why nothing could be written, or "": the command goes on all the same.
     """
 
     def __init__(self, run: str, command: Sequence[str], cwd: str | None, nproc: int) -> None:
         self.record: AttemptRecord | None = None
+        self.problem = ""
         self._tier = place.open_place(run)
         self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
         self._begun, self._pids = time.time(), list[int]()
@@ -166,27 +169,38 @@ class NamedRun:
         """While the command runs: note the ranks' processes, claim when it is time."""
         if self.record is not None:
             return
-        found = {pid: environment(pid).get("RANK", "") for pid in children(parent)}
-        pids = sorted((pid for pid in found if found[pid].isdecimal()), key=lambda p: int(found[p]))
-        self._pids = pids or self._pids
+        if len(self._pids) < self._nproc:
+            found = {pid: environment(pid).get("RANK", "") for pid in children(parent)}
+            ranks_of = {pid: int(rank) for pid, rank in found.items() if rank.isdecimal()}
+            self._pids = sorted(ranks_of, key=ranks_of.__getitem__) or self._pids
         if time.time() - self._begun >= CLAIM_AFTER_S and not imported:
             self._claim(ranks)
 
     def end(self, ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
         """The command has ended: write how, unless a rank claimed an attempt."""
-        self._claim(ranks)
+        if verdict.how != NOTICE:  # nothing was begun
+            self._claim(ranks)
         if self.record is None:
             return None
         how = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
         outcome = {**_outcome(None, self._begun), **_words(verdict, how)}
         self.record = self.record.with_(state=ENDED, outcome=outcome)
-        attempts.replace(self._tier, self.record)
+        try:
+            attempts.replace(self._tier, self.record)
+        except TrainckptError as error:
+            self.problem = error.message
         return self.record
 
     def _claim(self, ranks: Sequence[Told]) -> None:
-        if self.record is not None or any(told.attempt is not None for told in ranks):
+        if self.record is not None or self.problem or any(told.attempt for told in ranks):
             return
-        attempts.found_run(self._tier)
+        try:
+            attempts.found_run(self._tier)
+            self.record = attempts.claim(self._tier, self._new_record)
+        except TrainckptError as error:
+            self.problem = error.message
+
+    def _new_record(self, attempt: int) -> AttemptRecord:
         facts = {
             "argv": launch.redact_arguments(self._command),
             "cwd": self._cwd,
@@ -197,6 +211,4 @@ class NamedRun:
             "pids": self._pids,
             "started": self._begun,
         }
-        self.record = attempts.claim(
-            self._tier, lambda n: AttemptRecord(n, state=RUNNING, facts=facts)
-        )
+        return AttemptRecord(attempt, state=RUNNING, facts=facts)

@@ -137,6 +137,8 @@ def supervise(
             named = name() if name is not None else None
             verdict, found, claimed = _launch(start, signals, named)
             newest = found or newest
+            if say is not None and named is not None and named.problem:
+                say(f"--run: {named.problem}")
             if not starts_again(verdict, done=done, most=max_restarts, signalled=signals.signalled):
                 return Ended(verdict.exit_code, newest, done, verdict.why)
             done += 1

@@ -1,0 +1,112 @@
+"""What is done about a signal, a deadline, a lost rank, a failure: pure."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from trainckpt.lifecycle.told import CLAIMED, LEFT, LISTENING, Told
+from trainckpt.supervisor import orders
+from trainckpt.supervisor.orders import Rank, about_signal, deadline_after_s
+from trainckpt.supervisor.verdict import Verdict
+
+
+def rank(number: int, how: str | None = None, *, alive=True, code=None, state=CLAIMED, grace=None):
+    state = LEFT if how else state
+    told = Told(number, 100 + number, "h", "/run", 1, state, grace, how)
+    return Rank(told, 0.0, alive, code)
+
+
+def order(number: int, *ranks: Rank, ours=True, interrupts=0):
+    return about_signal(number, ranks, ours=ours, interrupts=interrupts)
+
+
+@pytest.mark.parametrize(
+    ("sent", "delivered"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGUSR1, signal.SIGTERM),
+     (signal.SIGHUP, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)],
+)  # fmt: skip
+def test_signals_go_to_the_ranks_that_listen(sent, delivered):
+    """As one that every rank hears; not to those that are leaving or gone."""
+    ranks = [rank(0, state=LISTENING), rank(1), rank(2, "stopped"), rank(3, alive=False)]
+    found = order(sent, *ranks)
+    assert (found.what, found.pids, found.number) == ("deliver", (100, 101), delivered)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ours", "what"),
+    [
+        ([], True, "end"),
+        ([], False, "pass on"),
+        ([rank(0, "stopped")], True, "nothing"),
+        ([rank(0, "stopped"), rank(1, "failed")], True, "nothing"),
+        ([rank(0, alive=False)], True, "nothing"),
+        ([rank(0, "finished")], True, "pass on"),
+        ([rank(0, "failed")], True, "pass on"),
+    ],
+)
+def test_where_nobody_listens_it_depends_on_how_far_the_script_is(ranks, ours, what):
+    """Starting: end it. Leaving: let it. Without a Checkpointer, or done with it: the script's."""
+    assert order(signal.SIGTERM, *ranks, ours=ours).what == what
+
+
+def test_a_second_interrupt_kills_whoever_listens():
+    assert order(signal.SIGINT, rank(0), interrupts=2).what == "kill"
+
+
+@pytest.mark.parametrize(
+    ("graces", "after"),
+    [([None, None], None), ([3.0, None], 2.7), ([100.0, 60.0], 58.0), ([10.0], 9.0)],
+)
+def test_the_deadline_leaves_time_to_end_the_ranks(graces, after):
+    """Two seconds or a tenth, of the shortest grace."""
+    found = deadline_after_s([rank(n, grace=grace) for n, grace in enumerate(graces)])
+    assert found == (None if after is None else pytest.approx(after))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lost"),
+    [
+        ([rank(0), rank(1)], False),
+        ([rank(0), rank(1, alive=False, code=-9)], True),
+        ([rank(0), rank(1, alive=False)], True),
+        ([rank(0), rank(1, alive=False, code=0)], False),
+        ([rank(0), rank(1, "failed")], True),
+        ([rank(0), rank(1, "failed", alive=False, code=3)], True),
+        ([rank(0, "failed"), rank(1, "failed")], False),
+        ([rank(0, "failed"), rank(1, "failed", alive=False, code=3)], True),
+        ([rank(0), rank(1, "refused")], False),
+        ([rank(0), rank(1, "refused", alive=False, code=1)], True),
+        ([rank(0, "stopped"), rank(1, alive=False, code=-9)], False),
+        ([rank(0), rank(1, "finished", alive=False, code=0)], False),
+        ([rank(0), rank(1, "stopped", alive=False, code=75)], False),
+        ([rank(0, alive=False, code=-9)], True),
+    ],
+)
+def test_others_wait_in_vain_for_a_rank_that_died_or_failed(ranks, lost):
+    """Not for one that left in order, and not those that have left in order themselves."""
+    assert orders.someone_is_lost(ranks) is lost
+
+
+@pytest.mark.parametrize(
+    ("verdict", "again"),
+    [
+        (Verdict(3, "failed", ""), True),
+        (Verdict(137, "killed", ""), True),
+        (Verdict(74, "failed", ""), True),
+        (Verdict(71, "failed", ""), True),
+        (Verdict(0, "finished", ""), False),
+        (Verdict(75, "stopped", "", on_purpose=True), False),
+        (Verdict(75, "notice", "", on_purpose=True), False),
+        (Verdict(71, "killed", "deadline", on_purpose=True), False),
+        (Verdict(130, "killed", "", on_purpose=True), False),
+        *((Verdict(code, "failed", ""), False) for code in (65, 66, 69, 75, 78)),
+        *((Verdict(code, "refused", ""), False) for code in (65, 66, 69, 78)),
+    ],
+)
+def test_only_what_failed_by_itself_is_started_again(verdict, again):
+    """As often as allowed, and never after a signal: whoever sent it decides."""
+    assert orders.starts_again(verdict, done=0, most=1, signalled=False) is again
+    assert not orders.starts_again(verdict, done=1, most=1, signalled=False)
+    assert not orders.starts_again(verdict, done=0, most=1, signalled=True)

@@ -1,0 +1,90 @@
+"""How a launch ended, from what everybody said: pure, so each mixture of words is a row."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainckpt.lifecycle.told import CLAIMED, LEFT, LISTENING, Told
+from trainckpt.supervisor import verdict
+from trainckpt.supervisor.report import End
+from trainckpt.supervisor.verdict import Course, judge
+
+T = 1000.0
+
+
+def said(rank: int, how: str | None = None, code: int | None = None, *, at: float = T):
+    """A rank's last word; its process is 100 + rank."""
+    state = LEFT if how else CLAIMED
+    return Told(rank, 100 + rank, "h", "/run", 1, state, how=how, exit_code=code), at
+
+
+def end(rank: int, code: int, at: float = T) -> End:
+    return End(100 + rank, code, at, rank)
+
+
+@pytest.mark.parametrize(
+    ("course", "code", "how"),
+    [
+        # a command without a Checkpointer
+        (Course(0), 0, "finished"),
+        (Course(5), 5, "failed"),
+        (Course(143), 143, "killed"),
+        (Course(1, ends=[end(1, 3), end(0, -15, T + 1)]), 3, "failed"),
+        (Course(1, ends=[end(0, 1), end(1, 3, T + 0.1)]), 3, "failed"),
+        (Course(1, ends=[end(0, 1), end(1, -9, T + 0.1)]), 137, "killed"),
+        (Course(1, ends=[end(0, 1), end(1, 7, T + 9)]), 1, "failed"),
+        # stops
+        (Course(1, [said(0, "stopped", 75), said(1, "stopped", 75)],
+                [end(0, 75), end(1, -15, T + 1)]), 75, "stopped"),
+        (Course(0, [said(0, "stopped", 75)]), 75, "stopped"),
+        (Course(1, [said(0, "stopped", 85)]), 85, "stopped"),
+        (Course(1, [said(1, "stopped", 75)]), 75, "stopped"),
+        (Course(1, [said(0, "stopped", 75), said(1)], [end(1, -9, T + 1)]), 75, "stopped"),
+        # torchrun's SIGTERM after a failure makes the others stop: that is no stop
+        (Course(1, [said(0, "stopped", 75, at=T + 1), said(1, "failed", 3)]), 3, "failed"),
+        (Course(1, [said(0, "stopped", 75, at=T + 1), said(1)], [end(1, -9)]), 137, "killed"),
+        (Course(1, [said(0, "stopped", 75, at=T + 1), said(1)], [end(1, -9)], signalled=True),
+         75, "stopped"),
+        # failures that were said
+        (Course(1, [said(0, "failed", 1), said(1, "failed", 3, at=T + 0.1)]), 3, "failed"),
+        (Course(1, [said(0, "failed", 71, at=T + 20), said(1)], [end(1, -9)]), 137, "killed"),
+        (Course(1, [said(0, "failed", 74)], [end(0, 1)]), 74, "failed"),
+        (Course(1, [said(0, "refused", 66), said(1, "refused", 66)], [end(0, 1)]), 66, "refused"),
+        (Course(1, [said(1, "refused", 78)]), 78, "refused"),
+        (Course(0, [said(0, "refused", 66)]), 0, "finished"),
+        (Course(0, [said(0, "failed", 1)]), 0, "finished"),
+        # after the training: the script is the script's
+        (Course(1, [said(0, "finished", 0), said(1, "finished", 0)], [end(1, 3)]), 3, "failed"),
+        # a watcher
+        (Course(1, [said(0), said(1)], [end(0, 71), end(1, 71)], ours=True), 71, "killed"),
+        # we ended it
+        (Course(137, [said(0)], cause=verdict.SECOND_INTERRUPT), 130, "killed"),
+        (Course(137, cause=verdict.START_UP), 75, "notice"),
+        (Course(137, [said(0)], [end(0, -9, T)], cause=verdict.DEADLINE, ended_at=T - 1),
+         71, "killed"),
+        (Course(137, [said(0, "stopped", 75)], cause=verdict.DEADLINE, ended_at=T), 75, "stopped"),
+        (Course(137, [said(0), said(1)], [end(1, -11), end(0, -9, T + 10)],
+                cause=verdict.OTHERS_LOST, ended_at=T + 9), 139, "killed"),
+        # SIGTERM to a rank that did not listen yet
+        (Course(1, ends=[end(1, -15), end(0, -15, T + 0.1)], ours=True), 75, "notice"),
+        (Course(1, ends=[end(1, -10)], ours=True), 75, "notice"),
+        (Course(1, ends=[end(1, -9)], ours=True), 137, "killed"),
+        (Course(1, ends=[end(1, -15)], ours=False), 143, "killed"),
+        (Course(1, [said(1)], [end(1, -15)], ours=True), 143, "killed"),
+    ],
+)  # fmt: skip
+def test_every_mixture_of_words_has_one_code(course, code, how):
+    """The first failure decides; what follows on it is consequence."""
+    found = judge(course)
+    assert (found.exit_code, found.how) == (code, how)
+    assert found.why or course.cause
+
+
+def test_the_reason_names_rank_and_signal():
+    course = Course(1, [said(0), said(1)], [end(1, -9), end(0, 1, T + 0.2)])
+    assert judge(course).why == "rank 1 died of SIGKILL"
+
+
+def test_a_rank_without_a_word_that_listened_is_not_in_start_up():
+    told = Told(1, 101, "h", "/run", None, LISTENING)
+    assert judge(Course(1, [(told, T)], [end(1, -15)], ours=True)).exit_code == 143
