@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     console = Console()
     if not console.is_terminal:
         console = Console(width=220)
-    drawn = Table(*columns, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    drawn = Table(*columns, title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(escape, row))  # a name may hold what rich takes for its markup
     console.print(drawn)
 
 

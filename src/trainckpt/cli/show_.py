@@ -49,11 +49,11 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     _print_facts(tier, candidate, manifest)
     show.table(
-        ("tensor", "type", "shape", "size", "placement", "files"),
+        ("tensor", "type", "shape", "stored", "placement", "files"),
         [_row(tensor, manifest.world) for tensor in tensors],
     )
     total = sum(t["bytes"] for t in tensors)
-    print(f"{len(tensors)} tensors, {show.size(total)} with every rank's own")
+    print(f"{len(tensors)} tensors, {show.size(total)} stored")
     for reason in unread:
         print(f"not read: {reason}")
     return 0
