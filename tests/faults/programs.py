@@ -150,3 +150,24 @@ def in_a_place_that_is_closed(place):
         for path in paths:
             path.chmod(0o700)
     return found
+
+
+def begins(place, mode="auto", patience_s=1.0):
+    """A Checkpointer that begins, and is left; what the log said. Errors are not caught."""
+    import logging
+
+    from torch import nn
+
+    from trainckpt import Checkpointer
+    from trainckpt.tiers import patience
+
+    patience.ANSWER_WITHIN_S = patience_s
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda line: said.append(line.getMessage())
+    logging.getLogger("trainckpt").addHandler(handler)
+    logging.getLogger("trainckpt").setLevel(logging.INFO)
+    ckpt = Checkpointer(place or None, model=nn.Linear(2, 1))
+    ckpt.resume(mode)
+    ckpt.close()
+    return said

@@ -1,4 +1,4 @@
-"""A training script that dies of one snapshot: tests.lifecycle.deadly PLACE STEPS SNAPSHOT WHEN HOW.
+"""A script that dies of one snapshot: tests.lifecycle.deadly PLACE STEPS SNAPSHOT WHEN HOW.
 
 It trains STEPS steps and is gone without a word, as a lost host is. WHEN is "reading", before the
 snapshot's bytes were verified, or "applying"; HOW the name of a signal, or an exit code.

@@ -13,17 +13,25 @@ from trainckpt.format import names
 from trainckpt.tiers.local import LocalTier
 
 PROVE_VARIABLE = "TRAINCKPT_PROVE"
+NAME_VARIABLE = "TRAINCKPT_RUN"
 
 
-def open_place(run: str | os.PathLike[str]) -> LocalTier:
-    """The tier at `run`: a path or a `file://` URL.
+def open_place(run: str | os.PathLike[str] | None) -> LocalTier:
+    """The tier at `run`: a path or a `file://` URL; None: as the launcher named it.
 
     Raises:
-        ConfigurationError: a URL of another kind.
+        ConfigurationError: a URL of another kind, or nobody named a place.
     """
+    run = run if run is not None else os.environ.get(NAME_VARIABLE)
     proof = os.environ.get(PROVE_VARIABLE)
     if proof:  # a proof leaves the user's own run alone
         run = json.loads(proof)["place"]
+    if run is None:
+        raise ConfigurationError(
+            "the run has no place",
+            hint='name a directory, Checkpointer("runs/x", ...), or launch the script with '
+            "`trainckpt run --run runs/x`",
+        )
     protocol, path = split_protocol(os.fspath(run))
     if protocol not in (None, "file", "local"):
         raise ConfigurationError(
