@@ -25,7 +25,7 @@ from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.snapshot import catalog, prune
-from trainckpt.snapshot.attempts import read_attempts
+from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import Receipt, write_shard
 from trainckpt.snapshot.save_plan import plan_save
@@ -86,6 +86,7 @@ class Saver:
         self._log = log
         self._pace = pace
         self._sequence = 0
+        self._superseded = False
         self._memory: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
@@ -259,16 +260,29 @@ class Saver:
 
     def _prune(self) -> None:
         try:
-            attempts = read_attempts(self._tier)
-            if max(attempts, default=0) > self._facts.attempt:
+            if self._is_superseded():
                 return  # a newer attempt decides what is kept
+            attempts = read_attempts(self._tier)
             candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
             doomed = prune.plan_prune(
                 candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt
             )
-            prune.prune(self._tier, doomed)
+            prune.prune(self._tier, doomed, unless=self._is_superseded)
         except TrainckptError as error:
             logger.warning("old snapshots could not be pruned: %s", error.message)
+
+    def _is_superseded(self) -> bool:
+        """Whether a newer attempt of the run has begun; said once."""
+        newer = newest(self._tier)
+        if newer <= self._facts.attempt:
+            return False
+        if not self._superseded:
+            self._superseded = True
+            logger.warning(
+                "attempt %d of this run has begun: what this one, attempt %d, saves from now on "
+                "is a branch that no resume takes unasked", newer, self._facts.attempt,
+            )  # fmt: skip
+        return True
 
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
         logger.warning("save %s failed, training goes on: %s", name, error.message)

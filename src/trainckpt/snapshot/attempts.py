@@ -77,6 +77,12 @@ def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
     return found
 
 
+def newest(tier: Tier) -> int:
+    """Number of the newest attempt that was claimed, 0 if none; reads no record."""
+    stems = (name.removesuffix(".json") for name in tier.list(names.ATTEMPTS))
+    return max((int(stem) for stem in stems if stem.isdecimal()), default=0)
+
+
 def claim(tier: Tier, build: Callable[[int], AttemptRecord]) -> AttemptRecord:
     """Claim the next attempt number by creating its record."""
     for _ in range(CLAIM_TRIES):

@@ -14,7 +14,7 @@ from trainckpt.format import names
 from trainckpt.snapshot.catalog import NOT_COMMITTED, Candidate
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.tiers.base import Tier
@@ -48,8 +48,12 @@ def _is_garbage(candidate: Candidate, attempt: int) -> bool:
     return candidate.reason == NOT_COMMITTED and candidate.name.attempt < attempt
 
 
-def prune(tier: Tier, doomed: Iterable[SnapshotName]) -> None:
-    """Delete the named snapshots, each manifest before its files."""
+def prune(
+    tier: Tier, doomed: Iterable[SnapshotName], *, unless: Callable[[], bool] = lambda: False
+) -> None:
+    """Delete the named snapshots, each manifest before its files; none from when `unless` holds."""
     for name in doomed:
+        if unless():
+            return
         tier.remove(f"{name.folder}/{names.MANIFEST}")
         tier.remove_folder(name.folder)
