@@ -1,0 +1,98 @@
+"""No interleaving of the protocol ends in a deadlock, in two places, or with different saves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.explorer.explore import explore
+from tests.explorer.model import Rules, Setup
+from tests.explorer.programs import SAVE, STOP, WINDOW_STOP, round_of, training
+from tests.explorer.setups import protocol
+
+TINY = training(1, "all")
+SMALL = training(2, "all", window=2)
+SMALL_AND_FREE = training(2, "none", window=2)
+
+
+def two_ranks(program, *wishes, timers=False, **rules):
+    rounds = tuple(round_of(wish, 2) for wish in wishes)
+    return Setup("two ranks", (program, program), rounds, timers, Rules(**rules))
+
+
+def can_be_asked(setup, action):
+    return any(w and w.action == action for round_ in setup.rounds for w in round_.wishes)
+
+
+def first_is_a_possible_save(setup):
+    first = setup.rounds[0]
+    return all(first.can_save) and all(w is None or w.action == "save" for w in first.wishes)
+
+
+@pytest.mark.parametrize("setup", list(protocol()), ids=lambda setup: setup.name)
+def test_all_ranks_stop_at_one_boundary_or_finish_or_end_with_71_and_take_the_same_saves(setup):
+    """And each of these does happen, so that the exploration is not an empty one."""
+    report = explore(setup)
+    assert not report.faults, report.traces
+    expected = {"finished"}
+    if can_be_asked(setup, "stop"):
+        expected |= {"stopped", "ended with 71"} if setup.timers else {"stopped"}
+        assert 0 in report.stops
+        assert len(report.stops) >= 3
+    if first_is_a_possible_save(setup):
+        assert len(report.saves) >= 3
+    assert set(report.ends) == expected
+
+
+def test_a_stop_is_possible_at_every_boundary_up_to_the_one_of_close():
+    """The bound may fall anywhere; what is not resumable is passed by."""
+    inside = training(2, "all", window=2, evaluation="inside")
+    assert explore(two_ranks(SMALL, STOP)).stops == {0, 1, 2, 3}
+    assert explore(two_ranks(inside, STOP)).stops == {0, 2, 3, 4}
+
+
+def test_a_window_stop_falls_on_ends_of_windows_only():
+    """The boundaries behind 0 and 2 micro-batches, and that of close."""
+    assert explore(two_ranks(SMALL, WINDOW_STOP)).stops == {0, 2, 3}
+
+
+def test_a_save_after_a_stop_is_never_taken():
+    """Whatever the ranks do in between."""
+    assert explore(two_ranks(SMALL_AND_FREE, WINDOW_STOP, SAVE)).saves == set()
+
+
+def test_a_save_that_one_rank_cannot_take_is_skipped_by_all():
+    """No rank takes it."""
+    setup = two_ranks(SMALL_AND_FREE, SAVE)
+    unable = replace(setup, rounds=(round_of(SAVE, 2, unable=[1]),))
+    assert explore(setup).saves
+    assert explore(unable).saves == set()
+
+
+@pytest.mark.parametrize("timers", [False, True])
+@pytest.mark.parametrize(
+    "wishes",
+    [(STOP,), (WINDOW_STOP, STOP), (SAVE, SAVE), (SAVE, STOP)],
+    ids=lambda wishes: ", ".join(wish.action for wish in wishes),
+)
+def test_the_reduced_search_finds_every_end_that_the_full_one_finds(wishes, timers):
+    """What is left out makes no difference."""
+    program = (TINY if len(wishes) > 1 else SMALL) if timers else SMALL_AND_FREE
+    setup = two_ranks(program, *wishes, timers=timers)
+    reduced, full = explore(setup), explore(setup, reduced=False)
+    assert reduced.states < full.states / 2
+    assert not reduced.faults
+    assert not full.faults
+    assert set(reduced.ends) == set(full.ends)
+    assert (reduced.stops, reduced.saves) == (full.stops, full.saves)
+
+
+@pytest.mark.parametrize("wishes", [(STOP,), (STOP, STOP)], ids=len)
+def test_a_rank_that_learns_late_of_the_commit_may_end_with_71_but_only_after_it(wishes):
+    """The one thing that stays: the stop failed, and the final snapshot was committed anyway."""
+    program = SMALL if len(wishes) == 1 else TINY
+    setup = two_ranks(program, *wishes, timers=True, commit_ends_it=False)
+    report = explore(setup, reduced=False)
+    assert set(report.faults) == {"ended after the commit"}
+    assert set(report.ends) == {"stopped", "finished", "ended with 71"}
