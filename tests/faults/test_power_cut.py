@@ -15,6 +15,7 @@ from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.pending import PendingSave
+from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.saver import Facts, Saver
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
@@ -52,7 +53,7 @@ def record(place, disk, saves, keep_last=9):
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
     channel = Alone(World(0, 1, 0, "here"))
-    saver = Saver(tier, channel, registry, Facts(run, 1, None, {}, keep_last), log)
+    saver = Saver(tier, channel, registry, Facts(run, 1, None, {}, keep_last), log, Pace())
     committed, pruned = {}, {}
     for step in range(1, saves + 1):
         nn.init.constant_(weight.weight, float(step))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 ALGORITHM = "xxh3_128"
 NUM_HEX = 32
@@ -29,6 +29,29 @@ def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:
     for block in blocks:
         state.update(block)
     return state.hexdigest()
+
+
+class Running:
+    """A digest that is taken while blocks pass by: they may be gone afterwards.
+
+    Attributes:
+        num_bytes: That have passed.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._state = xxhash.xxh3_128()
+
+    def over(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The same blocks, each taken into account."""
+        for block in blocks:
+            self._state.update(block)
+            self.num_bytes += len(block)
+            yield block
+
+    def hexdigest(self) -> str:
+        """Of what has passed so far."""
+        return self._state.hexdigest()
 
 
 def is_digest(value: object) -> bool:

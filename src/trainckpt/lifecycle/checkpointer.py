@@ -164,7 +164,7 @@ class Checkpointer:
         if self._attempt is None or self._attempt.departure.left:
             return
         if self._boundary():
-            self._attempt.departure.finish(self._position.cursor, self._take)
+            self._attempt.departure.finish(self._position.cursor, self._take_last)
 
     # ---- loops
 
@@ -304,7 +304,7 @@ class Checkpointer:
             due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
         ) is not None:
             if due.action == "stop":
-                attempt.departure.stop(position.cursor, due.reason, self._take)
+                attempt.departure.stop(position.cursor, due.reason, self._take_last)
                 return False
             self._take_requested(position.cursor, due)
             self._pace.leave(time.monotonic())
@@ -341,6 +341,10 @@ class Checkpointer:
 
     def _take(self, cursor: Cursor, reason: str) -> PendingSave:
         return self._must_have_resumed().saver.save(cursor, reason, (), PendingSave())
+
+    def _take_last(self, cursor: Cursor, reason: str) -> PendingSave:
+        saver = self._must_have_resumed().saver
+        return saver.save(cursor, reason, (), PendingSave(), last=True)
 
     def _take_requested(self, cursor: Cursor, due: Due) -> None:
         pending = self._requests.taken(due.number)

@@ -93,6 +93,7 @@ class LastSave:
         pending = take(cursor, reason)
         self._saver.wait(_within(deadline))
         if not pending.ended:
+            self._saver.give_up()
             return self._skip(cursor, offer, "it was not committed when the time was over")
         return pending.error
 

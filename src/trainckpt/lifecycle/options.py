@@ -40,6 +40,7 @@ class Budget:
 
     share: float | None = 0.4
     num_bytes: int | None = None
+    text: str = "40 %"
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def _parse_budget(value: Any) -> Budget:
     if match is None or float(match[1]) <= 0:
         raise ValueError(value)
     if match[2] == "percent":
-        return Budget(share=min(float(match[1]) / 100, 1.0))
-    return Budget(None, int(float(match[1]) * _BYTES[(match[2] or "b").lower()]))
+        return Budget(min(float(match[1]) / 100, 1.0), None, str(value))
+    return Budget(None, int(float(match[1]) * _BYTES[(match[2] or "b").lower()]), str(value))
 
 
 def _optional_number(value: Any) -> int | None:

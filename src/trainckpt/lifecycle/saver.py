@@ -34,12 +34,16 @@ from trainckpt.state.capture import capture
 from trainckpt.state.weight import weigh
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from trainckpt.format.cursor import Cursor
+    from trainckpt.format.shard_file import Region
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.lifecycle.pace import Pace
     from trainckpt.ranks.channel import Channel
+    from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
 
@@ -89,14 +93,26 @@ class Saver:
         self._superseded = False
         self._memory: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
+        self._given_up = threading.Event()
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
 
     def save(
-        self, cursor: Cursor, reason: str, tags: tuple[str, ...], pending: PendingSave
+        self,
+        cursor: Cursor,
+        reason: str,
+        tags: tuple[str, ...],
+        pending: PendingSave,
+        *,
+        last: bool = False,
     ) -> PendingSave:
         """Take a snapshot now. Every rank calls it at the same boundary.
 
         Returns when the state is staged, or the save has failed; never raises for a failed save.
+
+        Args:
+            cursor, reason, tags: For the manifest.
+            pending: Is moved on.
+            last: Nothing is copied: the caller changes nothing before `wait` or `give_up`.
         """
         self.wait()
         begun_s = time.monotonic()
@@ -104,7 +120,7 @@ class Saver:
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         self.in_flight = pending
         try:
-            shard, shared = self._stage(cursor)
+            shard, shared = self._stage(cursor, last=last)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
@@ -133,12 +149,18 @@ class Saver:
             if not self._thread.is_alive():
                 self._thread = None
 
+    def give_up(self) -> None:
+        """The save in flight must not be committed any more, unless all is written already."""
+        self._given_up.set()
+
     @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _stage(self, cursor: Cursor) -> tuple[stage.Shard, dict[str, TensorEntry]]:
+    def _stage(
+        self, cursor: Cursor, *, last: bool
+    ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry]]:
         """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
         world = self._channel.world
         answer: dict[str, Any] = {"place": cursor.place()}
@@ -160,20 +182,29 @@ class Saver:
             shared = set(answer["groups"]) - stage.differing(answer["groups"], everyone)
         regions = stage.describe(captured)
         planned = plan_save(regions, captured.groups, shared, rank=world.rank, world=world.size)
-        shard = stage.stage(
-            captured, planned, rank=world.rank, world=world.size, memory=self._memory
-        )
-        self._memory = shard.memory
+        shard = self._shard(captured, planned, last=last)
         entries = {}
         for region in regions:
             split = captured.groups.get(region.tensor) in shared
             entries[region.tensor] = TensorEntry(region.dtype, region.of, SPLIT if split else RANK)
         return shard, entries
 
+    def _shard(
+        self, captured: Captured, planned: Sequence[Region], *, last: bool
+    ) -> stage.Shard | stage.Stream:
+        world = self._channel.world
+        if last:
+            return stage.stream(captured, planned, rank=world.rank, world=world.size)
+        shard = stage.stage(
+            captured, planned, rank=world.rank, world=world.size, memory=self._memory
+        )
+        self._memory = shard.memory
+        return shard
+
     def _write(
         self,
         manifest: Manifest,
-        shard: stage.Shard,
+        shard: stage.Shard | stage.Stream,
         entries: dict[str, TensorEntry],
         pending: PendingSave,
     ) -> None:
@@ -193,12 +224,13 @@ class Saver:
             pending.reach(COMMITTED)
 
     def _write_and_commit(
-        self, manifest: Manifest, shard: stage.Shard, entries: dict[str, TensorEntry]
+        self, manifest: Manifest, shard: stage.Shard | stage.Stream, entries: dict[str, TensorEntry]
     ) -> None:
         rank, prefix = self._channel.world.rank, f"save/{manifest.name.sequence}"
         report: dict[str, Any] = {}
         try:
             receipt = write_shard(self._tier, manifest.name, rank, shard.head, shard.blocks)
+            self._must_be_wanted()
             report["receipt"] = receipt.to_json()
             report["tensors"] = {
                 name: [entry.dtype, list(entry.shape)]
@@ -218,6 +250,11 @@ class Saver:
         if rank == 0:
             self._log.change(newest_commit=str(manifest.name))
             self._prune()
+
+    def _must_be_wanted(self) -> None:
+        """What was streamed from live tensors after `give_up` may be anything."""
+        if self._given_up.is_set():
+            raise SaveFailed("given up: the time was over")
 
     def _commit(
         self, manifest: Manifest, own: dict[str, Any], entries: dict[str, TensorEntry]

@@ -76,6 +76,7 @@ class Watch:
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)
             self._heartbeat.start()
+            weakref.finalize(self, self._heartbeat.stop)
         self.watcher = Watcher(
             self._agreement,
             self._channel,

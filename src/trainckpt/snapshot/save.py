@@ -53,10 +53,9 @@ def write_shard(
     if tier.size(names.RUN_RECORD) is None:
         raise SaveFailed(f"the run's place {tier.url} is gone", hint="restore it, or stop the run")
     file_name = names.shard_file_name(rank)
-    whole = digest.digest_blocks(blocks())
-    num_bytes = sum(len(block) for block in blocks())
+    whole = digest.Running()
     try:
-        tier.write(f"{name.folder}/{file_name}", blocks())
+        tier.write(f"{name.folder}/{file_name}", whole.over(blocks()))
     except UnusableSnapshot as error:  # a folder vanished under us
         raise SaveFailed(str(error)) from error
-    return Receipt(FileEntry(file_name, num_bytes, whole, digest.digest(head)))
+    return Receipt(FileEntry(file_name, whole.num_bytes, whole.hexdigest(), digest.digest(head)))

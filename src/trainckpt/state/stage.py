@@ -2,6 +2,8 @@
 
 Copying the regions to their final places is the only moment training waits for. The memory is
 kept and used again by the next snapshot. Restored tensors are never bound to it.
+
+`stream` copies nothing ahead: for a save that training waits for anyway, because it ends.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 MAX_VALUES_BYTES = 1 << 30
+STREAM_BYTES = 16 << 20
 
 
 @dataclass
@@ -51,6 +54,34 @@ class Shard:
     def num_bytes(self) -> int:
         """Length of the file."""
         return len(self.head) + len(self.data)
+
+
+@dataclass
+class Stream:
+    """One rank's shard file, whose data is read from the live tensors when it is written.
+
+    They must not change from `stream` until the last block was taken.
+    """
+
+    header: ShardHeader
+    head: bytes
+    sources: list[torch.Tensor]  # regions in the order of the file, rows of live tensors
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The file's bytes, in order. One buffer: each block is gone when the next is taken."""
+        yield memoryview(self.head)
+        buffer, filled = _page_aligned(min(STREAM_BYTES, self.header.data_bytes)), 0
+        for source in self.sources:
+            flat, done = _flat(source), 0
+            while done < flat.numel():
+                step = min(flat.numel() - done, buffer.numel() - filled)
+                buffer[filled : filled + step].copy_(flat[done : done + step])
+                done, filled = done + step, filled + step
+                if filled == buffer.numel():
+                    yield bytes_of(buffer)
+                    filled = 0
+        if filled:
+            yield bytes_of(buffer)[:filled]
 
 
 def describe(captured: Captured) -> list[Region]:
@@ -98,7 +129,7 @@ def stage(
     header = ShardHeader(rank, world, shard_file.lay_out(tuple(regions)))
     size = header.data_bytes
     if memory is None or memory.numel() < size:
-        memory = torch.empty(size, dtype=torch.uint8)
+        memory = _page_aligned(size)
     for region in header.regions:
         source = _rows(_as_stored(captured.tensors[region.tensor]), region)
         _place(memory, region).copy_(source)
@@ -109,6 +140,19 @@ def stage(
     }
     header = shard_file.with_digests(header, digests)
     return Shard(header, shard_file.build(header), data, memory)
+
+
+@torch.no_grad()
+def stream(captured: Captured, regions: Iterable[Region], *, rank: int, world: int) -> Stream:
+    """As `stage`, but nothing is copied before the file is written."""
+    header = ShardHeader(rank, world, shard_file.lay_out(tuple(regions)))
+    sources = [_rows(_as_stored(captured.tensors[r.tensor]), r) for r in header.regions]
+    digests = {
+        region.key: digest.digest(bytes_of(source))
+        for region, source in zip(header.regions, sources, strict=True)
+    }
+    header = shard_file.with_digests(header, digests)
+    return Stream(header, shard_file.build(header), sources)
 
 
 class Destination:
@@ -202,6 +246,19 @@ def _as_live(tensor: torch.Tensor, true_dtype: str) -> torch.Tensor:
 
 def _rows(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor if region.is_whole else tensor.narrow(0, region.offset[0], region.shape[0])
+
+
+def _flat(source: torch.Tensor) -> torch.Tensor:
+    """Its bytes, row-major."""
+    return source.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _page_aligned(num_bytes: int) -> torch.Tensor:
+    """Fresh memory that begins at a page, so that a disk can be written from it directly."""
+    page = shard_file.PAGE_BYTES
+    memory = torch.empty(num_bytes + page, dtype=torch.uint8)
+    first = -memory.data_ptr() % page
+    return memory[first : first + num_bytes]
 
 
 def _place(memory: torch.Tensor, region: Region) -> torch.Tensor:
