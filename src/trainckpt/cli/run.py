@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from itertools import pairwise
 
 from trainckpt.cli import show
 from trainckpt.errors import ConfigurationError
@@ -62,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def processes(nproc: int, options: list[str]) -> int:
     """How many processes torchrun will start here; 1 where only torchrun knows ("gpu")."""
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in pairwise([*options, ""]):
         name, equals, value = option.partition("=")
         if name in NPROC_OPTIONS:
             text = value if equals else following

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,7 +98,7 @@ def mentions_us(command: Sequence[str], cwd: str | None = None) -> bool:
         at = words.index("--")
         words = recorded_form(words[3:at], words[at + 1 :])
     folder = Path(cwd or ".")
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "-c":
             return _MENTION.search(following.encode()) is not None
         if word == "-m":

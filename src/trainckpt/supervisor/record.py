@@ -1,8 +1,8 @@
 """The attempt's record, where the ranks cannot write it themselves.
 
 Two cases: the attempt died without a word, or the command has no Checkpointer and was given a
-place by `--run`. What a rank has written stands, but for one: a stop that was only the consequence
-of another rank's failure is recorded as that failure.
+place by `--run`. What a rank has written stands, unless it was only the consequence of another
+rank's failure: then that failure is recorded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from trainckpt.format.attempt import (
 from trainckpt.lifecycle import launch, place
 from trainckpt.lifecycle.choice import DIED_WHILE
 from trainckpt.lifecycle.told import LEFT, Told
-from trainckpt.snapshot import attempts
+from trainckpt.snapshot import attempts, catalog
 from trainckpt.supervisor.processes import children, environment
-from trainckpt.supervisor.verdict import NOTICE
+from trainckpt.supervisor.verdict import CONSEQUENCES, NOTICE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainckpt.supervisor.verdict import Verdict
+    from trainckpt.tiers.local import LocalTier
 
 CLAIM_AFTER_S = 30.0
 NAME_VARIABLE = "TRAINCKPT_RUN"
@@ -88,13 +89,14 @@ def settle(ranks: Sequence[Told], verdict: Verdict, *, asked: bool = False) -> A
         if record is None:
             return None
         failed = verdict.how in (FAILED, KILLED)
-        said = (record.outcome or {}).get("outcome")
-        if said is None and (failed or where.rank == 0):
-            by_itself = failed and not asked and not verdict.on_purpose
-            record = _with_outcome(record, _unsaid(record, verdict, by_itself=by_itself))
-            attempts.replace(tier, record)
-        elif said == STOPPED and failed:
-            outcome = {**(record.outcome or {}), **_words(verdict, verdict.how)}
+        by_itself = failed and not asked and not verdict.on_purpose
+        outcome = record.outcome
+        if outcome is None and (failed or where.rank == 0):
+            outcome = _unsaid(record, verdict, _newest_commit(tier, record))
+        elif outcome is not None and failed and _is_consequence(outcome, verdict):
+            outcome = {**outcome, **_words(verdict, verdict.how)}
+        if outcome is not record.outcome and outcome is not None:
+            outcome[DIED_WHILE] = record.state if by_itself else None
             record = _with_outcome(record, outcome)
             attempts.replace(tier, record)
         return record
@@ -109,16 +111,33 @@ def _with_outcome(record: AttemptRecord, outcome: dict[str, Any]) -> AttemptReco
     return record.with_(state=state, outcome=outcome)
 
 
-def _unsaid(record: AttemptRecord, verdict: Verdict, *, by_itself: bool) -> dict[str, Any]:
+def _is_consequence(outcome: Mapping[str, Any], verdict: Verdict) -> bool:
+    """Whether rank 0 wrote down what another rank's failure did to it.
+
+    It took torchrun's SIGTERM for a notice and stopped, or a connection broke under it.
+    """
+    said, code = outcome.get("outcome"), outcome.get("exit_code")
+    broke = said == FAILED and code in CONSEQUENCES and code != verdict.exit_code
+    return said == STOPPED or broke
+
+
+def _newest_commit(tier: LocalTier, record: AttemptRecord) -> str | None:
+    """The newest snapshot of this attempt; its record may not have got round to saying so."""
+    run = attempts.run_id(tier)
+    found = catalog.read_catalog(tier, run, attempts.read_attempts(tier)) if run else ()
+    own = [c.name for c in found if c.usable and c.name.attempt == record.attempt]
+    return str(max(own)) if own else record.newest_commit
+
+
+def _unsaid(record: AttemptRecord, verdict: Verdict, commit: str | None) -> dict[str, Any]:
     """The outcome of an attempt that did not say how it ended."""
     parent = record.parent if record.parent != UNDECIDED else None
-    snapshot = record.newest_commit or parent
+    snapshot = commit or parent
     started = record.facts.get("started")
     how = verdict.how if verdict.how in (FAILED, KILLED) else KILLED
     outcome = {
         **_outcome(snapshot, started if isinstance(started, (int, float)) else None),
         **_words(verdict, how),
-        DIED_WHILE: record.state if by_itself else None,
     }
     if verdict.exit_code == 0:
         outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
