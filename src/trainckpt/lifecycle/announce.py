@@ -59,3 +59,11 @@ def say_where(place: str, beginning: Beginning, exactness: str, reasons: Sequenc
     logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness)
     for reason in reasons:
         logger.info("not bitwise: %s", reason)
+
+
+def say_how_it_stops(stops: str, grace_s: float | None, lost: Sequence[str]) -> None:
+    """Where a stop falls, what time it has, and what is missing without a supervisor."""
+    within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
+    logger.info("a stop falls on %s%s", stops, within)
+    if lost:
+        logger.info("not started by `trainckpt run`: %s", "; ".join(lost))

@@ -6,11 +6,13 @@ attempt   what it has in addition once the attempt is claimed and the snapshot a
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle.announce import say_where
+from trainckpt.lifecycle import launch
+from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.position import Position
     from trainckpt.lifecycle.requests import Requests
     from trainckpt.lifecycle.told import Teller
+    from trainckpt.lifecycle.tracked_files import TrackedFiles
     from trainckpt.lifecycle.watch import Watch
     from trainckpt.ranks.channel import Channel
     from trainckpt.ranks.world import World
@@ -61,6 +64,7 @@ class Crew:
     requests: Requests
     loaders: list[tuple[Any, TrackedLoader]]
     problems: list[str]
+    files: TrackedFiles
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ def set_out(crew: Crew, mode: str) -> Attempt:
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
         say_where(crew.tier.url, beginning, exactness, reasons)
+        lost = launch.missing_supervisor(os.environ)
+        say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
     policy = Policy(crew.options.every, crew.position.step, time.monotonic())
     return Attempt(beginning, log, saver, departure, policy)
 
@@ -147,6 +153,7 @@ def _arrive(crew: Crew, departure: Departure, beginning: Beginning, parent: str 
     try:
         first_loader = crew.loaders[0][1] if crew.loaders else None
         crew.arrival.begin(beginning.saved, cursor, first_loader)
+        crew.files.resumed(beginning.saved, beginning.record.attempt)
     except BaseException as error:
         departure.abandon(error, cursor)
         raise

@@ -45,6 +45,13 @@ class Outlook:
             memory_budget=budget_bytes(budget.share, budget.num_bytes),
         )
 
+    def in_words(self) -> str:
+        """Where a stop will fall, as far as that is known at start-up."""
+        mode, _ = stop_plan.choose_mode(self.facts(), None)
+        if self._options.stop_at == "auto" and mode == "micro-batch":
+            return "the micro-batch, or on its window's end where that is cheaper and in time"
+        return "the window's end" if self._options.stop_at == "window" else f"the {mode}"
+
     def mode(self, seconds_left: float | None) -> Mode:
         """What a notice means that does not say where the stop may fall."""
         mode, why = stop_plan.choose_mode(self.facts(), seconds_left)

@@ -44,6 +44,7 @@ class Watch:
 
     Attributes:
         watcher: Set by `start`.
+        grace_s: What a signal grants; None: nobody says.
         deadline: Of the stops that were agreed.
         on_failed: Called with the reason when the ranks could not agree on a stop, or a deadline
             has come; ends the process.
@@ -59,7 +60,7 @@ class Watch:
         self.on_failed: Callable[[str], object] = end_with_71
         self._agreement, self._channel, self._tier = agreement, channel, tier
         self._outlook = outlook
-        self._grace_s, self._wall_time_s = grace_s, wall_time_s
+        self.grace_s, self._wall_time_s = grace_s, wall_time_s
         self._heartbeat: Heartbeat | None = None
         self._signals = SignalSource(seconds_left=grace_s)
         self._signals.start()
@@ -115,7 +116,7 @@ class Watch:
         ends_s = wall_time_end(self._wall_time_s, os.environ, time.time(), now_s, started_s)
         if ends_s is None:
             return []
-        lead_s = self._grace_s or min(WALL_TIME_LEAD_S, (ends_s - started_s) / 4)
+        lead_s = self.grace_s or min(WALL_TIME_LEAD_S, (ends_s - started_s) / 4)
         return [Announced(WallTime(ends_s, lead_s))]
 
     def _fail(self, why: str) -> None:
