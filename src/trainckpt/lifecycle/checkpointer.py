@@ -41,7 +41,9 @@ from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.position import Position
 from trainckpt.lifecycle.requests import Requests
+from trainckpt.lifecycle.resume_hooks import ResumeHooks
 from trainckpt.lifecycle.told import Teller
+from trainckpt.lifecycle.tracked_files import TrackedFiles
 from trainckpt.lifecycle.watch import Watch
 from trainckpt.preemption.notice import Notice
 from trainckpt.ranks.agreement import Agreement
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.cursor import Cursor
+    from trainckpt.lifecycle.resume_hooks import AnyHook
     from trainckpt.ranks.agreement import Due
 
 _made = itertools.count(1)  # names the keys of each Checkpointer of a process
@@ -63,7 +66,8 @@ class Checkpointer:
     """Saves and resumes one training run, exactly, at any micro-batch.
 
     Args:
-        run: Directory of the run, on a file system that all hosts see.
+        run: Directory of the run, on a file system that all hosts see; None: what
+            `trainckpt run --run` named.
         loader: The training data loader (or a list; the first one's batches are the
             micro-batches).
         **keywords: Options (`every`, `keep_last`, `stop_at`, `on_stop`, `exit_code`, `resume`;
@@ -74,13 +78,15 @@ class Checkpointer:
         ConfigurationError: an option or an object cannot work; says which.
     """
 
-    def __init__(self, run: str | os.PathLike[str], *, loader: Any = None, **keywords: Any) -> None:
+    def __init__(
+        self, run: str | os.PathLike[str] | None = None, *, loader: Any = None, **keywords: Any
+    ) -> None:
         prepare()
-        self._teller = Teller(run)
+        self._teller = Teller(run or "")
         with self._teller.refusals():
             self._set_up(run, loader, keywords)
 
-    def _set_up(self, run: str | os.PathLike[str], loader: Any, keywords: dict[str, Any]) -> None:
+    def _set_up(self, run: Any, loader: Any, keywords: dict[str, Any]) -> None:
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
         shield_every_loader()
         self._tier = place.open_place(run)
@@ -89,6 +95,8 @@ class Checkpointer:
         self._problems: list[str] = []
         self._position = Position(self.options.accumulate)
         self._registry = Registry()
+        self._files = TrackedFiles(self._registry)
+        self._hooks = ResumeHooks()
         self._pace = Pace()
         self._outlook = Outlook(self.options, self._registry, self._position, self._pace)
         self._arrival = Arrival(self._registry, self._position)
@@ -115,7 +123,7 @@ class Checkpointer:
         self._crew = Crew(
             self.options, self._tier, self._world, channel, self._registry, self._position,
             self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
-            self._loaders, self._problems,
+            self._loaders, self._problems, self._files,
         )  # fmt: skip
         self._attempt: Attempt | None = None
 
@@ -151,7 +159,9 @@ class Checkpointer:
         """
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
-        self._attempt = set_out(self._crew, mode or self.options.resume)
+        self._attempt = attempt = set_out(self._crew, mode or self.options.resume)
+        if attempt.resumed_from is not None:
+            self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
         return self._position.cursor
 
     def close(self) -> None:
@@ -220,6 +230,21 @@ class Checkpointer:
             self._position.watch_loader(tracked)
         self._arrival.register_late(self._registry.loaders[-1], tracked if first else None)
         return tracked
+
+    def track_file(self, file: Any) -> None:
+        """Track a file that this rank alone appends to: its path, or `open(path, "a")`'s result.
+
+        Snapshots hold its length. A resume cuts it back, what came after is kept beside it as
+        `<file>.after-<attempt>`. A shorter or missing file is refused.
+        """
+        self._files.track(file)
+
+    def on_resume(self, hook: AnyHook) -> AnyHook:
+        """Decorator: call `hook(cursor, lost)` once state was applied, if a snapshot was resumed.
+
+        `lost` micro-batches were trained after it and are trained again; None if unknown.
+        """
+        return self._hooks.add(hook)
 
     def boundary(self) -> bool:
         """Call before fetching each micro-batch, in loops without a tracked loader.
@@ -316,6 +341,7 @@ class Checkpointer:
         """What only the first boundary, the arrival of a resume, or a proof asks for."""
         if self._first:
             self._first = False
+            self._files.say_missing()
             self._must_have_resumed().log.change(state=RUNNING)
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations

@@ -22,6 +22,7 @@ from trainckpt.lifecycle.place import PROVE_VARIABLE
 from trainckpt.state import stage, values
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
+from trainckpt.state.kinds.tracked_file import PART as FILES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +104,8 @@ def state_digests(registry: Registry) -> dict[str, str]:
     }
     optimizers = {optimizer.name for optimizer in registry.optimizers}
     for part, tree in captured.values.items():
+        if part == FILES:
+            continue  # every run of a proof appends to the same files
         rest = tree
         if part in optimizers:
             rest = {key: value for key, value in tree.items() if key != "state"}

@@ -229,6 +229,8 @@ class Saver:
         rank, prefix = self._channel.world.rank, f"save/{manifest.name.sequence}"
         report: dict[str, Any] = {}
         try:
+            for file in self._registry.files:  # the lengths recorded must really be there
+                file.sync()
             receipt = write_shard(self._tier, manifest.name, rank, shard.head, shard.blocks)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()

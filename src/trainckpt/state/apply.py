@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
 from trainckpt.state.capture import DDP, LOADERS
-from trainckpt.state.kinds import ddp, gradients, rng
+from trainckpt.state.kinds import ddp, gradients, rng, tracked_file
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
@@ -31,7 +31,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     `loaders_to_come` says which are still missing.
     """
     live = {*registry.names(), *(m.name for m in registry.models)}
-    own = {DDP, LOADERS, gradients.PART, rng.PART}
+    own = {DDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART}
     then = {name for name in saved.values if name not in own} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
@@ -46,6 +46,8 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     for loader in registry.loaders:
         if _kind(saved, loader.name) == LOADER:
             found += loader.differences(saved)
+    for file in registry.files:
+        found += file.differences(saved)
     if found:
         raise StateMismatch(
             f"the script's objects are not those of snapshot {snapshot}",

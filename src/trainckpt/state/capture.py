@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.state.captured import Captured
-from trainckpt.state.kinds import ddp, gradients, rng
+from trainckpt.state.kinds import ddp, gradients, rng, tracked_file
 
 if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
@@ -43,5 +43,6 @@ def capture(registry: Registry) -> Captured:
         loader.capture(out)
     out.values[LOADERS] = [loader.name for loader in registry.loaders]
     gradients.capture(out, registry.trained_parameters())
+    tracked_file.capture(out, registry.files)
     rng.capture(out)
     return out

@@ -13,13 +13,15 @@ from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
 from trainckpt.state.kinds.model import ModelState, keeps_own_state, unwrap
 from trainckpt.state.kinds.optimizer import OptimizerState
+from trainckpt.state.kinds.tracked_file import PART as FILES
+from trainckpt.state.kinds.tracked_file import TrackedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainckpt.data.loader import TrackedLoader
 
-RESERVED = frozenset({"gradients", "rng", "ddp", "loaders", "values.json"})
+RESERVED = frozenset({"gradients", "rng", "ddp", "loaders", "values.json", FILES})
 
 
 class Registry:
@@ -27,6 +29,7 @@ class Registry:
 
     Attributes:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
+        files: Tracked files, which have a length and no other state.
         bucket_orders: Model name -> DDP's rebuilt bucket order, once known.
     """
 
@@ -35,6 +38,7 @@ class Registry:
         self.optimizers: list[OptimizerState] = []
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
+        self.files: list[TrackedFile] = []
         self.bucket_orders: dict[str, str] = {}
         self._owners: dict[int, str] = {}
 
@@ -69,6 +73,15 @@ class Registry:
         """Track a loader under `name`; `wrapped` is the user's own object."""
         self._claim(name, wrapped)
         self.loaders.append(LoaderState(name, loader))
+
+    def add_file(self, file: Any) -> TrackedFile:
+        """Track a file, by its path or as an open file; the same one for the same path."""
+        tracked = TrackedFile(file)
+        for known in self.files:
+            if known.path == tracked.path:
+                return known
+        self.files.append(tracked)
+        return tracked
 
     def parameter_names(self) -> dict[int, str]:
         """id(parameter) -> full name, for the parameters of all tracked models."""
