@@ -142,20 +142,30 @@ def _stopped_where_agreed(setup: Setup, state: State) -> bool:
 def _canonical(setup: Setup) -> Callable[[State], State]:
     """Makes one of states that differ in nothing that matters.
 
-    Which rank is which, where all run the same program and may get the same notices; and what
-    was published for a round once that round is decided.
+    Which rank is which, among those that run the same program and may get the same notices; and
+    what was published for a round once that round is decided.
     """
-    alike = setup.ranks_are_alike
+    groups = setup.alike()
     rounds = range(len(setup.rounds))
 
     def canonical(state: State) -> State:
         ranks = state.ranks
         for k in rounds:
             if state.decisions[k] is not None:
-                ranks = tuple(_forgetting(rank, k) for rank in ranks)
-        return State(tuple(sorted(ranks)) if alike else ranks, state.decisions)
+                ranks = tuple([_forgetting(rank, k) for rank in ranks])
+        return State(_sorted_within(groups, ranks), state.decisions)
 
     return canonical
+
+
+def _sorted_within(groups: list[list[int]], ranks: tuple[Rank, ...]) -> tuple[Rank, ...]:
+    if len(groups) == 1:
+        return tuple(sorted(ranks))
+    result = list(ranks)
+    for group in groups:
+        for r, rank in zip(group, sorted(ranks[r] for r in group), strict=True):
+            result[r] = rank
+    return tuple(result)
 
 
 def _forgetting(rank: Rank, k: int) -> Rank:

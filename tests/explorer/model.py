@@ -147,14 +147,13 @@ class Setup:
     timers: bool = False
     rules: Rules = Rules()
 
-    @property
-    def ranks_are_alike(self) -> bool:
-        """Whether any two ranks could be swapped."""
-        ranks = [
-            (program, *((round_.wishes[r], round_.can_save[r]) for round_ in self.rounds))
-            for r, program in enumerate(self.programs)
-        ]
-        return all(rank == ranks[0] for rank in ranks)
+    def alike(self) -> list[list[int]]:
+        """Ranks, grouped so that within a group any two could be swapped."""
+        groups: dict[object, list[int]] = {}
+        for r, program in enumerate(self.programs):
+            brings = tuple((round_.wishes[r], round_.can_save[r]) for round_ in self.rounds)
+            groups.setdefault((program, brings), []).append(r)
+        return list(groups.values())
 
     def first_state(self) -> State:
         """Nothing has happened."""

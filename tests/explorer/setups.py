@@ -206,7 +206,7 @@ def _one_round(*, timers: bool) -> Iterator[Setup]:
 def _whole_lives(*, timers: bool) -> Iterator[Setup]:
     """Ends of epochs and evaluations of all kinds."""
     for evaluation in ("none", "behind", "unannounced", "inside"):
-        for collectives in COLLECTIVES:
+        for collectives in ("all", "none") if timers else COLLECTIVES:
             program = training(2, collectives, epochs=2, window=2, evaluation=evaluation)
             name = f"two epochs, evaluation {evaluation}, {collectives}"
             yield _setup(name, program, (STOP,), timers=timers)
@@ -236,6 +236,7 @@ def _exceptions() -> Iterator[Setup]:
     whole = training(2, "none", close="leave", window=2)
     for boundaries in (1, 2, 3):
         programs = (raising(whole, boundaries), whole, whole)
-        for name, wishes in (("stop", (STOP,)), ("save, then stop", (SAVE, STOP))):
-            rounds = tuple(round_of(wish, 3) for wish in wishes)
-            yield Setup(f"rank 0 raises in {boundaries}, {name}", programs, rounds)
+        yield Setup(f"rank 0 raises in {boundaries}, stop", programs, (round_of(STOP, 3),))
+    programs = (raising(whole, 2), whole, whole)
+    rounds = (round_of(SAVE, 3), round_of(STOP, 3))
+    yield Setup("rank 0 raises in 2, save, then stop", programs, rounds)

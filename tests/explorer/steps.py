@@ -180,7 +180,7 @@ class Steps:
 
     def _watcher(self, state: State, r: int) -> Iterator[Next]:
         rank = state.ranks[r]
-        if rank.phase in GONE:
+        if rank.phase in GONE or rank.sent == rank.known == self._all_rounds:
             return
         for k in self.rounds:
             if rank.opened[k] == NOT_OPENED:

@@ -11,7 +11,7 @@ from tests.explorer.model import Setup
 from tests.explorer.programs import SAVE, STOP, WINDOW_STOP, raising, round_of, training
 from tests.explorer.shadow import Shadow
 
-RUNS = 300
+RUNS = 250
 ALL = training(3, "all", window=3, evaluation="inside")
 NONE = training(3, "none", window=2, epochs=2, evaluation="behind")
 FREE = training(3, "none", close="leave", window=3)
@@ -29,6 +29,7 @@ SETUPS = [
              *(round_of(w, 2) for w in (WINDOW_STOP, SAVE, STOP)), timers=False),
     setup_of("notices apart", (ALL,) * 3, round_of((None, SAVE, WINDOW_STOP), 3),
              round_of((STOP, None, None), 3), timers=False),
+    setup_of("wishes that meet", (ALL,) * 3, round_of((SAVE, WINDOW_STOP, STOP), 3), timers=False),
     setup_of("rank 1 cannot save", (NONE,) * 2, round_of(SAVE, 2, unable=[1]), round_of(STOP, 2),
              timers=False),
     setup_of("rank 0 raises", (raising(FREE, 2), FREE, FREE), round_of(SAVE, 3),
