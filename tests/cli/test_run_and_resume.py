@@ -19,6 +19,8 @@ import pytest
 
 from tests.campaign import launch
 from tests.campaign.cases import Settings
+from trainckpt.cli.main import main
+from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.place import open_directory
 from trainckpt.snapshot import attempts
 
@@ -169,3 +171,73 @@ def test_a_script_that_fails_by_itself_passes_its_code_through(tmp_path):
     record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
     assert record.outcome["outcome"] == "failed"
     assert record.facts["world"] == 2
+
+
+# ---- resume, of records made by hand: the command is a small Python program without torch
+
+TELL = """
+import json, os, sys
+names = ("TRAINCKPT_ACCEPT_OLDER", "TRAINCKPT_RESUME_AT", "TRAINCKPT_RESTART", "ACCELERATE_X")
+with open(sys.argv[1], "a") as file:
+    print(json.dumps([os.environ.get(name) for name in names]), file=file)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A run whose newest attempt was launched like this; returns where its command will tell."""
+    file = tmp_path / "told"
+
+    def make(kind: str, code: int = 0, **more: object) -> Path:
+        tier = open_directory(str(tmp_path / "run"))
+        attempts.found_run(tier)
+        facts = {
+            "argv": [sys.executable, "-c", TELL, str(file), str(code)], "cwd": str(tmp_path),
+            "launch": {"kind": kind, "nproc": 1}, **more,
+        }  # fmt: skip
+        attempts.claim(tier, lambda number: AttemptRecord(number, facts=facts))
+        return file
+
+    return make
+
+
+def told(file: Path) -> list:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_what_resume_is_asked_for_reaches_the_ranks(recorded, tmp_path, capfd):
+    """As variables, which every launcher hands on."""
+    file = recorded("python")
+    run = str(tmp_path / "run")
+    assert main(["resume", run]) == 0
+    assert main(["resume", run, "--accept-older", "--at", "s3"]) == 0
+    assert told(file) == [[None] * 4, ["1", "s3", None, None]]
+
+
+def test_resume_starts_again_what_fails(recorded, tmp_path, capfd):
+    """As often as it is told to; the command's own code passes through."""
+    file = recorded("python", 4)
+    assert main(["resume", str(tmp_path / "run"), "--max-restarts", "1"]) == 4
+    assert told(file) == [[None] * 4] * 2
+    shown = capfd.readouterr().err
+    assert "the script ended with 4; restart 1 of 1" in shown
+    assert main(["resume", str(tmp_path / "run"), "--max-restarts", "many"]) == 78
+
+
+def test_a_run_of_accelerate_gets_its_variables_back(recorded, tmp_path, monkeypatch, capfd):
+    """Under torchrun, which is what accelerate launches with; a secret is not made up."""
+    monkeypatch.delenv("ACCELERATE_X", raising=False)
+    env = {"ACCELERATE_X": "bf16", "ACCELERATE_TOKEN": "<redacted>"}
+    file = recorded("accelerate", env=env)
+    assert main(["resume", "--json", str(tmp_path / "run")]) == 0
+    assert told(file) == [[None, None, None, "bf16"]]
+    assert json.loads(capfd.readouterr().out)["exit_code"] == 0
+
+
+def test_a_run_of_srun_says_what_to_type(recorded, tmp_path, capfd):
+    """Only Slurm can start its tasks again."""
+    file = recorded("srun")
+    assert main(["resume", str(tmp_path / "run")]) == 78
+    assert "run the srun line again" in capfd.readouterr().err
+    assert not file.exists()
