@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from trainckpt.cli.main import parse
 from trainckpt.errors import ConfigurationError
 from trainckpt.supervisor.command import (
     mentions_us,
@@ -68,3 +69,20 @@ def test_a_script_that_speaks_of_trainckpt_is_known_before_it_runs(tmp_path, our
 
 def test_a_script_that_is_not_there_says_nothing(tmp_path):
     assert not mentions_us(torchrun_command(2, [], ["nowhere.py"]), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "run", "command"),
+    [
+        (["train.py", "--run", "x"], None, ["train.py", "--run", "x"]),
+        (["--run", "R", "train.py", "--run", "x"], "R", ["train.py", "--run", "x"]),
+        (["--tee=3", "--run=R", "--", "train.py", "--run", "x"], "R",
+         ["--tee=3", "--", "train.py", "--run", "x"]),
+        (["--max-restarts", "1", "train.py", "--run", "x"], None,
+         ["--max-restarts", "1", "train.py", "--run", "x"]),
+    ],
+)  # fmt: skip
+def test_a_scripts_own_option_run_stays_the_scripts(argv, run, command):
+    """Ours stands before the script and before torchrun's options."""
+    found = parse(["run", *argv])
+    assert (found.run, found.command) == (run, command)

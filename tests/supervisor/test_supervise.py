@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 import time
+from functools import partial
 
 import pytest
 
@@ -20,6 +21,9 @@ from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.place import open_directory
 from trainckpt.lifecycle.told import read_told
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import record
+from trainckpt.supervisor.record import NamedRun
+from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
 
 LIMIT_S = 20.0
@@ -38,7 +42,7 @@ def program(tmp_path):
     """Supervise a program's text; `when_ready` is called once it has said that it is."""
     ready, orphan = tmp_path / "ready", tmp_path / "orphan"
 
-    def run(text: str, when_ready=None, **environment: str):
+    def run(text: str, when_ready=None, **more):
         def watch(process):
             until = time.monotonic() + LIMIT_S
             while not ready.exists():
@@ -49,9 +53,11 @@ def program(tmp_path):
 
         imports = "import json, os, signal, subprocess, sys, time\n"
         command = [sys.executable, "-c", imports + textwrap.dedent(text), str(ready), str(orphan)]
+        environment = {key: more.pop(key) for key in tuple(more) if key.isupper()}
         return supervise(
-            command, environment=environment, watch=watch if when_ready is not None else None
-        )
+            command, environment=environment, watch=watch if when_ready is not None else None,
+            **more,
+        )  # fmt: skip
 
     run.orphan = lambda: int(orphan.read_text())
     return run
@@ -178,8 +184,8 @@ def test_an_attempt_that_died_without_a_word_is_recorded_as_killed(
     program, tier, parent, commit, snapshot
 ):
     """With the snapshot that stands: its newest, else the one it began from."""
-    record = attempts.read_attempts(tier)[1]
-    attempts.replace(tier, record.with_(parent=parent, newest_commit=commit))
+    before = attempts.read_attempts(tier)[1]
+    attempts.replace(tier, before.with_(parent=parent, newest_commit=commit))
     ended = program(TELL, RUN=tier.url)
     assert ended.exit_code == 137
     written = attempts.read_attempts(tier)[1]
@@ -202,9 +208,68 @@ def test_the_record_decides_the_code_because_launchers_swallow_it(
     program, tier, outcome, recorded, code
 ):
     """The launcher itself says 137 here; a failure is never turned into a success."""
-    record = attempts.read_attempts(tier)[1]
+    before = attempts.read_attempts(tier)[1]
     told = {"outcome": outcome, "exit_code": recorded}
-    attempts.replace(tier, record.with_(outcome=told))
+    attempts.replace(tier, before.with_(outcome=told))
     ended = program(TELL, RUN=tier.url)
     assert ended.exit_code == code
     assert json.loads((tier.root / "attempts" / "1.json").read_text())["outcome"] == told
+
+
+def named(tmp_path):
+    """The run of a command that has none."""
+    return partial(NamedRun, str(tmp_path / "run"), ["python", "train.py", "--key=x"], None, 1)
+
+
+def test_a_command_with_a_place_and_no_checkpointer_is_recorded_while_it_runs(
+    program, tmp_path, monkeypatch
+):
+    """After a while without an import of trainckpt, so that others can find it."""
+    monkeypatch.setattr(record, "CLAIM_AFTER_S", 0.0)
+    text = """
+        place = os.environ["TRAINCKPT_RUN"] + "/attempts/1.json"
+        while not os.path.exists(place):
+            time.sleep(0.01)
+        open(sys.argv[2], "w").write(open(place).read())
+    """
+    ended = program(text, name=named(tmp_path))
+    assert ended.exit_code == 0
+    seen = json.loads((tmp_path / "orphan").read_text())
+    assert (seen["state"], seen["outcome"], seen["parent"]) == ("running", None, "undecided")
+    assert seen["argv"] == ["python", "train.py", "--key=<redacted>"]
+    assert ended.record.attempt == 1
+    assert ended.record.outcome["outcome"] == "finished"
+    assert ended.record.outcome["snapshot"] is None
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome", "code"),
+    [("sys.exit(5)", "failed", 5), ("os.kill(os.getpid(), 9)", "killed", 137)],
+)
+def test_how_such_a_command_ended_is_recorded_at_its_end(program, tmp_path, end, outcome, code):
+    """However short it was."""
+    ended = program(end, name=named(tmp_path))
+    assert (ended.record.outcome["outcome"], ended.record.outcome["exit_code"]) == (outcome, code)
+
+
+def test_a_rank_that_claims_its_own_attempt_is_not_doubled(program, tier, tmp_path):
+    """The name is there for commands that need one."""
+    program(TELL, name=named(tmp_path), RUN=tier.url)
+    assert len(attempts.read_attempts(tier)) == 1
+
+
+def test_a_place_that_cannot_be_written_does_not_change_how_a_command_ended(program, tmp_path):
+    """It is said, and the code is the command's."""
+    (tmp_path / "run").write_text("no folder")
+    said = []
+    assert program("sys.exit(5)", name=named(tmp_path), say=said.append).exit_code == 5
+    assert [line[:6] for line in said] == ["--run:"]
+
+
+def test_a_signal_before_the_start_starts_nothing(program, tmp_path):
+    """While options were read, say. The command is known to use trainckpt."""
+    with Inbox() as inbox:
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended = program("open(sys.argv[2], 'w')", inbox=inbox, ours=True)
+    assert (ended.exit_code, ended.record) == (75, None)
+    assert not (tmp_path / "orphan").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,10 +46,11 @@ def execute(arguments: argparse.Namespace) -> int:
     nproc = arguments.nproc or nproc
     given = [] if arguments.max_restarts is None else [f"--max-restarts={arguments.max_restarts}"]
     _, restarts = take_max_restarts(given)
-    full = command
-    if kind != launch.PYTHON or nproc > 1:
+    full, with_torchrun = command, kind != launch.PYTHON or nproc > 1
+    if with_torchrun:
         full = torchrun_command(nproc, ["--no-python"], command)
-    say(launch.shown(full))
+    prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
+    say(prefix + shlex.join(launch.redact_arguments(command)))
     cwd = facts.get("cwd")
     if not isinstance(cwd, str) or not Path(cwd).is_dir():
         raise ConfigurationError(

@@ -51,7 +51,8 @@ def split_torchrun_options(arguments: Sequence[str]) -> tuple[list[str], list[st
         if action is None:
             raise ConfigurationError(
                 f"{name} is an option neither of trainckpt run nor of torchrun",
-                hint="put `--` before the script if it is the script's",
+                hint="options of trainckpt run come first, then those of torchrun, then `--` and "
+                "the script with its own",
             )
         at += 1 if equals or action.nargs == 0 else 2
     command = list(arguments[at:])

@@ -103,6 +103,8 @@ def kill_all(process: subprocess.Popen[bytes], folder: str, told: Iterable[int] 
         told: Ids of ranks that are known by their own word.
     """
     also = tuple(told)
+    if not HAS_PROC:  # nobody else can be found
+        send(also, signal.SIGKILL)
     for _ in range(KILL_ROUNDS):  # a process may be forking while the list is made
         leader = [process.pid] if process.returncode is None else []
         members = _members([*leader, *also], folder)
