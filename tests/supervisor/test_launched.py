@@ -234,18 +234,19 @@ def test_a_second_interrupt_ends_ranks_that_take_their_time(launch, tmp_path, ti
     assert attempts.read_attempts(tier)[1].outcome["exit_code"] == 130
 
 
-def test_a_failure_that_made_the_others_stop_is_recorded_as_the_failure(launch, tier):
-    """torchrun sends SIGTERM to the others, and they take that for a notice."""
+@pytest.mark.parametrize(("how", "code"), [("stopped", 75), ("failed", 1)])
+def test_a_failure_that_made_the_others_stop_or_fail_is_recorded_as_itself(launch, tier, how, code):
+    """torchrun sends SIGTERM to the others, a notice to them; or their connections break."""
     fails = f"{CLAIM}; tell(rank, attempt=1, state='left', how='failed', exit_code=3); sys.exit(3)"
-    stops = """
+    stops = f"""
         wait_for("failed")
-        record = {"outcome": "stopped", "exit_code": 75, "snapshot": "s4~1.2"}
+        record = {{"outcome": "{how}", "exit_code": {code}, "snapshot": "s4~1.2"}}
         from trainckpt.lifecycle.place import open_directory
         from trainckpt.snapshot import attempts
         tier = open_directory(str(FOLDER / "run"))
         attempts.replace(tier, attempts.read_attempts(tier)[1].with_(outcome=record, state="ended"))
-        tell(rank, attempt=1, state="left", how="stopped", exit_code=75)
-        sys.exit(75)
+        tell(rank, attempt=1, state="left", how="{how}", exit_code={code})
+        sys.exit({code})
     """
     ended = launch(stops, fails.replace("sys.exit(3)", "ready('failed'); sys.exit(3)"))
     assert ended.exit_code == 3

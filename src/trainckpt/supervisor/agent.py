@@ -29,7 +29,8 @@ from trainckpt.supervisor.report import End, write_end, write_failures
 SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"  # torchrun's own, for the option of that name
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without the last one it would die of it
 NOISY = ("multiprocessing.api", "multiprocessing.subprocess_handler", "agent.server.api")
-NO_CHILDREN_PAUSE_S, ENDED_PAUSE_S = 0.05, 0.005
+NO_CHILDREN_PAUSE_S = 0.05
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.2
 
 
 def main() -> int:
@@ -88,8 +89,10 @@ class Ends:
                 time.sleep(NO_CHILDREN_PAUSE_S)
                 continue
             self._note_result(first)
+            pause_s = FIRST_PAUSE_S
             while self._note_ended():  # until torchrun has waited for them too
-                time.sleep(ENDED_PAUSE_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def note_what_was_waited_for(self) -> None:
         """Children that torchrun was faster to wait for than the thread."""
