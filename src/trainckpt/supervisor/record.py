@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.local import LocalTier
 
 CLAIM_AFTER_S = 30.0
-NAME_VARIABLE = "TRAINCKPT_RUN"
+NAME_VARIABLE = place.NAME_VARIABLE
 BY_SUPERVISOR = "supervisor"
 
 
