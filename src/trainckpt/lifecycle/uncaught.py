@@ -1,14 +1,16 @@
 """The exit code of an error of ours that nobody caught, as the exit codes' table promises it.
 
 Python ends with 1 after any uncaught exception, and schedulers act on the code. The traceback is
-printed as ever; the code is set at the very end, when everything registered with `atexit` after
-this module was imported has run.
+printed as ever; the code is set when everything registered with `atexit` after this module was
+imported has run. What was registered before, such as waiting for child processes, is skipped:
+loaders' workers leave by themselves.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -41,6 +43,7 @@ def install() -> None:
 def _leave() -> None:
     if not _codes:
         return
+    logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -1,0 +1,40 @@
+"""An error of ours that nobody catches ends the process with its code; others with Python's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit, logging, sys
+from trainckpt import Checkpointer
+from trainckpt.errors import TierUnavailable
+from trainckpt.lifecycle.log import prepare
+prepare()
+atexit.register(lambda: print("the script's own atexit"))
+logging.getLogger("x").addHandler(logging.StreamHandler())
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [
+        ("Checkpointer('run', resume='required').resume()", 66),
+        ("raise TierUnavailable('x')", 69),
+        ("raise ValueError('x')", 1),
+        ("sys.exit(7)", 7),
+        ("try:\n    raise TierUnavailable('x')\nexcept TierUnavailable:\n    pass", 0),
+    ],
+)
+def test_the_code_of_the_process_is_the_code_of_the_error(tmp_path, last, code):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(last=last)],
+        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "the script's own atexit\n"
+    assert ("Traceback" in done.stderr) == (code not in (0, 7))
+    assert list(tmp_path.iterdir()) == []
