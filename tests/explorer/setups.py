@@ -31,9 +31,9 @@ def protocol() -> Iterator[Setup]:
         yield from _whole_lives(timers=timers)
         yield from _notices_apart(timers=timers)
         for name, pair in PAIRS.items():
-            yield _setup(f"{name}, all", _usual("all"), pair, timers=timers)
+            yield _setup(f"{name}, all", training(3, "all", window=3), pair, timers=timers)
             if not timers:
-                yield _setup(f"{name}, none", _usual("none"), pair)
+                yield _setup(f"{name}, none", training(3, "none", window=3), pair)
             else:
                 short = training(2, "none", window=2)
                 yield _setup(f"{name}, none, 2 ranks", short, pair, size=2, timers=True)
@@ -44,9 +44,9 @@ def larger() -> Iterator[Setup]:
     """More ranks, more rounds, longer programs: minutes."""
     for timers in (False, True):
         for name, pair in PAIRS.items():
-            yield _setup(f"{name}, last", _usual("last"), pair, timers=timers)
-            if timers:
-                yield _setup(f"{name}, none", _usual("none"), pair, timers=timers)
+            for collectives in COLLECTIVES:
+                program = _usual(collectives)
+                yield _setup(f"{name}, {collectives}, evaluation", program, pair, timers=timers)
         four = training(3, "all", window=3)
         yield _setup("4 ranks, stop", four, (STOP,), size=4, timers=timers)
         yield _setup("4 ranks, save, then stop", four, (SAVE, STOP), size=4, timers=timers)
