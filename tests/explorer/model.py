@@ -110,6 +110,7 @@ class Rules:
         counts_epoch_ends: The boundary that ends an epoch is counted, not only tested.
         leaves_with_final_count: Who leaves publishes its final count, the answer to all rounds.
         mode_of_decision: Ranks act in the mode decided; else each in that of its own notice.
+        strictest_stop_stands: A later stop in mode window does not loosen one in micro-batch.
         one_decision: A timer proposes "failed", and what stands first is read by all; else each
             rank goes by its own timer.
         boundary_is_atomic: From the last look at the rounds to `passed += 1` the lock is held.
@@ -124,6 +125,7 @@ class Rules:
     counts_epoch_ends: bool = True
     leaves_with_final_count: bool = True
     mode_of_decision: bool = True
+    strictest_stop_stands: bool = True
     one_decision: bool = True
     boundary_is_atomic: bool = True
     saves_beside_a_stop: Literal["older", "all", "none"] = "older"

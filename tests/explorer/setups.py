@@ -17,6 +17,7 @@ COLLECTIVES: tuple[Collectives, ...] = ("all", "last", "none", "ahead")
 REAL = Rules()
 PAIRS = {
     "window stop, then stop": (WINDOW_STOP, STOP),
+    "stop, then window stop": (STOP, WINDOW_STOP),
     "save, then stop": (SAVE, STOP),
     "stop, then save": (STOP, SAVE),
     "window stop, then save": (WINDOW_STOP, SAVE),
@@ -111,6 +112,13 @@ def near_misses() -> Iterator[NearMiss]:
     yield NearMiss(
         "deadlock",
         Setup("each rank its own mode, all", (together,) * 3, (modes,), rules=own_modes),
+    )
+    yield _miss(
+        "a later stop loosens an earlier one",
+        "different stops",
+        windows,
+        (STOP, WINDOW_STOP),
+        rules=Rules(strictest_stop_stands=False),
     )
     own_timers = Rules(one_decision=False)
     yield _miss(

@@ -149,7 +149,6 @@ class Shadow:
             assert verdict == Verdict("pass")
         else:
             assert verdict == Verdict(due.action, due.round - 1)
-            assert due.mode == self.decisions[due.round - 1].mode
             if due.action == "save":
                 agreement.close_round(due.round)
         held = [count != NOT_OPENED for count in self.state.ranks[r].opened]

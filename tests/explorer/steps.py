@@ -154,22 +154,27 @@ class Steps:
         stops = [k for k, outcome in decided.items() if outcome and outcome.action == "stop"]
         if any(decided[k].failed for k in stops):
             return Verdict("end")
+        due = [k for k in decided if not decided[k].failed and rank.passed + 1 > decided[k].bound]
         op = self.setup.programs[r][rank.at]
-        due = [k for k in decided if self._is_due(r, k, rank, decided[k], op)]
+        if not op.resumable:
+            return Verdict("pass")
         for k in due:
             if decided[k].action == "save" and self._is_still_wanted(k, stops):
                 return Verdict("save", k)
-        if stops and stops[-1] in due:  # a newer stop replaces the older ones
+        newest_is_due = stops and stops[-1] in due  # it replaces the older ones
+        modes = [decided[k].mode for k in stops]
+        if newest_is_due and (op.window_end or self._mode(r, stops, modes) == "micro-batch"):
             return Verdict("stop", stops[-1])
         return Verdict("pass")
 
-    def _is_due(self, r: int, k: int, rank: Rank, outcome: Outcome, op: Op) -> bool:
-        mode: Mode = outcome.mode
-        own = self.setup.rounds[k].wishes[r]
+    def _mode(self, r: int, stops: list[int], modes: list[Mode]) -> Mode:
+        """Of all stops that are known the strictest, so that a later one never loosens it."""
+        own = self.setup.rounds[stops[-1]].wishes[r]
         if own is not None and not self.rules.mode_of_decision:
-            mode = own.mode
-        at_place = outcome.action == "save" or mode == "micro-batch" or op.window_end
-        return op.resumable and at_place and not outcome.failed and rank.passed + 1 > outcome.bound
+            return own.mode
+        if self.rules.strictest_stop_stands and "micro-batch" in modes:
+            return "micro-batch"
+        return modes[-1]
 
     def _is_still_wanted(self, save: int, stops: list[int]) -> bool:
         if not stops or self.rules.saves_beside_a_stop == "all":

@@ -24,6 +24,7 @@ def setup_of(name, programs, *rounds, timers=True):
 SETUPS = [
     setup_of("stop", (ALL,) * 3, round_of(STOP, 3)),
     setup_of("window stop, then stop", (NONE,) * 3, round_of(WINDOW_STOP, 3), round_of(STOP, 3)),
+    setup_of("stop, then window stop", (NONE,) * 2, round_of(STOP, 2), round_of(WINDOW_STOP, 2)),
     setup_of("save, save, stop", (NONE,) * 3, *(round_of(w, 3) for w in (SAVE, SAVE, STOP))),
     setup_of("window stop, save, stop", (NONE,) * 2,
              *(round_of(w, 2) for w in (WINDOW_STOP, SAVE, STOP)), timers=False),
