@@ -14,8 +14,8 @@ from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.lifecycle.attempt_log import AttemptLog
-from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.pace import Pace
+from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.saver import Facts, Saver
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
