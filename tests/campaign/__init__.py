@@ -1,8 +1,10 @@
 """The exactness campaign: random runs, stopped at random instants, compared byte for byte.
 
 cases.py     a case is a pure function of its seed
+one_rank.py  another family of cases: `trainckpt run`, SIGTERM to one of 2, 4 or 8 ranks
+families.py  which families there are
 server.py    a process that has torch loaded, from which ranks fork
-launch.py    one attempt of a case: forked ranks, or the real torchrun
+launch.py    one attempt of a case: forked ranks, the real torchrun, or `trainckpt run`
 watch.py     what can be seen of an attempt from outside: trace, snapshots, workers
 drive.py     run a case: launch, stop, launch again until the run is finished
 check.py     what must be true of each attempt, and of the merged trace

@@ -3,6 +3,7 @@
 python -m tests.campaign --budget 8m --append FILE   new seeds until the time is over
 python -m tests.campaign --count 24 --seed-from 1    these seeds
 python -m tests.campaign --replay 17                 one seed, its folder kept, its logs shown
+python -m tests.campaign --family one-rank ...       `trainckpt run`, SIGTERM to one of its ranks
 python -m tests.campaign --summary FILE              what all lines of a file amount to
 """
 
@@ -16,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.campaign import cases, report
+from tests.campaign import families, report
 from tests.campaign.campaign import campaign
 
 
@@ -26,7 +27,7 @@ def main() -> int:
         print(report.summary(report.read(args.summary)))
         return 0
     if args.replay is not None:
-        return replay(args.replay, args.keep)
+        return replay(args)
     failed = run_many(args)
     return 1 if failed else 0
 
@@ -42,6 +43,7 @@ def arguments() -> argparse.Namespace:
     add("--count", type=int, help="number of cases")
     add("--seed-from", type=int, help="first seed (default: after the newest one in FILE)")
     add("--append", type=Path, metavar="FILE", help="add a line a case; at the end, all of it")
+    add("--family", choices=families.FAMILIES, default=families.RANDOM, help="(%(default)s)")
     add("--replay", type=int, metavar="SEED")
     add("--summary", type=Path, metavar="FILE")
     add("--keep", type=Path, metavar="DIR", help="work here, and keep every case's folder")
@@ -64,13 +66,14 @@ def run_many(args: argparse.Namespace) -> int:
     known = report.read(args.append) if args.append else []
     first = args.seed_from
     if first is None:
-        first = 1 + max((line["seed"] for line in known), default=0)
+        seeds = [line["seed"] for line in known if families.of(line) == args.family]
+        first = 1 + max(seeds, default=0)
     lines = []
     with campaign(args.keep) as running:
         for seed in itertools.islice(itertools.count(first), args.count):
             if time.monotonic() >= until:
                 break
-            line, logs = running.run(seed, keep=args.keep is not None)
+            line, logs = running.run(seed, keep=args.keep is not None, family=args.family)
             lines.append(line)
             progress(line, logs, running.folder)
             if args.append:
@@ -86,23 +89,25 @@ def append(file: Path, line: dict) -> None:
 
 
 def progress(line: dict, logs: str, folder: Path) -> None:
-    say = cases.draw(line["seed"]).settings.words
+    family = families.of(line)
+    say = families.draw(family, line["seed"]).settings.words
     hits = ", ".join(f"{s['signal']} {s['category']} {s['ended']}" for s in line["stops"]) or "none"
     mark = "ok    " if line["ok"] else "FAILED"
     text = f"{mark} seed {line['seed']}: {say}; {line['launcher']}; {hits}; {line['seconds']} s"
     print(text, file=sys.stderr, flush=True)
     if not line["ok"]:
-        print(f"  {line['why']}\n  kept: {folder}/seed{line['seed']}", file=sys.stderr)
+        print(f"  {line['why']}\n  kept: {folder}/{family}-seed{line['seed']}", file=sys.stderr)
         print("\n".join(logs.splitlines()[-40:]), file=sys.stderr, flush=True)
 
 
-def replay(seed: int, keep: Path | None) -> int:
-    print(f"seed {seed}: {cases.draw(seed).words}", file=sys.stderr)
-    with campaign(keep) as running:
-        line, logs = running.run(seed, keep=True)
+def replay(args: argparse.Namespace) -> int:
+    seed, family = args.replay, args.family
+    print(f"seed {seed}: {families.draw(family, seed).words}", file=sys.stderr)
+    with campaign(args.keep) as running:
+        line, logs = running.run(seed, keep=True, family=family)
         print(logs)
         print(json.dumps(line, indent=1))
-        print(f"kept: {running.folder}/seed{seed}", file=sys.stderr)
+        print(f"kept: {running.folder}/{family}-seed{seed}", file=sys.stderr)
     return 0 if line["ok"] else 1
 
 

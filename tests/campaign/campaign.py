@@ -18,13 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.campaign import cases, drive, launch, report
+from tests.campaign import drive, families, launch, report
 from tests.campaign.check import check
 from tests.campaign.watch import Scene
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.campaign.cases import Settings
     from tests.campaign.launch import Server
 
 
@@ -36,23 +37,25 @@ class Campaign:
     folder: Path
     references: Path
 
-    def run(self, seed: int, *, keep: bool = False) -> tuple[dict[str, Any], str]:
+    def run(
+        self, seed: int, *, keep: bool = False, family: str = families.RANDOM
+    ) -> tuple[dict[str, Any], str]:
         """One case: its line, and the logs of its attempts. A failure keeps its folder."""
-        case = cases.draw(seed)
+        case = families.draw(family, seed)
         reference = self._reference(case.settings)
-        folder = self.folder / f"seed{seed}"
+        folder = self.folder / f"{family}-seed{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         attempts = drive.run_case(case, self.server, folder)
         wrong = check(case, attempts, folder, reference)
         if wrong and reference_digest() != self.references.name:
             wrong.append("(the library was changed meanwhile: not a finding)")
-        line = report.line_of(case, attempts, wrong, Scene(folder, case.settings.ranks))
+        line = report.line_of(family, case, attempts, wrong, Scene(folder, case.settings.ranks))
         if not wrong and not keep:
             shutil.rmtree(folder)
         return line, "\n".join(ended.logs for ended in attempts)
 
-    def _reference(self, settings: cases.Settings) -> Path:
+    def _reference(self, settings: Settings) -> Path:
         whole = self.references / settings.key
         if not whole.exists():
             part = Path(tempfile.mkdtemp(dir=self.references, prefix="part-"))

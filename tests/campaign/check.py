@@ -5,6 +5,9 @@ lines follow one another from there, on every rank; an orderly stop committed th
 ranks had reached, so nothing is trained twice; a rank died of SIGTERM only before it could listen
 or after it had finished; nothing hung, and no process was left over.
 
+`trainckpt run` moreover ended with 75 wherever the signal came before the run had finished, in
+start-up too; there nothing was trained.
+
 Of the run: lines with the same place are the same bytes, and merged they are the reference.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.campaign import cases
+from tests.campaign.one_rank import SUPERVISED
 from tests.campaign.watch import Scene, after, place_of
 
 if TYPE_CHECKING:
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]
 DIED = -15
+IN_TIME = 2  # micro-batches from a signal to the end of the run, for it to become a stop
 
 
 def check(case: Case, attempts: list[Ended], folder: Path, reference: Path) -> list[str]:
@@ -94,8 +99,50 @@ def _end(case: Case, ended: Ended, scene: Scene) -> Iterator[str]:
     if ended.shot is None:
         if not ended.finished or set(ended.codes) != {0}:
             yield f"was not stopped, and ended with {ended.codes}, {ended.outcome}"
+    elif case.launcher == SUPERVISED:
+        yield from _supervised(case.settings, ended, scene)
     elif ended.stop.signal == cases.SIGTERM:
         yield from _terminated(case, ended)
+
+
+def is_stop(ended: Ended) -> bool:
+    """Whether a signal was sent, and the run had not finished before it could be acted on."""
+    return ended.shot is not None and not ended.finished
+
+
+def at_one_place(ended: Ended, scene: Scene, settings: Settings) -> bool:
+    """Whether all ranks ended after the same micro-batch, and the newest commit is that place."""
+    ranks = range(settings.ranks)
+    places = {reached(ended, scene, rank, settings.accumulate) for rank in ranks}
+    return places == {ended.committed[-1].place if ended.committed else None}
+
+
+def _supervised(settings: Settings, ended: Ended, scene: Scene) -> Iterator[str]:
+    if ended.finished:
+        left = settings.micro_batches - max(
+            _trained(scene.lines(rank)[:count], settings)
+            for rank, count in enumerate(ended.shot[1].lines)
+        )
+        if left > IN_TIME or ended.codes != [0]:
+            yield f"ended with {ended.codes}, finished, {left} micro-batches after a signal"
+        return
+    if ended.codes != [75]:
+        yield f"trainckpt run ended with {ended.codes} after a signal, {ended.outcome}"
+    if ended.outcome is None:
+        if ended.lines != ended.before[0] or ended.committed != ended.before[2]:
+            yield f"trained or committed in an attempt without an end: {ended.record}"
+        if ended.record is not None:
+            yield f"the attempt's record does not say how it ended: {ended.record}"
+    elif ended.outcome != "stopped":
+        yield f"after a signal the record says {ended.record['outcome']}"
+
+
+def _trained(lines: list[bytes], settings: Settings) -> int:
+    """Micro-batches of the run that a rank has trained, by its trace so far."""
+    if not lines:
+        return 0
+    step, micro = place_of(lines[-1])
+    return step * settings.accumulate + micro + 1
 
 
 def _stopped(settings: Settings, ended: Ended, scene: Scene) -> Iterator[str]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.campaign import cases
-from tests.campaign.launch import Forked, Torchrun
+from tests.campaign.launch import Forked, Supervised, Torchrun
+from tests.campaign.one_rank import SUPERVISED
 from tests.campaign.watch import Scene, Snapshot, loader_workers, place_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from tests.campaign.cases import Case, Settings, Stop
     from tests.campaign.launch import Server
 
-LIMIT_S = {cases.FORK: 60.0, cases.TORCHRUN: 120.0}  # longer is a hang
+LIMIT_S = {cases.FORK: 60.0, cases.TORCHRUN: 120.0, SUPERVISED: 150.0}  # longer is a hang
+RANK_S = 30.0  # more for each rank above two: they share the processors
 START_UP_S = {cases.FORK: 0.5, cases.TORCHRUN: 6.0}  # what launching takes, about
 LOOK_S = 0.001
 GRACE_S = 0.5  # between a rank's death and that of the others
@@ -110,11 +112,8 @@ def _attempt(case: Case, stop: Stop | None, server: Server, scene: Scene, log: P
     before = (scene.line_counts(), len(scene.attempt_lines()), scene.snapshots(committed=True))
     ended = Ended(stop, before, len(records))
     argv = case.settings.argv(str(scene.run), str(scene.trace))
-    if case.launcher == cases.TORCHRUN:
-        attempt = Torchrun(case.settings, argv, log)
-    else:
-        attempt = Forked(server, case.settings, argv, log)
-    deadline = began + LIMIT_S[case.launcher]
+    attempt = _launched(case, server, argv, log)
+    deadline = began + LIMIT_S[case.launcher] + RANK_S * max(0, case.settings.ranks - 3)
     try:
         if stop is not None:
             _Aim(case, stop, attempt, scene, ended, deadline).stop()
@@ -127,6 +126,13 @@ def _attempt(case: Case, stop: Stop | None, server: Server, scene: Scene, log: P
     return ended
 
 
+def _launched(case: Case, server: Server, argv: list[str], log: Path) -> Forked | Torchrun:
+    if case.launcher == cases.FORK:
+        return Forked(server, case.settings, argv, log)
+    kind = Supervised if case.launcher == SUPERVISED else Torchrun
+    return kind(case.settings, argv, log)
+
+
 class _Aim:
     """Waits for what one stop is to hit, and hits it."""
 
@@ -135,13 +141,14 @@ class _Aim:
         self.scene, self.ended, self.deadline = scene, ended, deadline
         self.launched = time.monotonic()
         self.rank = int(stop.fraction * case.settings.ranks)
-        self.start_up_s = stop.fraction * START_UP_S[case.launcher]
+        self.by_rank = case.launcher == SUPERVISED
+        self.start_up_s = stop.fraction * START_UP_S.get(case.launcher, 0.0)
 
     def stop(self) -> None:
         due = {
             cases.MICRO_BATCH: self._place_reached,
             cases.SAVE: self._save_begun,
-            cases.START_UP: self._time_passed,
+            cases.START_UP: self._rank_started if self.by_rank else self._time_passed,
             cases.WORKERS: self._workers_begun,
         }[self.stop_.when]
         while not due():
@@ -153,6 +160,8 @@ class _Aim:
             self._shoot()
 
     def _shoot(self) -> None:
+        if self.by_rank and self.rank not in self.attempt.rank_pids():
+            return  # it has ended already
         before = self._sight()
         if self.stop_.signal == cases.SIGKILL:
             self.attempt.kill()
@@ -199,6 +208,10 @@ class _Aim:
 
     def _time_passed(self) -> bool:
         return time.monotonic() >= self.launched + self.start_up_s
+
+    def _rank_started(self) -> bool:
+        time.sleep(LOOK_S * 10)  # a look at every process of the machine
+        return self.rank in self.attempt.rank_pids()
 
     def _workers_begun(self) -> bool:
         wanted = 1 + int(self.stop_.fraction * self.settings.ranks * self.settings.workers)

@@ -1,6 +1,6 @@
-"""One attempt of a run: ranks forked from the warm server, or the real torchrun.
+"""One attempt of a run: ranks forked from the warm server, the real torchrun, `trainckpt run`.
 
-Both look the same to the driver: rank pids, every process of the attempt, exit codes, signals.
+All look the same to the driver: rank pids, every process of the attempt, exit codes, signals.
 The driver stands for a launcher in one more way: where a forked rank has died, it ends the others,
 as torchrun would.
 """
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TRAINCKPT_CAMPAIGN_MARK"
+COMMIT = "CAMPAIGN_COMMIT"
 SHUTDOWN_S = 10  # torchrun's patience with ranks that wait for one that died
 
 
@@ -107,14 +109,16 @@ class Forked:
 class Torchrun:
     """`python -m torch.distributed.run`, and whatever it starts."""
 
+    _module: tuple[str, ...] = ("torch.distributed.run",)
+    _variables: ClassVar = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
+
     def __init__(self, settings: Settings, argv: list[str], log: Path) -> None:
         self._settings, self._log = settings, log
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        own = {MARK: self._mark, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
+        own = {MARK: self._mark} | self._variables
         command = [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nproc-per-node", str(settings.ranks), "--master-addr", "127.0.0.1"),
-            *("--master-port", str(free_port()), "--"),
+            *(sys.executable, "-m", *self._module, "--nproc-per-node", str(settings.ranks)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--"),
             *(str(ROOT / "examples" / f"{settings.model}.py"), *argv),
         ]
         with log.open("ab") as out:
@@ -153,6 +157,30 @@ class Torchrun:
         return f"--- {self._log.name}\n{self._log.read_text(errors='replace')}"
 
 
+class Supervised(Torchrun):
+    """`trainckpt run`, its torchrun, and the ranks of that."""
+
+    _module = ("trainckpt.cli.main", "run")
+    _variables: ClassVar = {}
+
+    def __init__(self, settings: Settings, argv: list[str], log: Path) -> None:
+        super().__init__(settings, argv, log)
+        self._ranks: dict[int, int] = {}
+
+    def rank_pids(self) -> dict[int, int]:
+        """Of the ranks that live; looked for until all have been seen once."""
+        if len(self._ranks) < self._settings.ranks:
+            for pid in self.members():
+                rank, agent = variable(pid, "RANK"), parent(pid)
+                if rank is not None and agent and parent(agent) == self._process.pid:
+                    self._ranks[int(rank)] = pid
+        return {rank: pid for rank, pid in self._ranks.items() if alive(pid)}
+
+    def terminate(self, target: str, rank: int) -> None:
+        assert target == "one", target
+        send(self.rank_pids()[rank], signal.SIGTERM)
+
+
 def environment() -> dict[str, str]:
     """Of everything launched: this tree's library, one thread, no options from outside."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TRAINCKPT_", "TORCHELASTIC"))}
@@ -176,6 +204,16 @@ def rank_variables(settings: Settings, rank: int, port: int) -> dict[str, str]:
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
+
+
+@cache
+def library_commit() -> str:
+    """Of the tree that is tested: given from outside for an exported one, "" if nobody knows."""
+    given = os.environ.get(COMMIT)
+    if given is not None or not (ROOT / ".git").exists():
+        return given or ""
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def free_port() -> int:

@@ -1,38 +1,44 @@
-"""One JSON line a case, and what all lines of a file amount to."""
+"""One JSON line a case, and what all lines of a file amount to, family by family."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.campaign import cases
-from tests.campaign.check import reached
+from tests.campaign import cases, families
+from tests.campaign.check import at_one_place, is_stop, reached
+from tests.campaign.launch import library_commit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.campaign.cases import Case
     from tests.campaign.drive import Ended
     from tests.campaign.watch import Scene
 
 CASES, INSIDE, EACH, REAL = 300, 0.6, 10, 20  # the quotas of issue 1
-# With another cases.py a seed stands for another case.
-DRAWN_BY = hashlib.sha256(Path(cases.__file__).read_bytes()).hexdigest()[:8]
+STOPPED_RUNS = 100  # the quota of the family "one-rank"
 
 
-def line_of(case: Case, attempts: list[Ended], wrong: list[str], scene: Scene) -> dict[str, Any]:
+def line_of(
+    family: str, case: Case, attempts: list[Ended], wrong: list[str], scene: Scene
+) -> dict[str, Any]:
     """What is kept of one case. A stop whose moment never came is left out."""
     shot = [ended for ended in attempts if ended.shot is not None]
+    one_rank = family == families.ONE_RANK
     return {
         "seed": case.seed,
-        "drawn_by": DRAWN_BY,
+        **({"family": family, "commit": library_commit()} if one_rank else {}),
+        "drawn_by": families.drawn_by(family),
         "settings": asdict(case.settings),
         "launcher": case.launcher,
-        "stops": [_stop(case, ended, scene) for ended in shot],
+        "stops": [
+            _stop(case, ended, scene) | (_supervised(case, ended, scene) if one_rank else {})
+            for ended in shot
+        ],
         "missed": len(case.stops) - len(shot),
         "ok": not wrong,
         "why": "; ".join(wrong),
@@ -52,6 +58,32 @@ def _stop(case: Case, ended: Ended, scene: Scene) -> dict[str, Any]:
         "inside_window": bool(place and place[1]),
         "ended": ended.outcome or "killed",
     }
+
+
+def _supervised(case: Case, ended: Ended, scene: Scene) -> dict[str, Any]:
+    """What is counted of the stops of `trainckpt run`: nothing if the run had finished."""
+    (code,) = ended.codes
+    if not is_stop(ended):
+        return {"rank": _rank(case, ended), "code": code}
+    return {
+        "rank": _rank(case, ended),
+        "code": code,
+        "ended": ended.outcome or "in start-up",
+        "one_place": at_one_place(ended, scene, case.settings),
+        "epoch_ends": _epoch_ends(reached(ended, scene, 0, case.settings.accumulate), scene),
+    }
+
+
+def _rank(case: Case, ended: Ended) -> int:
+    return int(ended.stop.fraction * case.settings.ranks)
+
+
+def _epoch_ends(place: tuple[int, int] | None, scene: Scene) -> bool:
+    """Whether the last micro-batch before `place` and the one after it have other epochs."""
+    lines = [json.loads(line) for line in scene.lines(0)]
+    before = [line["epoch"] for line in lines if (line["step"], line["micro"]) < (place or (0, 0))]
+    after = [line["epoch"] for line in lines if (line["step"], line["micro"]) == place]
+    return bool(before and after) and before[-1] != after[0]
 
 
 def _category(ended: Ended) -> str:
@@ -76,7 +108,44 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def summary(lines: list[dict[str, Any]]) -> str:
-    """The distribution, and whether the quotas are met."""
+    """Of each family that is there: the distribution, and whether the quotas are met."""
+    own = [line for line in lines if families.of(line) == families.ONE_RANK]
+    others = [line for line in lines if families.of(line) == families.RANDOM]
+    parts = [_summary(others)] if others or not own else []
+    return "\n\n".join([*parts, *([_one_rank(own)] if own else [])])
+
+
+def _one_rank(lines: list[dict[str, Any]]) -> str:
+    """The family "one-rank": `trainckpt run`, SIGTERM to one rank alone."""
+    stops = [(line["settings"]["ranks"], s) for line in lines for s in line["stops"]
+             if s["ended"] != "finished"]  # fmt: skip
+    runs = Counter(ranks for ranks, _ in stops)
+    of_cases = Counter(line["settings"]["ranks"] for line in lines)
+    by_ranks = ", ".join(f"{runs[n]} of {n} ranks ({of_cases[n]} cases)" for n in sorted(runs))
+    start_up = sum(s["ended"] == "in start-up" for _, s in stops)
+    placed = [s for _, s in stops if s["ended"] == "stopped"]
+    at_one, code = (sum(s["one_place"] for s in placed), sum(s["code"] == 75 for _, s in stops))
+    inside, between = (sum(s[key] for s in placed) for key in ("inside_window", "epoch_ends"))
+    failed = [line["seed"] for line in lines if not line["ok"]]
+    seconds = sum(line["seconds"] for line in lines) / max(1, len(lines))
+    head = f"{len(lines)} cases of trainckpt run, SIGTERM to one rank alone, {seconds:.1f} s a case"
+    where = (
+        f"{inside} inside a window, {len(placed) - inside} between two; {between} between epochs"
+    )
+    rows = [
+        (len(stops) >= STOPPED_RUNS, f"{len(stops)} of {STOPPED_RUNS} stopped runs: {by_ranks}"),
+        (
+            at_one == len(placed),
+            f"{at_one} of {len(placed)} that had begun: all ranks at one place",
+        ),
+        (code == len(stops), f"{code} of {len(stops)} ended with 75 ({start_up} in start-up)"),
+        (not failed, f"{len(failed)} cases failed{': seeds' * bool(failed)} {str(failed)[1:-1]}"),
+    ]
+    shown = [f"{'met    ' if met else 'NOT MET'}  {text.strip()}" for met, text in rows]
+    return "\n".join([head, where, *shown])
+
+
+def _summary(lines: list[dict[str, Any]]) -> str:
     stops = [stop for line in lines for stop in line["stops"]]
     ok, seconds = sum(line["ok"] for line in lines), sum(line["seconds"] for line in lines)
     each = seconds / max(1, len(lines))
