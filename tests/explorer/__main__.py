@@ -8,7 +8,8 @@ import time
 from itertools import chain
 
 from tests.explorer.explore import Report, explore
-from tests.explorer.setups import larger, near_misses, protocol
+from tests.explorer.near_misses import near_misses
+from tests.explorer.setups import larger, protocol
 
 
 def main() -> int:

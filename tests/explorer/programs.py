@@ -44,14 +44,8 @@ def training(
             if evaluation == "inside" and m == 0:
                 ops.append(Op("boundary", f"evaluation {epoch}", resumable=False))
                 ops.append(Op("collective", f"evaluation {epoch}"))
-        ops.append(
-            Op(
-                "boundary",
-                f"end of epoch {epoch}",
-                window_end=micro_batches % window == 0,
-                epoch_end=True,
-            )
-        )
+        at_end = micro_batches % window == 0
+        ops.append(Op("boundary", f"end of epoch {epoch}", window_end=at_end, epoch_end=True))
         if evaluation == "behind":
             ops.append(Op("boundary", f"evaluation {epoch}"))
         if evaluation in ("behind", "unannounced"):

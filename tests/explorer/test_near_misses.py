@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.explorer.explore import explore
-from tests.explorer.setups import near_misses
+from tests.explorer.near_misses import near_misses
 
 MISSES = {miss.setup.name: miss for miss in near_misses()}
 
