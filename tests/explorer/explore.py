@@ -46,12 +46,13 @@ class Report:
     seconds: float = 0.0
 
 
-def explore(setup: Setup, *, reduced: bool = True) -> Report:
+def explore(setup: Setup, *, reduced: bool = True, until: str | None = None) -> Report:
     """All states breadth first, so that the trace of a fault is a shortest one.
 
     Args:
         reduced: Leave out orders of steps that make no difference (see `Steps.reduced`), and
             states that differ from another in nothing that matters (see `_canonical`).
+        until: A kind of fault that is enough; without, every state is visited.
     """
     began = time.perf_counter()
     steps = Steps(setup)
@@ -62,7 +63,7 @@ def explore(setup: Setup, *, reduced: bool = True) -> Report:
     came_from: dict[State, State | None] = {first: None}
     last_states: dict[str, State] = {}
     to_do = deque([first])
-    while to_do:
+    while to_do and until not in last_states:
         state = to_do.popleft()
         found = step_on(state)
         for _, after in found:
