@@ -16,6 +16,8 @@ LIMIT_S = 60
 # c10d asks the name server for the name of every address it connects to; where that does not
 # answer, each connection takes the resolver's time-out, 5 s unless told otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# What c10d says about a store that is gone, with stack traces; the ranks say it in one line.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "tests.ranks.programs"])
 
