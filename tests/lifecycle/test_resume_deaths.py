@@ -75,6 +75,22 @@ def test_after_two_deaths_the_third_attempt_takes_the_older_one_and_says_so(lost
     assert usable(run) == ["s2~1.1", "s4~4.1", "s6~4.2"]
 
 
+def test_without_a_supervisor_a_crash_in_native_code_leaves_last_words(lost):
+    """And only a crash: a file that stays empty is removed, a SIGKILL counts for nothing."""
+    run = lost / "run"
+    for when in ("reading", "applying"):
+        ended, said = start(lost, 6, "s4", when, "SIGSEGV", supervised=False)
+        assert ended == -11, said
+    words = sorted((run / "attempts").glob("*.fault"))
+    assert [path.name for path in words] == ["2.rank0.fault", "3.rank0.fault"]
+    assert "Segmentation fault" in words[0].read_text()
+    assert words[0].stat().st_mode & 0o777 == 0o600
+    ended, said = start(lost, 6, "s4", "reading", "SIGKILL", supervised=False)
+    assert "passed over s4~1.2: 2 attempts died on it" in said
+    assert ended == -9
+    assert "resumed from s2~1.1" in said
+
+
 def test_it_stays_the_last_resort(lost):
     for _ in range(2):
         start(lost, 6, "s4", "applying", "SIGSEGV")

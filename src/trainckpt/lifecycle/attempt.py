@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.arrival import Arrival
+    from trainckpt.lifecycle.last_words import LastWords
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.outlook import Outlook
     from trainckpt.lifecycle.pace import Pace
@@ -64,6 +65,7 @@ class Crew:
     requests: Requests
     loaders: list[tuple[Any, TrackedLoader]]
     problems: list[str]
+    last_words: LastWords
     files: TrackedFiles
 
 
@@ -123,6 +125,7 @@ def set_out(crew: Crew, mode: str) -> Attempt:
 
 def _begin(crew: Crew, mode: str) -> Beginning:
     def claimed(attempt: int) -> None:
+        crew.last_words.listen(attempt)
         crew.teller.tell(state=CLAIMED, attempt=attempt)
         crew.watch.start(attempt, is_first=crew.world.rank == 0)
 
@@ -130,6 +133,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
         capture(crew.registry)  # what cannot be stored is refused now, not at the first save
         return begin(crew.tier, crew.channel, crew.registry, mode, on_claimed=claimed)
     except BaseException:
+        crew.last_words.stop()
         crew.watch.end()
         raise
 
@@ -155,5 +159,6 @@ def _arrive(crew: Crew, departure: Departure, beginning: Beginning, parent: str 
         crew.arrival.begin(beginning.saved, cursor, first_loader)
         crew.files.resumed(beginning.saved, beginning.record.attempt)
     except BaseException as error:
+        crew.last_words.stop()
         departure.abandon(error, cursor)
         raise

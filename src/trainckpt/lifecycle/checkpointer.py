@@ -34,6 +34,7 @@ from trainckpt.lifecycle import launch, place, recorder
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
 from trainckpt.lifecycle.deadline import granted_s
+from trainckpt.lifecycle.last_words import LastWords
 from trainckpt.lifecycle.log import logger, prepare
 from trainckpt.lifecycle.options import TABLE, read_options
 from trainckpt.lifecycle.outlook import Outlook
@@ -123,7 +124,7 @@ class Checkpointer:
         self._crew = Crew(
             self.options, self._tier, self._world, channel, self._registry, self._position,
             self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
-            self._loaders, self._problems, self._files,
+            self._loaders, self._problems, LastWords(self._tier, self._world.rank), self._files,
         )  # fmt: skip
         self._attempt: Attempt | None = None
 
@@ -343,6 +344,7 @@ class Checkpointer:
             self._first = False
             self._files.say_missing()
             self._must_have_resumed().log.change(state=RUNNING)
+            self._crew.last_words.stop()
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations
             self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))

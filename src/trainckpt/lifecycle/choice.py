@@ -8,6 +8,7 @@ ended by its own error between starting to read it and its first boundary:
     killed, says its supervisor    its own if nobody had asked for an end: a crash in native code,
                                    or the kernel short of memory, which cannot be told from any
                                    other SIGKILL that hits the ranks and spares the supervisor
+    last words, no supervisor      its own: a crash in native code (`last_words`)
     no word of its end             unknown, and not counted: whoever takes the machine away kills
                                    the supervisor too
 """

@@ -31,7 +31,7 @@ from trainckpt.errors import (
 from trainckpt.format.attempt import FAILED, AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import choice as choices
-from trainckpt.lifecycle import error_json, launch
+from trainckpt.lifecycle import error_json, last_words, launch
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S, Seat, attach, own_view
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.launch import AT_VARIABLE
@@ -158,7 +158,7 @@ def _look(
     """Rank 0: claim the attempt, and say which snapshots to try in which order."""
     if channel.world.rank != 0:
         return {}
-    before = attempt_records.read_attempts(tier)
+    before = last_words.heard(tier, attempt_records.read_attempts(tier))
     run = run or attempt_records.found_run(tier)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts))
     choice = _choose(tier, run, before, mode)
