@@ -50,7 +50,7 @@ def job(run: str, gigabytes: float) -> None:
         number = 0
         while ckpt.boundary():
             if number == 3:
-                (Path(run) / f"ready{os.environ.get('RANK', 0)}").touch()
+                (Path(run) / f"ready{os.environ.get('RANK', '0')}").touch()
             time.sleep(MICRO_BATCH_S)
             number += 1
 
@@ -131,7 +131,8 @@ def row(how: str, ranks: int, gigabytes: float, rounds: int, folder: Path) -> di
     return {
         "launcher": how, "ranks": ranks, "bytes": num_bytes, "rounds": rounds,
         "micro_batch_s": MICRO_BATCH_S, "sigterm_to_exit_s": round(stop_s, 3),
-        "raw_write_s": round(raw_s, 3), "allowed_s": round(allowed_s, 3), "met": stop_s <= allowed_s,
+        "raw_write_s": round(raw_s, 3), "allowed_s": round(allowed_s, 3),
+        "met": stop_s <= allowed_s,
     }  # fmt: skip
 
 
