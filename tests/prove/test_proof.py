@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,14 +24,18 @@ EXACT = r"exact: \d+ micro-batches on \d+ ranks, resumed from step \d+ micro-bat
 
 @pytest.fixture
 def trainckpt(tmp_path):
-    """Run the command in an empty folder, its temporary files in `tmp_path/tmp`."""
-    (tmp_path / "tmp").mkdir()
+    """Run the command in an empty folder, with a folder of its own for temporary files.
+
+    That one has a short path: sockets of data loader workers lie in it, and theirs are limited.
+    """
     (tmp_path / "cwd").mkdir()
+    temporary = tempfile.mkdtemp(prefix="t-")
+    (tmp_path / "tmp").symlink_to(temporary)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
     paths = [str(ROOT / "src"), kept.get("PYTHONPATH", "")]
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TMPDIR": str(tmp_path / "tmp"),
+        "TMPDIR": temporary,
         "OMP_NUM_THREADS": "1",
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
@@ -41,7 +47,8 @@ def trainckpt(tmp_path):
             check=False,
         )  # fmt: skip
 
-    return run
+    yield run
+    shutil.rmtree(temporary)
 
 
 def left_over(tmp_path):
