@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from multiprocessing.connection import wait
 from typing import NamedTuple
@@ -100,7 +98,7 @@ class Run:
             self._host.join(LIMIT_S)
             self._died_s = time.monotonic()
             for rank in self._ranks if self._signal_all else ():
-                os.kill(rank.process.pid, signal.SIGTERM)
+                rank.process.terminate()  # SIGTERM; nothing where it has ended
 
 
 def _start_host():
