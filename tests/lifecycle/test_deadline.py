@@ -8,7 +8,7 @@ import pytest
 
 from trainckpt.lifecycle.deadline import Deadline, granted_s, margin_s
 from trainckpt.lifecycle.pace import Pace
-from trainckpt.tiers.local import LocalTier
+from trainckpt.lifecycle.watch import early_limit_s
 
 FAR_S = 3600.0
 
@@ -60,18 +60,24 @@ def test_the_pace_is_the_median_without_what_is_done_at_boundaries():
     assert pace.micro_batch_s == 1.0
 
 
-def test_a_save_is_as_slow_as_the_slowest_of_the_last_ones(tmp_path):
+def test_a_deadline_that_was_met_is_over_for_later_ones_too():
+    """A decision may still be on its way on the watcher's thread."""
+    missed = threading.Event()
+    deadline = Deadline(missed.set)
+    deadline.met()
+    deadline.tighten(0.0)
+    assert not missed.wait(0.3)
+
+
+def test_the_slowest_and_the_fastest_of_the_last_saves_are_known():
     pace = Pace()
+    assert (pace.seconds_per_byte, pace.least_seconds_per_byte) == (None, None)
     pace.saved(100, 1.0)
     pace.saved(100, 3.0)
     pace.saved(0, 9.0)
-    assert pace.seconds_per_byte == 0.03
-    pace.try_out(LocalTier(tmp_path), "trial", 1)
-    assert pace.seconds_per_byte == 0.03
+    assert (pace.least_seconds_per_byte, pace.seconds_per_byte) == (0.01, 0.03)
 
 
-def test_where_no_save_was_measured_a_little_is_written_and_removed(tmp_path):
-    pace = Pace()
-    pace.try_out(LocalTier(tmp_path), "trial/1-rank0", 2)
-    assert pace.seconds_per_byte > 0
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+@pytest.mark.parametrize(("grace_s", "limit_s"), [(None, 30.0), (10.0, 5.0), (600.0, 30.0)])
+def test_a_run_that_does_not_begin_after_a_notice_is_left_in_time(grace_s, limit_s):
+    assert early_limit_s(grace_s) == limit_s

@@ -12,7 +12,14 @@ from torch import nn
 from tests.state.helpers import bits, registry, shard_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.shard_file import Region
-from trainckpt.state.stage import Destination
+from trainckpt.state.capture import capture
+from trainckpt.state.stage import (
+    STREAM_BYTES,
+    Destination,
+    TensorsChanged,
+    describe,
+    stream,
+)
 
 
 def stored():
@@ -98,3 +105,32 @@ def test_a_tensor_of_which_a_part_was_not_read_is_refused():
     destination.memory_for(Region("w", "U8", (0,), (3,), (9,)))
     with pytest.raises(UnusableSnapshot, match="w: a part of it is missing"):
         destination.finish()
+
+
+def streamed(model):
+    captured = capture(registry(model=model))
+    return stream(captured, describe(captured), rank=0, world=1)
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5 * 2**20])
+def test_a_streamed_file_is_the_staged_one_byte_for_byte(extra):
+    """Also where its data is a whole number of buffers, and a little or much more."""
+    model = stored()
+    model.register_buffer("large", torch.zeros(0, dtype=torch.uint8))
+    small = shard_of(registry(model=model)).header.data_bytes
+    model.large = torch.randint(0, 255, (STREAM_BYTES - small + extra,), dtype=torch.uint8)
+    copied = shard_of(registry(model=model))
+    blocks = [bytes(block) for block in streamed(model).blocks()]
+    assert len(blocks) == (2 if not extra else 3)
+    assert b"".join(blocks) == b"".join(copied.blocks())
+
+
+def test_tensors_that_change_while_they_are_streamed_are_noticed():
+    """A worker that writes to shared memory, a thread that averages weights."""
+    model = stored()
+    blocks = streamed(model).blocks()
+    next(blocks)
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] += 1
+    with pytest.raises(TensorsChanged, match=r"model/0\.weight changed while it was written"):
+        list(blocks)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainckpt.lifecycle.log import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trainckpt.lifecycle.resume import Beginning
     from trainckpt.preemption.notice import Notice, NoticeSource
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 class Announced:
     """Passes every call on to `source`; logs each reason once. Watcher thread."""
 
-    def __init__(self, source: NoticeSource) -> None:
+    def __init__(
+        self, source: NoticeSource, on_notice: Callable[[], object] = lambda: None
+    ) -> None:
         self._source = source
+        self._on_notice = on_notice
         self._said: set[str] = set()
 
     def start(self) -> None:
@@ -38,6 +41,7 @@ class Announced:
         for notice in notices:
             if notice.reason not in self._said:
                 self._said.add(notice.reason)
+                self._on_notice()
                 logger.info("%s: stopping at the next boundary that all ranks reach", notice.reason)
         return notices
 

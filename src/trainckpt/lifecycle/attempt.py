@@ -102,6 +102,15 @@ def set_out(crew: Crew, mode: str) -> Attempt:
     """
     with crew.teller.refusals():
         beginning = _begin(crew, mode)
+        try:
+            return _make_ready(crew, beginning)
+        except BaseException:
+            crew.last_words.stop()
+            crew.watch.end()
+            raise
+
+
+def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     here = fingerprint(crew.world.size)
     parent = str(beginning.manifest.name) if beginning.manifest else None
     log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
@@ -139,7 +148,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
 
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
-    last_save = LastSave(crew.tier, crew.channel, saver, crew.pace, crew.outlook)
+    last_save = LastSave(crew.channel, saver, crew.outlook)
     departure = Departure(
         crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,
         crew.loaders, lambda: crew.position.cursor,

@@ -33,7 +33,6 @@ from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import launch, place, recorder
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
-from trainckpt.lifecycle.deadline import granted_s
 from trainckpt.lifecycle.last_words import LastWords
 from trainckpt.lifecycle.log import logger, prepare
 from trainckpt.lifecycle.options import TABLE, read_options
@@ -113,13 +112,13 @@ class Checkpointer:
                 self.loader(item)
         channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
         self._agreement = Agreement()
-        grace_s = self.options.grace or granted_s()
         self._watch = Watch(
-            self._agreement, channel, self._tier, self._outlook, grace_s, self.options.wall_time
+            self._agreement, channel, self._tier, self._outlook, self.options, self._teller
         )
         self._teller.tell(
-            rank=self._world.rank, host=self._world.host, run=self._tier.url, grace_s=grace_s
-        )
+            rank=self._world.rank, host=self._world.host, run=self._tier.url,
+            grace_s=self._watch.grace_s,
+        )  # fmt: skip
         self._requests = Requests()
         self._crew = Crew(
             self.options, self._tier, self._world, channel, self._registry, self._position,
@@ -162,7 +161,11 @@ class Checkpointer:
             raise ConfigurationError("this Checkpointer has resumed already")
         self._attempt = attempt = set_out(self._crew, mode or self.options.resume)
         if attempt.resumed_from is not None:
-            self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
+            try:
+                self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
+            except BaseException as error:
+                attempt.departure.abandon(error, self._position.cursor)
+                raise
         return self._position.cursor
 
     def close(self) -> None:
@@ -285,8 +288,8 @@ class Checkpointer:
         attempt = self._must_have_resumed()
         number, pending = self._requests.ask()
         self._watch.watcher.request_save(number, check_tag(tag) if tag else None)
-        if attempt.departure.left:
-            self._requests.fail_waiting("ended")
+        if attempt.departure.left or self._watch.watcher.lost:
+            self._requests.fail_waiting("ended" if attempt.departure.left else "lost its store")
         return pending.wait(wait) if wait else pending
 
     # ---- what is known
@@ -370,9 +373,9 @@ class Checkpointer:
     def _take(self, cursor: Cursor, reason: str) -> PendingSave:
         return self._must_have_resumed().saver.save(cursor, reason, (), PendingSave())
 
-    def _take_last(self, cursor: Cursor, reason: str) -> PendingSave:
+    def _take_last(self, cursor: Cursor, reason: str, *, copied: bool = False) -> PendingSave:
         saver = self._must_have_resumed().saver
-        return saver.save(cursor, reason, (), PendingSave(), last=True)
+        return saver.save(cursor, reason, (), PendingSave(), last=not copied)
 
     def _take_requested(self, cursor: Cursor, due: Due) -> None:
         pending = self._requests.taken(due.number)

@@ -90,6 +90,8 @@ def lost_since(before: Mapping[int, AttemptRecord], snapshot: str) -> int | None
         if STARTING in (record.state, outcome.get(DIED_WHILE)):
             continue  # it trained nothing, so what was lost before it is lost still
         lost = outcome.get("lost_micro_batches")
+        if lost == 0 and record.parent == snapshot == outcome.get("snapshot"):
+            continue  # it stopped where it began
         return lost if outcome.get("snapshot") == snapshot and type(lost) is int else None
     return None
 

@@ -47,6 +47,7 @@ class Deadline:
         self._lock = threading.Lock()
         self._ends_s: float | None = None
         self._timer: threading.Timer | None = None
+        self._is_met = False
 
     def tighten(self, seconds_left: float | None) -> None:
         """So much is left; an earlier deadline stands."""
@@ -55,7 +56,7 @@ class Deadline:
         within_s = max(0.0, seconds_left - margin_s(seconds_left))
         ends_s = time.monotonic() + within_s
         with self._lock:
-            if self._ends_s is not None and self._ends_s <= ends_s:
+            if self._is_met or (self._ends_s is not None and self._ends_s <= ends_s):
                 return
             self._ends_s = ends_s
             self._cancel()
@@ -69,8 +70,9 @@ class Deadline:
         return None if ends_s is None else ends_s - time.monotonic()
 
     def met(self) -> None:
-        """The process leaves in time, or the attempt is over."""
+        """The process leaves in time, or the attempt is over: no later deadline counts."""
         with self._lock:
+            self._is_met = True
             self._cancel()
 
     def _cancel(self) -> None:

@@ -79,6 +79,7 @@ class Departure:
         self._loaders = loaders  # the owner's own list: a loader may be registered later
         self._where = where
         self._ending = threading.Lock()
+        self._recorded = threading.Event()
         self._begun_s = time.monotonic()
         self._code = options.exit_code
 
@@ -113,6 +114,7 @@ class Departure:
         """
         failure = self._last_save.take(cursor, "final", take, self._watch.deadline)
         self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
+        self._watch.deadline.met()
         self._barrier("finished")
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
@@ -134,10 +136,12 @@ class Departure:
 
     def cut_short(self, why: str) -> None:
         """End this process now, wherever main is. Any thread."""
-        exit_soon(NoAgreement.exit_code, RECORD_WITHIN_S)  # whatever hangs from here on
+        code = self._code if self.left else NoAgreement.exit_code
+        exit_soon(code, RECORD_WITHIN_S)  # whatever hangs from here on
         logger.error("%s: leaving at once; what is committed stands", why)
         with contextlib.suppress(Exception):
             self._end(KILLED, self._where(), NoAgreement.exit_code, why)
+        self._recorded.wait(RECORD_WITHIN_S)  # main may have begun to record another end
         os._exit(self._code)
 
     def exit_now(self) -> None:
@@ -168,6 +172,7 @@ class Departure:
             outcome["skipped"] = self._last_save.skipped
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
         self._teller.tell(state=LEFT, how=how, exit_code=code)
+        self._recorded.set()
 
     def _barrier(self, name: str) -> None:
         try:

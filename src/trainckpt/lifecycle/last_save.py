@@ -10,27 +10,30 @@ All ranks bring what they can do, and read one answer from it:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.stop_plan import Offer, why_not_save
+from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.deadline import Deadline
     from trainckpt.lifecycle.outlook import Outlook
-    from trainckpt.lifecycle.pace import Pace
     from trainckpt.lifecycle.pending import PendingSave
     from trainckpt.lifecycle.saver import Saver
     from trainckpt.ranks.channel import Channel
-    from trainckpt.tiers.base import Tier
 
-    Take = Callable[[Cursor, str], PendingSave]
+    class Take(Protocol):
+        """Takes a snapshot of this cursor, for this reason; `copied` first if something writes."""
+
+        def __call__(self, cursor: Cursor, reason: str, *, copied: bool = False) -> PendingSave:
+            """Returns when it is under way."""
+
 
 RANKS_TIMEOUT_S = 600.0
+LOOK_AGAIN_S = 0.25
 LEAVE_S = 0.2  # of what is left, for the record and the way out
 IN_FLIGHT = "the save before it was still being written"
 
@@ -43,15 +46,11 @@ class LastSave:
         skipped: What was not saved and why, for the attempt's record; None if nothing was.
     """
 
-    def __init__(
-        self, tier: Tier, channel: Channel, saver: Saver, pace: Pace, outlook: Outlook
-    ) -> None:
+    def __init__(self, channel: Channel, saver: Saver, outlook: Outlook) -> None:
         self.parent: tuple[str, Cursor] | None = None
         self.skipped: dict[str, Any] | None = None
-        self._tier = tier
         self._channel = channel
         self._saver = saver
-        self._pace = pace
         self._outlook = outlook
 
     def wait(self, limit_s: float) -> None:
@@ -72,10 +71,8 @@ class LastSave:
         self, cursor: Cursor, reason: str, take: Take, deadline: Deadline
     ) -> SaveFailed | None:
         """Every rank calls it at the same boundary. Returns why there is no snapshot of it."""
-        self._saver.wait(_within(deadline))
+        self._wait(deadline)
         in_flight = self._saver.busy
-        if deadline.left_s() is not None and not in_flight:
-            self._pace.try_out(self._tier, self._trial_key(), self._channel.world.size)
         snapshot, lost = self.standing(cursor)
         left_s = _within(deadline)
         offer = Offer(left_s, self._outlook.save_s(), fallback=snapshot is not None)
@@ -90,12 +87,33 @@ class LastSave:
         why = why or why_not_save([_offer(other) for other in everyone])
         if why:
             return self._skip(cursor, offer, why)
-        pending = take(cursor, reason)
-        self._saver.wait(_within(deadline))
+        pending = self._take(cursor, reason, take, deadline)
+        if isinstance(pending.error, TensorsChanged):
+            logger.warning("%s: taken again, copied first", pending.error.message)
+            pending = self._take(cursor, reason, take, deadline, copied=True)
         if not pending.ended:
-            self._saver.give_up()
             return self._skip(cursor, offer, "it was not committed when the time was over")
         return pending.error
+
+    def _take(
+        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *, copied: bool = False
+    ) -> PendingSave:
+        pending = take(cursor, reason, copied=copied)
+        try:
+            self._wait(deadline)
+        finally:  # also when an alarm's exception ends the wait: the script may go on and write
+            if not pending.ended:
+                self._saver.give_up()
+        return pending
+
+    def _wait(self, deadline: Deadline) -> None:
+        """Until no save is in flight, or the time is over; the deadline may come nearer."""
+        while self._saver.busy:
+            left_s = _within(deadline)
+            if left_s == 0.0:
+                return
+            self._saver.wait(LOOK_AGAIN_S if left_s is None else min(left_s, LOOK_AGAIN_S))
+        self._saver.wait()
 
     def _skip(self, cursor: Cursor, offer: Offer, why: str) -> SaveFailed:
         self.skipped = {
@@ -107,9 +125,6 @@ class LastSave:
         if self._channel.world.rank == 0:
             logger.warning("no snapshot at %s: %s", cursor, why)
         return SaveFailed(f"no snapshot at {cursor}: {why}")
-
-    def _trial_key(self) -> str:
-        return f"probe/trial-{self._saver.attempt}-rank{self._channel.world.rank}"
 
 
 def _within(deadline: Deadline) -> float | None:

@@ -61,10 +61,12 @@ class Outlook:
         return mode
 
     def save_s(self) -> float:
-        """How long a save would take here and now; 0 where nothing was measured."""
-        weight = weigh(self._registry)
-        per_byte = self._pace.seconds_per_byte or 0.0
-        return stop_plan.predicted_save_s(weight.state + weight.gradients, per_byte)
+        """How long a save would take here and now at the best; 0 where nothing was measured.
+
+        At the best, since it decides whether to try at all: a save that turns out slower is given
+        up at the deadline, and costs nothing.
+        """
+        return weigh(self._registry).now * (self._pace.least_seconds_per_byte or 0.0)
 
     def tighten_after_s(self, seconds_left: float) -> float:
         """See `stop_plan.must_tighten_after_s`."""

@@ -7,17 +7,9 @@ The training thread writes; any thread reads.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
-from typing import TYPE_CHECKING
-
-from trainckpt.errors import TrainckptError
-
-if TYPE_CHECKING:
-    from trainckpt.tiers.base import Tier
 
 REMEMBERED = 16
-TRIAL_BYTES = 4 << 20
 
 
 class Pace:
@@ -53,17 +45,7 @@ class Pace:
         """Slowest of the last saves; None before the first."""
         return max(tuple(self._saves), default=None)
 
-    def try_out(self, tier: Tier, key: str, ranks: int) -> None:
-        """Where no save was measured yet: write a little, as all `ranks` do at once, and time it.
-
-        Of the bytes of a replicated state each rank writes one part in `ranks`.
-        """
-        if self._saves:
-            return
-        begun_s = time.monotonic()
-        try:
-            tier.write(key, [memoryview(bytes(TRIAL_BYTES))])
-            tier.remove(key)
-        except TrainckptError:
-            return  # the save will say why
-        self.saved(TRIAL_BYTES * ranks, time.monotonic() - begun_s)
+    @property
+    def least_seconds_per_byte(self) -> float | None:
+        """Fastest of the last saves; None before the first."""
+        return min(tuple(self._saves), default=None)

@@ -126,8 +126,7 @@ class Saver:
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
             return pending
         pending.reach(STAGED, str(name))
-        weight = weigh(self._registry)
-        self._begun = begun_s, weight.state + weight.gradients
+        self._begun = begun_s, weigh(self._registry).now
         manifest = Manifest(
             self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
@@ -241,6 +240,7 @@ class Saver:
             }
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
             report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
+            report["changed"] = isinstance(error, stage.TensorsChanged)
         if rank != 0:
             self._tell(manifest.name.sequence, report)
             verdict = self._background.get(f"{prefix}/verdict", RANKS_TIMEOUT_S)
@@ -248,7 +248,8 @@ class Saver:
             verdict = self._commit(manifest, report, entries)
             self._tell(manifest.name.sequence, verdict)
         if "error" in verdict:
-            raise SaveFailed(str(verdict["error"]))
+            kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
+            raise kind(str(verdict["error"]))
         if rank == 0:
             self._log.change(newest_commit=str(manifest.name))
             self._prune()
@@ -271,7 +272,8 @@ class Saver:
             errors = [report["error"] for report in reports if "error" in report]
             if errors:
                 self._discard(manifest.name)
-                return {"error": "; ".join(errors)}
+                changed = any(report.get("changed") for report in reports)
+                return {"error": "; ".join(errors), "changed": changed}
             tensors = {
                 name: TensorEntry(dtype, tuple(shape), RANK)
                 for report in reversed(reports)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class Told:
         grace_s: The option `grace`, in seconds; None: the run has no deadline of its own.
         how: Once it has left: "stopped", "finished", "failed" or "refused".
         exit_code: What its process is to end with.
+        asked: It has found a notice that came to the ranks alone, such as that of `pause`.
     """
 
     rank: int
@@ -51,23 +53,28 @@ class Told:
     grace_s: float | None = None
     how: str | None = None
     exit_code: int | None = None
+    asked: bool = False
 
 
 class Teller:
-    """This rank's side. Without a supervisor every call does nothing."""
+    """This rank's side. Without a supervisor every call does nothing. Any thread."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._folder = os.environ.get(SUPERVISOR_VARIABLE)
         rank = os.environ.get("RANK", "")
         number = int(rank) if rank.isdecimal() else 0
+        self._lock = threading.Lock()
         self._told = Told(number, os.getpid(), socket.gethostname(), str(run))
 
     def tell(self, **changes: Any) -> None:
         """Say that some fields have changed."""
-        self._told = replace(self._told, **changes)
-        if not self._folder or os.getpid() != self._told.pid:
-            return
-        path = Path(self._folder) / f"rank{self._told.rank}.json"
+        with self._lock:
+            self._told = replace(self._told, **changes)
+            if self._folder and os.getpid() == self._told.pid:
+                self._write(Path(self._folder))
+
+    def _write(self, folder: Path) -> None:
+        path = folder / f"rank{self._told.rank}.json"
         temporary = path.with_name(path.name + ".tmp")
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps(asdict(self._told)), encoding="utf-8")

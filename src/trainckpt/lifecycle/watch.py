@@ -9,18 +9,21 @@ end         the final count is published, threads and handlers are taken down
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from trainckpt.format.attempt import STOPPED
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.announce import Announced
-from trainckpt.lifecycle.deadline import Deadline
+from trainckpt.lifecycle.deadline import Deadline, granted_s
 from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.told import LEFT
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
@@ -30,12 +33,15 @@ from trainckpt.ranks.watcher import Watcher, end_with_71
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.outlook import Outlook
+    from trainckpt.lifecycle.told import Teller
     from trainckpt.ranks.agreement import Agreement
     from trainckpt.ranks.channel import Channel
     from trainckpt.tiers.local import LocalTier
 
 EARLY_LOOK_S = 0.05
+EARLY_LIMIT_S = 30.0
 WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
 
 
@@ -54,18 +60,24 @@ class Watch:
 
     def __init__(
         self, agreement: Agreement, channel: Channel, tier: LocalTier, outlook: Outlook,
-        grace_s: float | None, wall_time_s: float | None = None,
+        options: Options, teller: Teller,
     ) -> None:  # fmt: skip
         self.deadline = Deadline(lambda: self._fail("the deadline has come"))
         self.on_failed: Callable[[str], object] = end_with_71
         self._agreement, self._channel, self._tier = agreement, channel, tier
         self._outlook = outlook
-        self.grace_s, self._wall_time_s = grace_s, wall_time_s
+        self.grace_s = options.grace or granted_s()
+        self._wall_time_s = options.wall_time
+        self._teller = teller
         self._heartbeat: Heartbeat | None = None
-        self._signals = SignalSource(seconds_left=grace_s)
+        self._signals = SignalSource(seconds_left=self.grace_s)
         self._signals.start()
         self._heard = Announced(self._signals)
-        self._early = _EarlyEars(self._heard)
+        self._early = _EarlyEars(
+            self._heard,
+            early_limit_s(self.grace_s),
+            partial(_leave_early, teller, options.exit_code),
+        )
         self._early.start()
         self._started = False
         weakref.finalize(self, _stop_listening, self._early, self._signals)
@@ -73,7 +85,7 @@ class Watch:
     def start(self, attempt: int, *, is_first: bool) -> None:
         """Begin to act on notices. Main thread, all ranks; `is_first` on rank 0."""
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
-        sources = [self._heard, Announced(notices), *self._wall_time()]
+        sources = [self._heard, Announced(notices, self._was_asked), *self._wall_time()]
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)
             self._heartbeat.start()
@@ -85,6 +97,7 @@ class Watch:
             mode=self._outlook.mode,
             on_stop=self._stop_agreed,
             on_failed_stop=self._fail,
+            on_lost=self._lost,
         )
         early = self._early.stop()
         self.watcher.start()
@@ -117,7 +130,17 @@ class Watch:
         if ends_s is None:
             return []
         lead_s = self.grace_s or min(WALL_TIME_LEAD_S, (ends_s - started_s) / 4)
-        return [Announced(WallTime(ends_s, lead_s))]
+        return [Announced(WallTime(ends_s, lead_s), self._was_asked)]
+
+    def _was_asked(self) -> None:
+        """The supervisor cannot see such a notice; it must not start the run again after it."""
+        self._teller.tell(asked=True)
+
+    def _lost(self, why: str) -> None:
+        logger.error(
+            "%s; training goes on, but no save by time or by ckpt.save() can be agreed on any "
+            "more, and a stop will end this process with 71", why
+        )  # fmt: skip
 
     def _fail(self, why: str) -> None:
         self.on_failed(why)
@@ -141,27 +164,47 @@ class Watch:
 
 
 class _EarlyEars(threading.Thread):
-    """Keeps the notices that come before the watcher runs; a second interrupt acts at once."""
+    """Keeps the notices that come before the watcher runs; a second interrupt acts at once.
 
-    def __init__(self, source: Announced) -> None:
+    A Checkpointer that does not begin within a limit after one would swallow it for good.
+    """
+
+    def __init__(self, source: Announced, limit_s: float, leave: Callable[[str], None]) -> None:
         super().__init__(name="trainckpt-early", daemon=True)
-        self._source = source
+        self._source, self._limit_s, self._leave = source, limit_s, leave
         self._notices: list[tuple[float, Notice]] = []
         self._stopping = threading.Event()
 
     def run(self) -> None:
         descriptor = self._source.fileno()
-        while descriptor is not None and not self._stopping.is_set():
-            ready, _, _ = select.select([descriptor], [], [], EARLY_LOOK_S)
-            if ready:
-                now_s = time.monotonic()
-                self._notices += [(now_s, notice) for notice in self._source.poll()]
+        if descriptor is None:
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while not self._stopping.is_set():
+                ready, now_s = selector.select(EARLY_LOOK_S), time.monotonic()
+                if ready:
+                    self._notices += [(now_s, notice) for notice in self._source.poll()]
+                elif self._notices and now_s - self._notices[0][0] > self._limit_s:
+                    self._leave(self._notices[0][1].reason)
 
     def stop(self) -> list[Notice]:
         """What came until now."""
         self._stopping.set()
         self.join()
         return [_aged(notice, time.monotonic() - at_s) for at_s, notice in self._notices]
+
+
+def _leave_early(teller: Teller, code: int, reason: str) -> None:
+    """A stop was asked for, and the run does not begin: nothing was trained, so just go."""
+    logger.warning("%s: leaving; the run had not begun", reason)
+    teller.tell(state=LEFT, how=STOPPED, exit_code=code)
+    os._exit(code)
+
+
+def early_limit_s(grace_s: float | None) -> float:
+    """How long after a notice a run may take to begin."""
+    return EARLY_LIMIT_S if grace_s is None else min(EARLY_LIMIT_S, grace_s / 2)
 
 
 def _aged(notice: Notice, seconds: float) -> Notice:

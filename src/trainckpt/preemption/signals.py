@@ -169,8 +169,10 @@ class SignalSource:
     def _restore(self, signum: signal.Signals) -> None:
         previous = self._previous.pop(signum, None)
         if signal.getsignal(signum) == self._note:
-            # None: it was installed by C code and cannot be put back from here.
-            signal.signal(signum, signal.SIG_DFL if previous is None else previous)
+            if previous is None:  # it was installed by C code, or put back already
+                interrupt = signum == signal.SIGINT
+                previous = signal.default_int_handler if interrupt else signal.SIG_DFL
+            signal.signal(signum, previous)
 
     def _received(self) -> bytes:
         received = b""

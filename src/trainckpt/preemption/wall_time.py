@@ -8,6 +8,7 @@ Threads: the watcher's only. Floor 1. Uses: preemption.notice. Used by: lifecycl
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 SLURM_VARIABLE = "SLURM_JOB_END_TIME"
+STARTED_VARIABLE = "TRAINCKPT_STARTED"  # on the monotonic clock, which one host has in common
 
 
 class WallTime:
@@ -91,8 +93,14 @@ def wall_time_end(
 
 
 def process_start_s() -> float:
-    """When this process started, on the monotonic clock; where that is not known, now."""
+    """When this process's job started, on the monotonic clock; where that is not known, now.
+
+    A supervisor says when it started: the ranks it starts again are part of the same job.
+    """
     now_s = time.monotonic()
+    with contextlib.suppress(ValueError):
+        if 0 <= (told_s := float(os.environ.get(STARTED_VARIABLE, ""))) <= now_s:
+            return told_s
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])

@@ -38,7 +38,8 @@ class Rounds:
         k = publication.round
         self._channel.put(f"{k}/of/{self._rank}", publication.as_json())
         if publication.wish is not None:
-            ring = {"by": self._rank, "seconds_left": publication.wish.seconds_left}
+            wish = publication.wish
+            ring = {"by": self._rank, "seconds_left": wish.seconds_left, "action": wish.action}
             self._channel.put_all({f"bell/{rank}/{k}": ring for rank in range(self._size)})
         answers = self._channel.count(f"{k}/answers")
         if answers + self._channel.count("left", 0) < self._size:
@@ -108,6 +109,7 @@ class Undecided(NamedTuple):
 
     opened_s: float
     give_up_s: float
+    stops: bool  # somebody wants to stop in it
 
     def now_left(self, seconds_left: float | None) -> float | None:
         """What is left of `seconds_left`, which was true when the round was opened."""
@@ -120,3 +122,8 @@ def decide_within(timeout_s: float, seconds_left: float | None) -> float:
     At least a second, though: giving up sooner would only make sure of the loss.
     """
     return timeout_s if seconds_left is None else min(timeout_s, max(seconds_left / 2, 1.0))
+
+
+def seconds_of(value: object) -> float | None:
+    """A duration that a bell told, if it is one."""
+    return float(value) if isinstance(value, (int, float)) else None

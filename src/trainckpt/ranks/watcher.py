@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import NoAgreement
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.ranks.decision import Decision, Publication, Wish, decide
-from trainckpt.ranks.rounds import Rounds, Undecided, decide_within
+from trainckpt.ranks.rounds import Rounds, Undecided, decide_within, seconds_of
 from trainckpt.ranks.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Watcher:
         can_save: Callable[[], bool] = lambda: True,
         on_stop: Callable[[float | None], object] = lambda _: None,
         on_failed_stop: Callable[[str], object] = end_with_71,
+        on_lost: Callable[[str], object] = lambda _: None,
         decision_timeout_s: float = 20.0,
     ) -> None:
         """Nothing runs before `start`.
@@ -84,6 +85,7 @@ class Watcher:
             can_save: Whether a save could be taken now. Called from any thread; must not block
                 and not raise.
             on_stop: Called with the seconds left when a stop was decided, before main is told.
+            on_lost: Called with the reason when the store is gone: no more rounds.
             on_failed_stop: Called with the reason, from a watcher thread.
             decision_timeout_s: How long a round may stay undecided; half of the notice's
                 `seconds_left` where that is less.
@@ -97,6 +99,7 @@ class Watcher:
         self._can_save = can_save
         self._on_stop = on_stop
         self._on_failed_stop = on_failed_stop
+        self._on_lost = on_lost
         self._timeout_s = decision_timeout_s
         self._lock = threading.RLock()  # rounds and wishes; held for no store call
         self._sending = threading.RLock()  # keeps publications in the order of their rounds
@@ -142,7 +145,7 @@ class Watcher:
         any_save_will_do = notice.action == "save" and notice.tag is None
         if any_save_will_do and self._agreement.has_save_to_come():
             return
-        mode = notice.mode or self._mode(notice.seconds_left)
+        mode = notice.mode or self._mode_of(notice.seconds_left)
         self._want(Wish(notice.reason, notice.action, mode, notice.seconds_left, notice.tag))
 
     def request_save(self, number: int, tag: str | None = None) -> None:
@@ -190,6 +193,18 @@ class Watcher:
             self._wake_reader.close()
             self._wake_writer.close()
 
+    def _mode_of(self, seconds_left: float | None) -> Mode:
+        try:
+            return self._mode(seconds_left)
+        except Exception as error:  # noqa: BLE001 - no notice may be lost over an estimate
+            self.problems.append(f"where to stop could not be chosen: {error!r}")
+            return "micro-batch"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store is gone: what is asked for from now on is not agreed on any more."""
+        return self._lost is not None
+
     # Wishes become rounds. Any thread.
 
     def _want(self, wish: Wish) -> None:
@@ -207,7 +222,9 @@ class Watcher:
         while self._lost is None and (wish := self._wishes.to_bring(self._undecided)):
             self._answer(wish, wish.seconds_left)
 
-    def _answer(self, wish: Wish | None, seconds_left: float | None) -> None:
+    def _answer(
+        self, wish: Wish | None, seconds_left: float | None, *, stops: bool = False
+    ) -> None:
         """Add the next round to the open ones, and put this rank's answer into the outbox."""
         self._answered += 1
         k = self._answered
@@ -217,7 +234,8 @@ class Watcher:
         self._wishes.asked(k, wish)
         within_s = decide_within(self._timeout_s, seconds_left)
         now_s = time.monotonic()
-        self._undecided[k] = Undecided(now_s, now_s + within_s)
+        stops = stops or (wish is not None and wish.action == "stop")
+        self._undecided[k] = Undecided(now_s, now_s + within_s, stops)
         if self._world.size == 1:
             self._take(decide([publication]))
         else:
@@ -323,7 +341,8 @@ class Watcher:
         with self._lock:
             if k == self._answered + 1:
                 wish = self._wishes.to_bring(self._undecided)
-                self._answer(wish, _seconds(bell.get("seconds_left")))
+                left, stops = seconds_of(bell.get("seconds_left")), bell.get("action") == "stop"
+                self._answer(wish, left, stops=stops)
         self._send()
 
     def _settle_rounds(self) -> None:
@@ -372,9 +391,13 @@ class Watcher:
         with self._lock:
             first = self._lost is None
             self._lost = self._lost or error
-            stopping = self._wishes.stop_mode is not None and bool(self._undecided)
+            # A rank that only answered knows from the bell that others want to stop.
+            stopping = any(entry.stops for entry in self._undecided.values())
+            stopping = stopping or (self._wishes.stop_mode is not None and bool(self._undecided))
         if not first or not self._running:
             return
+        if not self._agreement.finished:
+            self._on_lost(str(error))
         self.problems.append(str(error))
         if stopping:
             self._fail_stop(str(error))
@@ -384,7 +407,3 @@ class Watcher:
         """A thread that wakes in a dying interpreter crashes it: end before that."""
         self.publish_final()
         self.stop()
-
-
-def _seconds(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None

@@ -80,6 +80,11 @@ class Registry:
         for known in self.files:
             if known.path == tracked.path:
                 return known
+            if known.name == tracked.name:
+                raise ConfigurationError(
+                    f"two files are tracked as {tracked.name}: {known.path} and {tracked.path}",
+                    hint="name at least one by its absolute path",
+                )
         self.files.append(tracked)
         return tracked
 

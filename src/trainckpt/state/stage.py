@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, shard_file, strict
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import VALUES, Captured, Saved
@@ -56,11 +56,16 @@ class Shard:
         return len(self.head) + len(self.data)
 
 
+class TensorsChanged(SaveFailed):
+    """Something wrote to live tensors while they were streamed: a worker, a thread."""
+
+
 @dataclass
 class Stream:
     """One rank's shard file, whose data is read from the live tensors when it is written.
 
-    They must not change from `stream` until the last block was taken.
+    They must not change from `stream` until the last block was taken; if one does, `blocks`
+    raises `TensorsChanged` instead of ending.
     """
 
     header: ShardHeader
@@ -71,15 +76,18 @@ class Stream:
         """The file's bytes, in order. One buffer: each block is gone when the next is taken."""
         yield memoryview(self.head)
         buffer, filled = _page_aligned(min(STREAM_BYTES, self.header.data_bytes)), 0
-        for source in self.sources:
-            flat, done = _flat(source), 0
+        for region, source in zip(self.header.regions, self.sources, strict=True):
+            flat, done, seen = _flat(source), 0, xxhash.xxh3_128()
             while done < flat.numel():
                 step = min(flat.numel() - done, buffer.numel() - filled)
                 buffer[filled : filled + step].copy_(flat[done : done + step])
+                seen.update(bytes_of(buffer[filled : filled + step]))
                 done, filled = done + step, filled + step
                 if filled == buffer.numel():
                     yield bytes_of(buffer)
                     filled = 0
+            if seen.hexdigest() != region.digest:
+                raise TensorsChanged(f"{region.tensor} changed while it was written")
         if filled:
             yield bytes_of(buffer)[:filled]
 

@@ -25,19 +25,34 @@ class Weight:
     gradients: int
     possible_gradients: int
 
+    @property
+    def now(self) -> int:
+        """Of a snapshot taken now."""
+        return self.state + self.gradients
+
 
 def weigh(registry: Registry) -> Weight:
     """Any thread: training may add optimizer state meanwhile, so this is an estimate."""
     state = gradients = possible = 0
     for model in registry.models:
-        state += sum(buffer.nbytes for buffer in model.module.buffers())
+        state += sum(_bytes(buffer) for buffer in model.module.buffers())
     for parameter in registry.trained_parameters().values():
-        state += parameter.nbytes
-        gradients += 0 if parameter.grad is None else parameter.grad.nbytes
-        possible += parameter.nbytes if parameter.requires_grad else 0
+        state += _bytes(parameter)
+        gradients += 0 if parameter.grad is None else _bytes(parameter.grad)
+        possible += _bytes(parameter) if parameter.requires_grad else 0
     for optimizer in registry.optimizers:
         for items in list(optimizer.optimizer.state.values()):
             if isinstance(items, dict):
                 values = list(items.values())
-                state += sum(v.nbytes for v in values if isinstance(v, torch.Tensor))
+                state += sum(_bytes(v) for v in values if isinstance(v, torch.Tensor))
     return Weight(state, gradients, possible)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Also of a sparse one; 0 where it cannot be known."""
+    try:
+        if tensor.layout is torch.sparse_coo:
+            return tensor._indices().nbytes + tensor._values().nbytes
+        return tensor.nbytes
+    except RuntimeError:
+        return 0

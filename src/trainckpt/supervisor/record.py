@@ -117,7 +117,7 @@ def _is_consequence(outcome: Mapping[str, Any], verdict: Verdict) -> bool:
     It took torchrun's SIGTERM for a notice and stopped, or a connection broke under it.
     """
     said, code = outcome.get("outcome"), outcome.get("exit_code")
-    broke = said == FAILED and code in CONSEQUENCES and code != verdict.exit_code
+    broke = said in (FAILED, KILLED) and code in CONSEQUENCES and code != verdict.exit_code
     return said == STOPPED or broke
 
 

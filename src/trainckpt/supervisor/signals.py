@@ -10,7 +10,8 @@ import queue
 import signal
 from typing import Any
 
-HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
+MAY_BE_IGNORED = ("SIGINT", "SIGHUP")  # by a shell's background job, by nohup: then they stay so
 ENDED = 0  # no signal has this number: the launched process has ended
 
 
@@ -31,7 +32,8 @@ class Inbox:
     def __enter__(self) -> Inbox:
         for name in HEARD:
             number = getattr(signal, name, None)
-            if number is not None:
+            ignored = number is not None and signal.getsignal(number) is signal.SIG_IGN
+            if number is not None and not (ignored and name in MAY_BE_IGNORED):
                 self._before[number] = signal.signal(number, self._hear)
         return self
 

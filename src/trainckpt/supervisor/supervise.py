@@ -25,6 +25,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import UNDECIDED
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 from trainckpt.supervisor import record as records
 from trainckpt.supervisor.command import (
     RESTARTS_VARIABLE,
@@ -123,6 +124,7 @@ def supervise(
     """
     variables = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S, **os.environ, **(environment or {}),
+        STARTED_VARIABLE: str(process_start_s()),
     }  # fmt: skip
     variables.pop(RESTARTS_VARIABLE, None)
     ours = ours or mentions_us(command, cwd)
@@ -135,11 +137,11 @@ def supervise(
                 code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
                 return Ended(code, newest, done, "a signal came before the command was started")
             named = name() if name is not None else None
-            verdict, found, claimed = _launch(start, signals, named)
+            verdict, found, claimed, asked = _launch(start, signals, named)
             newest = found or newest
             if say is not None and named is not None and named.problem:
                 say(f"--run: {named.problem}")
-            if not starts_again(verdict, done=done, most=max_restarts, signalled=signals.signalled):
+            if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
                 return Ended(verdict.exit_code, newest, done, verdict.why)
             done += 1
             if say is not None:
@@ -158,8 +160,8 @@ def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
 
 def _launch(
     start: _Start, inbox: Inbox, named: NamedRun | None
-) -> tuple[Verdict, AttemptRecord | None, bool]:
-    """One launch: how it ended, its record, and whether a rank claimed an attempt."""
+) -> tuple[Verdict, AttemptRecord | None, bool, bool]:
+    """One launch: how it ended, its record; whether a rank claimed an attempt, and was to stop."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
         if named is not None:
@@ -174,10 +176,11 @@ def _launch(
         ranks = launched.told()
         told = [*course.told, *records.recorded_word(ranks)]
         verdict = judge(replace(course, told=told))
-        record = records.settle(ranks, verdict, asked=inbox.signalled)
+        asked = inbox.signalled or any(told.asked for told in ranks)
+        record = records.settle(ranks, verdict, asked=asked)
         if record is None and named is not None:
             record = named.end(ranks, verdict)
-        return verdict, record, any(told.attempt is not None for told in ranks)
+        return verdict, record, any(told.attempt is not None for told in ranks), asked
 
 
 def _execute(start: _Start, variables: Mapping[str, str]) -> Process:

@@ -24,6 +24,8 @@ DIRECT_FROM_BYTES = 8 << 20
 _PAGE = 4096
 _PIECE = 16 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
+# Not on this file system, or not with memory that lies so.
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -99,7 +101,7 @@ def _write_direct(descriptor: int, block: memoryview) -> int:
         while done < pages and done % _PAGE == 0:
             done += os.write(descriptor, block[done : min(done + _PIECE, pages)])
     except OSError as error:
-        if error.errno != errno.EINVAL:  # that one: not on this file system, or not so aligned
+        if error.errno not in _NOT_DIRECT:
             raise
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
