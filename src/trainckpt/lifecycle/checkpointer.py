@@ -324,7 +324,7 @@ class Checkpointer:
             self._seldom(evaluation=evaluation)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         if resumable and policy.due_by_steps(position.step, position.micro):
-            self._take(position.cursor, policy.reason)
+            attempt.saver.save(position.cursor, policy.reason, (), PendingSave())
             self._pace.leave(time.monotonic())
         self._watch.check()
         if policy.due_by_time(now_s) and self._world.rank == 0:
@@ -370,16 +370,12 @@ class Checkpointer:
             return False
         return True
 
-    def _take(self, cursor: Cursor, reason: str) -> PendingSave:
-        return self._must_have_resumed().saver.save(cursor, reason, (), PendingSave())
-
     def _take_last(self, cursor: Cursor, reason: str, *, copied: bool = False) -> PendingSave:
-        saver = self._must_have_resumed().saver
-        return saver.save(cursor, reason, (), PendingSave(), last=not copied)
+        attempt = self._must_have_resumed()
+        return attempt.saver.save(cursor, reason, (), PendingSave(), last=not copied)
 
     def _take_requested(self, cursor: Cursor, due: Due) -> None:
-        pending = self._requests.taken(due.number)
-        tags = (due.tag,) if due.tag else ()
+        pending, tags = self._requests.taken(due.number), (due.tag,) if due.tag else ()
         self._must_have_resumed().saver.save(cursor, due.reason, tags, pending)
         self._agreement.close_round(due.round)
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import atexit
 import os
 import selectors
-import socket
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from trainckpt.errors import NoAgreement
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.ranks.decision import Decision, Publication, Wish, decide
 from trainckpt.ranks.rounds import Rounds, Undecided, decide_within, seconds_of
+from trainckpt.ranks.wake import Wake
 from trainckpt.ranks.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -117,9 +117,7 @@ class Watcher:
     def start(self) -> None:
         """Start the sources and the threads. Main thread, once, the same on all ranks."""
         self._pid = os.getpid()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._wake = Wake()
         for source in self._sources:
             source.start()
         loops = [self._watch]
@@ -180,7 +178,7 @@ class Watcher:
             return
         self._running = False
         self._stopping.set()
-        self._wake()
+        self._wake.ring()
         self._wake_listener()
         until = time.monotonic() + STOP_WITHIN_S
         for thread in self._threads:
@@ -190,8 +188,7 @@ class Watcher:
             source.stop()
         atexit.unregister(self._leave_at_exit)
         if not any(thread.is_alive() for thread in self._threads):
-            self._wake_reader.close()
-            self._wake_writer.close()
+            self._wake.close()
 
     def _mode_of(self, seconds_left: float | None) -> Mode:
         try:
@@ -216,7 +213,7 @@ class Watcher:
             cannot_stop = self._lost is not None and self._wishes.unmet_stop()
         if cannot_stop:
             self._fail_stop(str(self._lost))
-        self._wake()
+        self._wake.ring()
 
     def _open_rounds(self) -> None:
         while self._lost is None and (wish := self._wishes.to_bring(self._undecided)):
@@ -256,7 +253,7 @@ class Watcher:
         self._agreement.decided(decision)
         with self._lock:
             self._open_rounds()
-        self._wake()
+        self._wake.ring()
 
     def _fail_stop(self, why: str) -> None:
         if not self._agreement.finished:
@@ -275,7 +272,7 @@ class Watcher:
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_reader, selectors.EVENT_READ, None)
+            selector.register(self._wake, selectors.EVENT_READ, None)
             for source in self._sources:
                 if (descriptor := source.fileno()) is not None:
                     selector.register(descriptor, selectors.EVENT_READ, source)
@@ -286,7 +283,7 @@ class Watcher:
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + LOOK_INTERVAL_S
                     sources = list(self._sources)
-                self._drain_wake()
+                self._wake.drain()
                 for source in sources:
                     self._ask(source)
                 self._guarded(self._send)
@@ -299,19 +296,6 @@ class Watcher:
             problem = f"{type(source).__name__} failed: {type(error).__name__}: {error}"
             if problem not in self.problems:
                 self.problems.append(problem)
-
-    def _wake(self) -> None:
-        try:
-            self._wake_writer.send(b"\0")
-        except OSError:
-            pass  # full: it will wake; closed: it has ended
-
-    def _drain_wake(self) -> None:
-        try:
-            while self._wake_reader.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
 
     # The thread that listens to the store.
 
