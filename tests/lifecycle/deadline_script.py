@@ -5,7 +5,8 @@
 JSON: micro_s (a micro-batch's length), accumulate, until (micro-batches), slow_from (the
 how-manieth shard file from which on the disk takes slow_s for each), slow_read_s, hang_at
 (micro-batch in which main hangs) and hang_on (rank), late_s (that rank makes its Checkpointer
-later), options (of the Checkpointer). With RANK set: gloo.
+later), idle_s (between making it and entering it), slow_record_s, options (of the Checkpointer).
+With RANK set: gloo.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed
 from torch import nn
 
 import trainckpt
+from trainckpt.snapshot import attempts
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
 
@@ -51,13 +53,26 @@ def slow_reads(seconds: float) -> None:
     LocalTier.read_into = slow
 
 
+def slow_records(seconds: float) -> None:
+    """The record of how the attempt ended takes so long to write."""
+    replace = attempts.replace
+
+    def slow(tier, record):
+        if record.outcome is not None:
+            time.sleep(seconds)
+        replace(tier, record)
+
+    attempts.replace = slow
+
+
 def say(line) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def main(run, micro_s=0.01, accumulate=4, until=10**6, slow_from=0, slow_s=0.0, slow_read_s=0.0,
-         hang_at=-1, hang_on=0, late_s=0.0, options=None):  # fmt: skip
+         hang_at=-1, hang_on=0, late_s=0.0, idle_s=0.0, slow_record_s=0.0,
+         options=None):  # fmt: skip
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
@@ -66,6 +81,8 @@ def main(run, micro_s=0.01, accumulate=4, until=10**6, slow_from=0, slow_s=0.0, 
         slow_disk(slow_from, slow_s)
     if slow_read_s:
         slow_reads(slow_read_s)
+    if slow_record_s:
+        slow_records(slow_record_s)
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -77,6 +94,7 @@ def main(run, micro_s=0.01, accumulate=4, until=10**6, slow_from=0, slow_s=0.0, 
         run, model=model, optimizer=optimizer, loader=loader, **(options or {})
     )
     say("made")
+    time.sleep(idle_s)
     with made as ckpt:
         for batch in ckpt.batches():
             at = ckpt.cursor.micro_batches

@@ -20,6 +20,7 @@ from tests.lifecycle.training import (
 )
 from trainckpt import Checkpointer, ConfigurationError
 from trainckpt.errors import NothingToResume, SaveFailed
+from trainckpt.tiers.disk import Disk
 
 
 @pytest.fixture(scope="module")
@@ -276,3 +277,27 @@ def test_a_failed_final_save_is_raised_after_the_record_says_so(tmp_path):
         attempt(tmp_path, every="4 steps", inside=vanish)
     assert record(tmp_path, 1)["outcome"]["exit_code"] == 74
     assert record(tmp_path, 1)["outcome"]["outcome"] == "failed"
+
+
+def test_what_something_writes_to_during_the_last_save_is_saved_again_from_a_copy(
+    tmp_path, monkeypatch, caplog
+):
+    """Such as a worker that counts in shared memory. What is committed can be read."""
+    parts, write, changed = Parts(), Disk.write, []
+
+    def written_meanwhile(self, path, descriptor, block):
+        if path.suffix == ".safetensors" and not changed:
+            changed.append(path)
+            parts.model[1].running_mean += 1.0
+        write(self, path, descriptor, block)
+
+    monkeypatch.setattr(Disk, "write", written_meanwhile)
+    with caplog.at_level("WARNING", logger="trainckpt"):
+        attempt(tmp_path / "run", epochs=1, parts=parts, every="never")
+    assert changed
+    assert "changed while it was written: taken again, copied first" in caplog.text
+    (name,) = usable(tmp_path / "run")
+    again = Parts()
+    attempt(tmp_path / "run", epochs=1, parts=again, every="never")
+    assert torch.equal(again.model[1].running_mean, parts.model[1].running_mean)
+    assert usable(tmp_path / "run") == [name]

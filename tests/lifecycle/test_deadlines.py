@@ -174,6 +174,26 @@ def test_a_micro_batch_longer_than_the_deadline_ends_with_71_and_the_older_snaps
     assert "deadline" in found["reason"]
 
 
+def test_a_deadline_that_comes_while_the_record_is_written_waits_for_that(start, tmp_path):
+    """The snapshot is committed and the stop is good: 75, and the record says so."""
+    script = start(slow_record_s=2.2, options={"every": "never", "grace": "2 s"})
+    script.until("at 3")
+    script.signal()
+    assert script.end() == 75
+    found = outcome(tmp_path)
+    assert (found["outcome"], found["lost_micro_batches"]) == ("stopped", 0)
+
+
+def test_a_checkpointer_that_never_begins_does_not_swallow_a_signal(start, tmp_path):
+    """Nothing was trained: after half of the grace it is left, to be started again."""
+    script = start(idle_s=600.0, options={"grace": "1 s"})
+    script.until("made")
+    script.signal()
+    assert script.end() == 75
+    assert "the run had not begun" in script.log
+    assert not (tmp_path / "run").exists()
+
+
 def test_ranks_that_wait_for_one_that_hangs_leave_at_the_deadline_too(start, tmp_path):
     """Rank 1 is inside its micro-batch, rank 0 has reached the boundary and waits for it."""
     port = free_port()

@@ -155,6 +155,9 @@ def test_which_ends_count_as_deaths_on_a_snapshot(attempt, counts):
         # what died before it trained lost nothing, so the loss before it stands
         ([record_of("failed", 1, state=RUNNING, snapshot="s4~1.2", lost_micro_batches=3),
           record_of(died_while=STARTING, snapshot="s4~1.2")], 3),
+        # nor did one that was stopped where it began
+        ([record_of("failed", 1, state=RUNNING, snapshot="s4~1.2", lost_micro_batches=3),
+          record_of("stopped", 75, snapshot="s4~1.2", lost_micro_batches=0)], 3),
         ([record_of(died_while=RUNNING, snapshot="s4~1.2", lost_micro_batches=None)], None),
         ([record_of("stopped", 75, snapshot="s5~1.3", lost_micro_batches=0)], None),
         ([AttemptRecord(1, None, RUNNING)], None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lifecycle.training import Crash
+from tests.lifecycle.training import Crash, record
 from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError, StateMismatch
 
@@ -217,3 +218,33 @@ def test_after_a_kill_what_was_lost_is_unknown_and_files_go_back_all_the_same(ru
     assert hooks == [(4, None)]
     assert out.read_text() == lines(*range(7))
     assert out.with_name("out.txt.after-2").read_text() == lines(4)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path, monkeypatch):
+    """The length of one would be taken for that of the other."""
+    ckpt = Checkpointer(tmp_path / "run")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Path("log.txt").touch()
+        if folder == "a":
+            ckpt.track_file("log.txt")
+    with pytest.raises(ConfigurationError, match=r"two files are tracked as log\.txt"):
+        ckpt.track_file("log.txt")
+
+
+def test_a_hook_that_fails_ends_the_attempt_in_its_record_too(run, tmp_path):
+    """And signals are the script's own again."""
+    out, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
+    crashed(run, out, 6, crash_at=3)
+
+    def act(ckpt):
+        @ckpt.on_resume
+        def fail(cursor, lost):
+            raise Crash
+
+    crashed(run, out, 6, act=act)
+    outcome = record(run, 2)["outcome"]
+    assert (outcome["outcome"], outcome["snapshot"]) == ("failed", "s2~1.1")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not list((run / "attempts").glob("*.heartbeat"))

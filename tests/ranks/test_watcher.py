@@ -123,6 +123,14 @@ def test_a_notice_without_a_mode_means_the_mode_that_was_configured(ranks):
     assert rank.train()[0][2] == "window"
 
 
+def test_a_notice_survives_an_estimate_that_fails(ranks):
+    """Where to stop is chosen from measurements; without them, at the next micro-batch."""
+    rank = ranks(mode=lambda _: 1 / 0)
+    rank.watcher.request(STOP)
+    assert rank.train()[0][2] == "micro-batch"
+    assert "ZeroDivisionError" in rank.watcher.problems[0]
+
+
 def test_a_stricter_stop_opens_a_round_and_the_same_or_a_laxer_one_does_not(ranks):
     """Ten SIGTERMs are one stop."""
     rank = ranks()

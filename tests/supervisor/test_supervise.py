@@ -25,6 +25,7 @@ from trainckpt.supervisor import record
 from trainckpt.supervisor.record import NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
+from trainckpt.supervisor.verdict import Verdict
 
 LIMIT_S = 20.0
 READY = "open(sys.argv[1], 'w').close()"
@@ -95,7 +96,8 @@ def test_a_command_that_died_of_a_signal_has_the_code_that_shells_give():
     assert ended.exit_code == 137
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1,
+                                  signal.SIGUSR2, signal.SIGQUIT])  # fmt: skip
 def test_a_command_without_a_checkpointer_gets_every_signal_as_it_is(program, sent):
     """Once, and it decides how it ends."""
     text = f"""
@@ -106,6 +108,21 @@ def test_a_command_without_a_checkpointer_gets_every_signal_as_it_is(program, se
     before = signal.getsignal(sent)
     assert program(text, send(sent)).exit_code == 7
     assert signal.getsignal(sent) is before
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    """And so does the interrupt of a shell's background job."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (1, 2)}
+    try:
+        with Inbox() as inbox:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not inbox.signalled
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inbox.signalled
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_second_interrupt_leaves_at_once_with_130_and_leaves_nobody(program):
@@ -214,6 +231,23 @@ def test_the_record_decides_the_code_because_launchers_swallow_it(
     ended = program(TELL, RUN=tier.url)
     assert ended.exit_code == code
     assert json.loads((tier.root / "attempts" / "1.json").read_text())["outcome"] == told
+
+
+def test_a_run_that_was_told_to_stop_by_a_notice_file_is_not_started_again(program, tier):
+    """It failed on its way to the stop; `pause` would find it running again."""
+    text = TELL.replace('"attempt": 1}', '"attempt": 1, "asked": True}')
+    assert text != TELL
+    assert program(text, RUN=tier.url, max_restarts=3).restarts == 0
+    assert program(TELL, RUN=tier.url, max_restarts=1).restarts == 1
+
+
+@pytest.mark.parametrize("said", ["failed", "killed", "stopped"])
+def test_what_another_rank_s_failure_did_to_rank_0_is_corrected_in_the_record(said):
+    """A broken connection, a stop that nobody answered, torchrun's SIGTERM taken for a notice."""
+    code = {"failed": 1, "killed": 71, "stopped": 75}[said]
+    first = Verdict(3, "failed", "rank 1 ended with 3")
+    assert record._is_consequence({"outcome": said, "exit_code": code}, first)
+    assert not record._is_consequence({"outcome": "failed", "exit_code": 4}, first)
 
 
 def named(tmp_path):

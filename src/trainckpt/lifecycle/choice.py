@@ -85,15 +85,17 @@ def lost_since(before: Mapping[int, AttemptRecord], snapshot: str) -> int | None
 
     None if its record does not say.
     """
+    known: int | None = None
     for _, record in sorted(before.items(), reverse=True):
         outcome = record.outcome or {}
         if STARTING in (record.state, outcome.get(DIED_WHILE)):
             continue  # it trained nothing, so what was lost before it is lost still
         lost = outcome.get("lost_micro_batches")
         if lost == 0 and record.parent == snapshot == outcome.get("snapshot"):
-            continue  # it stopped where it began
-        return lost if outcome.get("snapshot") == snapshot and type(lost) is int else None
-    return None
+            known = 0
+            continue  # it stopped where it began: what was lost before it is lost still
+        return lost if outcome.get("snapshot") == snapshot and type(lost) is int else known
+    return known
 
 
 def _began_with(record: AttemptRecord) -> object:
