@@ -9,6 +9,8 @@ kept and used again by the next snapshot. Restored tensors are never bound to it
 from __future__ import annotations
 
 import ctypes
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +75,23 @@ class Stream:
     sources: list[torch.Tensor]  # regions in the order of the file, rows of live tensors
 
     def blocks(self) -> Iterator[memoryview]:
-        """The file's bytes, in order. One buffer: each block is gone when the next is taken."""
+        """The file's bytes, in order. Each block is gone when the next is taken.
+
+        A thread fills one buffer while the caller writes the other.
+        """
         yield memoryview(self.head)
-        buffer, filled = _page_aligned(min(STREAM_BYTES, self.header.data_bytes)), 0
+        with ThreadPoolExecutor(1, "trainckpt-fill") as filler:
+            chunks = self._chunks()
+            following = filler.submit(next, chunks, None)
+            while (chunk := following.result()) is not None:
+                following = filler.submit(next, chunks, None)
+                yield chunk
+
+    @torch.no_grad()
+    def _chunks(self) -> Iterator[memoryview]:
+        size = min(STREAM_BYTES, self.header.data_bytes)
+        buffers = itertools.cycle([_page_aligned(size), _page_aligned(size)])
+        buffer, filled = next(buffers), 0
         for region, source in zip(self.header.regions, self.sources, strict=True):
             flat, done, seen = _flat(source), 0, xxhash.xxh3_128()
             while done < flat.numel():
@@ -85,7 +101,7 @@ class Stream:
                 done, filled = done + step, filled + step
                 if filled == buffer.numel():
                     yield bytes_of(buffer)
-                    filled = 0
+                    buffer, filled = next(buffers), 0
             if seen.hexdigest() != region.digest:
                 raise TensorsChanged(f"{region.tensor} changed while it was written")
         if filled:

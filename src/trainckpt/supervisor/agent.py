@@ -79,6 +79,7 @@ class Ends:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._noted: set[int] = set()
+        self._lock = threading.Lock()  # who finds a child noted may rely on the line being there
 
     def watch(self) -> None:
         """Sleep until a child ends, note all that have, and so on. A thread of its own."""
@@ -97,7 +98,8 @@ class Ends:
     def note_what_was_waited_for(self) -> None:
         """Children that torchrun was faster to wait for than the thread."""
         for process in gc.get_objects():
-            if isinstance(process, subprocess.Popen) and process.returncode is not None:
+            # Not isinstance: that asks some of torch's objects for their class, and they warn.
+            if issubclass(type(process), subprocess.Popen) and process.returncode is not None:
                 self._note(process.pid, process.returncode)
 
     def _note_ended(self) -> bool:
@@ -119,9 +121,10 @@ class Ends:
 
     def _note(self, pid: int, code: int) -> None:
         # torchrun's ranks lead sessions of their own; what else it starts are helpers.
-        if pid not in self._noted and _led_a_session(pid):
-            self._noted.add(pid)
-            write_end(self._folder, End(pid, code, time.time()))
+        with self._lock:
+            if pid not in self._noted and _led_a_session(pid):
+                write_end(self._folder, End(pid, code, time.time()))
+                self._noted.add(pid)
 
 
 def _led_a_session(pid: int) -> bool:
