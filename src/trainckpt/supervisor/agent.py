@@ -12,6 +12,7 @@ Exit code: 0 or 1 as torchrun's, 128 + n where it was ended by a signal.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from trainckpt.format.attempt import STOPPED
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE, read_told
@@ -134,5 +136,13 @@ def _led_a_session(pid: int) -> bool:
         return True  # waited for already
 
 
+def leave(code: int) -> NoReturn:
+    """End this process without taking torch down: the supervisor waits for it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
