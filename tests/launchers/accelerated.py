@@ -8,10 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-import char_gpt
-import flags
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 @contextmanager
@@ -21,5 +18,12 @@ def process_group(_):
     accelerator.end_training()
 
 
-flags.process_group = process_group
-flags.exit_with_code(char_gpt.main)
+if __name__ == "__main__":
+    from tests.launchers.pace import pace
+
+    pace()
+    import char_gpt
+    import flags
+
+    flags.process_group = process_group
+    flags.exit_with_code(char_gpt.main)

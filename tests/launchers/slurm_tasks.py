@@ -7,11 +7,15 @@ import runpy
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 os.environ["RANK"] = os.environ["SLURM_PROCID"]
 os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
 os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
 
-sys.path.insert(0, str(EXAMPLES))
-runpy.run_path(str(EXAMPLES / "char_gpt.py"), run_name="__main__")
+if __name__ == "__main__":
+    from tests.launchers.pace import pace
+
+    pace()
+    runpy.run_path(str(ROOT / "examples" / "char_gpt.py"), run_name="__main__")

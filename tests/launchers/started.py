@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign import launch
 from tests.campaign.cases import Settings
+from tests.launchers.pace import SLOW
 from trainckpt.lifecycle.place import open_directory
 from trainckpt.snapshot import attempts
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
 
 ROOT = launch.ROOT
-EXAMPLE = str(ROOT / "examples" / "char_gpt.py")
+EXAMPLE = str(ROOT / "tests" / "launchers" / "paced.py")
 STEPS, LIMIT_S = 20, 150.0  # 60 micro-batches
 
 
@@ -62,8 +63,8 @@ class Run:
     def assert_stopped(self, attempt: int) -> None:
         """All ranks at one micro-batch, and that place saved."""
         outcome = self.record(attempt).outcome
-        assert (outcome["outcome"], outcome["exit_code"]) == ("stopped", 75)
-        assert outcome["lost_micro_batches"] == 0
+        assert (outcome["outcome"], outcome["exit_code"]) == ("stopped", 75), outcome
+        assert outcome["lost_micro_batches"] == 0, outcome
         places = set()
         for rank in range(self.ranks):
             last = json.loads(self.trace(rank).splitlines()[-1])
@@ -160,6 +161,8 @@ def ended(started: Command | Forks) -> list[int | None]:
 def stop(started: Command | Forks, run: Run, act: Callable[[], None], more: int = 5):
     """Call `act` once `run` has trained so many more micro-batches; the exit codes."""
     wanted = run.trained() + more
+    slow = run.folder / SLOW
+    slow.touch()
 
     def trained() -> bool:
         assert None in started.codes(), started.said()
@@ -170,6 +173,7 @@ def stop(started: Command | Forks, run: Run, act: Callable[[], None], more: int 
         act()
         return ended(started)
     finally:
+        slow.unlink()
         started.kill()
 
 
