@@ -1,0 +1,91 @@
+"""What trainckpt refuses to track, and what to use instead.
+
+Found by the names of classes and of the modules that define them, over all base classes:
+nothing is imported, and a class of the script that only bears the same name is not meant.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from trainckpt.errors import ConfigurationError
+
+
+class _Rule(NamedTuple):
+    modules: tuple[str, ...]  # where the class is defined: these, and what lies below them
+    kinds: tuple[str, ...]  # names of classes; none: all
+    why: str
+    instead: str
+
+
+_FSDP1 = _Rule(
+    ("torch.distributed.fsdp", "fairscale.nn"),
+    ("FullyShardedDataParallel",),
+    "FSDP1's FullyShardedDataParallel, which flattens parameters and hides their gradients",
+    "use torch.distributed.fsdp.fully_shard (FSDP2)",
+)
+_DEEPSPEED = _Rule(
+    ("deepspeed.runtime.engine", "deepspeed.runtime.hybrid_engine", "deepspeed.runtime.pipe",
+     "deepspeed.runtime.zero", "deepspeed.runtime.fp16", "deepspeed.runtime.bf16_optimizer",
+     "deepspeed.runtime.base_optimizer", "deepspeed.inference", "accelerate.utils.deepspeed"),
+    (),
+    "DeepSpeed's, which keeps parameters, gradients and optimizer state in partitions of its own",
+    "use torch.distributed.fsdp.fully_shard (FSDP2), or DeepSpeed's own save_checkpoint",
+)  # fmt: skip
+_MEGATRON = _Rule(
+    ("megatron.core.optimizer", "megatron.core.distributed", "megatron.optimizer",
+     "accelerate.utils.megatron_lm"),
+    (),
+    "Megatron's, which keeps gradients and optimizer state in buffers of its own",
+    "use Megatron's dist_checkpointing",
+)  # fmt: skip
+_MEGATRON_MODULE = _MEGATRON._replace(modules=("megatron",))
+_ZERO1 = _Rule(
+    ("torch.distributed.optim",),
+    ("ZeroRedundancyOptimizer",),
+    "a ZeroRedundancyOptimizer, whose state lies on other ranks",
+    "use the plain optimizer, with fully_shard (FSDP2) to spread its state",
+)
+_RULES = (_FSDP1, _DEEPSPEED, _MEGATRON, _ZERO1)
+
+
+def refusal(value: object, name: str) -> str | None:
+    """Why `value` cannot be tracked as `name`, in one sentence; None if it can."""
+    found = _reason(value, name)
+    return None if found is None else f"{found[0]}: {found[1]}"
+
+
+def refuse(value: object, name: str) -> None:
+    """Raise `ConfigurationError` if `value`, or a module inside it, cannot be tracked."""
+    found = _reason(value, name)
+    if found is not None:
+        raise ConfigurationError(found[0], hint=found[1])
+
+
+def _reason(value: object, name: str) -> tuple[str, str] | None:
+    if not isinstance(value, nn.Module):
+        return _match(value, name, _RULES)
+    for path, part in value.named_modules():
+        found = _match(part, f"{name}/{path}" if path else name, (*_RULES, _MEGATRON_MODULE))
+        if found is not None:
+            return found
+    for path, parameter in value.named_parameters():
+        if hasattr(parameter, "ds_id"):  # ZeRO-3 takes plain modules' parameters away
+            return _match_rule(f"{name}/{path}", _DEEPSPEED)
+    return None
+
+
+def _match(value: object, name: str, rules: tuple[_Rule, ...]) -> tuple[str, str] | None:
+    for kind in type(value).__mro__:
+        for rule in rules:
+            if rule.kinds and kind.__name__ not in rule.kinds:
+                continue
+            if any(f"{kind.__module__}.".startswith(f"{module}.") for module in rule.modules):
+                return _match_rule(name, rule)
+    return None
+
+
+def _match_rule(name: str, rule: _Rule) -> tuple[str, str]:
+    return f"{name} is {rule.why}", rule.instead
