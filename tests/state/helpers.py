@@ -8,6 +8,7 @@ from trainckpt.format import digest, shard_file
 from trainckpt.snapshot.save_plan import plan_save
 from trainckpt.state import apply, stage
 from trainckpt.state.capture import capture
+from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.registry import Registry
 
 
@@ -22,7 +23,7 @@ def registry(**tracked):
 def shard_of(source, memory=None):
     """The state of a registry as one rank's shard file in memory."""
     captured = capture(source)
-    planned = plan_save(stage.describe(captured), captured.groups, (), rank=0, world=1)
+    planned = plan_save(stage.describe(captured), captured.layouts(1), rank=0)
     return stage.stage(captured, planned, rank=0, world=1, memory=memory)
 
 
@@ -31,14 +32,18 @@ def saved_of(source):
     data = b"".join(shard_of(source).blocks())
     head = data[: shard_file.header_length(data, "x")]
     header = shard_file.parse(head, "x", file_bytes=len(data))
-    destination = stage.Destination()
+    destination = stage.Destination({region.tensor: None for region in header.regions})
     for region in header.regions:
-        memory = destination.memory_for(region)
+        memory = destination.memory_for(region, region.box)
         first = header.header_bytes + region.first_byte
         if region.num_bytes:
             memory[:] = data[first : first + region.num_bytes]
-        assert digest.digest(memory) == region.digest
-    return destination.finish()
+        block = shard_file.block_bytes(region.num_bytes)
+        assert digest.digests_by_block(memory, block) == region.digest
+    tensors = destination.finish({})
+    values = stage.parse_values(tensors.pop(VALUES))
+    shapes = {region.tensor: region.of for region in header.regions}
+    return Saved(tensors, values, shapes)
 
 
 def move(source, target):

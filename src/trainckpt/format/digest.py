@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 ALGORITHM = "xxh3_128"
 NUM_HEX = 32
@@ -54,10 +54,43 @@ class Running:
         return self._state.hexdigest()
 
 
+def digests_by_block(data: memoryview, block: int) -> str:
+    """The digests of each `block` bytes of `data`, one after the other; one for no bytes."""
+    parts = range(0, len(data) or 1, block)
+    return "".join([xxhash.xxh3_128(data[at : at + block]).hexdigest() for at in parts])
+
+
+class RunningByBlock:
+    """`digests_by_block` of bytes that pass by in pieces of any length."""
+
+    def __init__(self, block: int) -> None:
+        self._block, self._filled = block, 0
+        self._state = xxhash.xxh3_128()
+        self._done: list[str] = []
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes into account."""
+        while len(piece):
+            if self._filled == self._block:
+                self._done.append(self._state.hexdigest())
+                self._state, self._filled = xxhash.xxh3_128(), 0
+            step = piece[: self._block - self._filled]
+            self._state.update(step)
+            self._filled += len(step)
+            piece = piece[len(step) :]
+
+    def hexdigest(self) -> str:
+        """The digests of what has passed so far."""
+        return "".join([*self._done, self._state.hexdigest()])
+
+
 def is_digest(value: object) -> bool:
     """True if `value` has the form of a digest."""
-    return (
-        isinstance(value, str)
-        and len(value) == NUM_HEX
-        and all(c in "0123456789abcdef" for c in value)
-    )
+    return are_digests(value, {1})
+
+
+def are_digests(value: object, counts: Collection[int]) -> bool:
+    """True if `value` has the form of so many digests, one after the other."""
+    if not isinstance(value, str) or len(value) not in {n * NUM_HEX for n in counts}:
+        return False
+    return not value.strip("0123456789abcdef")

@@ -2,17 +2,22 @@
 
 It is canonical JSON that carries the digest of itself, so a flipped bit in it is found too.
 It grows with files plus tensors, never with their product: which file holds which part of a
-tensor stands in each shard file's own header, which `header_digest` covers.
+tensor follows from the tensor's layout, and where in the file stands in the file's own header,
+which `header_digest` covers. Files are spelled as three columns, since there may be thousands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, overload
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, strict, versions
 from trainckpt.format.cursor import Cursor
+from trainckpt.format.layout import Layout, replicated
+from trainckpt.format.shard_file import ITEM_BYTES
 
 MAX_BYTES = 256_000_000
 SPLIT = "split"  # one copy, its regions spread over the files
@@ -31,11 +36,70 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: safetensors type, whole shape, and `SPLIT` or `RANK`."""
+    """One tensor: safetensors type, whole shape, and `SPLIT` or `RANK`.
+
+    `layout` says over which ranks it is split; None where it is each rank's own.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     placement: str
+    layout: Layout | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Files(Sequence[FileEntry]):
+    """The files of a snapshot in rank order, kept as columns: one is made when it is asked for.
+
+    Attributes:
+        sizes: Bytes of each.
+        digests, headers: Hex digests of each, of the whole and of the header, end to end.
+        names: Only in format 1; they follow from the ranks since.
+    """
+
+    def __init__(
+        self, sizes: list[int], digests: str, headers: str, names_: list[str] | None = None
+    ) -> None:
+        self.sizes, self.digests, self.headers, self.names = sizes, digests, headers, names_
+
+    @classmethod
+    def of(cls, entries: Sequence[FileEntry]) -> Files:
+        """The columns of these entries."""
+        if isinstance(entries, Files):
+            return entries
+        found = [entry.name for entry in entries]
+        plain = found == [names.shard_file_name(rank) for rank in range(len(entries))]
+        return cls(
+            [entry.num_bytes for entry in entries],
+            "".join(entry.digest for entry in entries),
+            "".join(entry.header_digest for entry in entries),
+            None if plain else found,
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> FileEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[FileEntry, ...]: ...
+    def __getitem__(self, index: int | slice) -> FileEntry | tuple[FileEntry, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rank = range(len(self))[index]
+        name = names.shard_file_name(rank) if self.names is None else self.names[rank]
+        part = slice(rank * digest.NUM_HEX, (rank + 1) * digest.NUM_HEX)
+        return FileEntry(name, self.sizes[rank], self.digests[part], self.headers[part])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash((self.digests, self.headers))
 
 
 @dataclass(frozen=True)
@@ -47,6 +111,7 @@ class Manifest:
         name: Attempt, sequence, step and micro-batch.
         parent: The snapshot that the attempt began from, or None.
         cursor: Rank 0's.
+        window: The cursor at the beginning of the open window, from where another layout goes on.
         world: Ranks; file i is written by rank i.
         files: One a rank, in rank order.
         tensors: By name.
@@ -63,7 +128,7 @@ class Manifest:
     parent: str | None
     cursor: Cursor
     world: int
-    files: tuple[FileEntry, ...]
+    files: Sequence[FileEntry]
     tensors: dict[str, TensorEntry]
     created: float
     kind: str = "snapshot"
@@ -71,15 +136,19 @@ class Manifest:
     reason: str = ""
     fingerprint: dict[str, Any] = field(default_factory=dict)
     writer: str = ""
+    window: Cursor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all shard files."""
-        return sum(file.num_bytes for file in self.files)
+        return sum(Files.of(self.files).sizes)
 
 
 def dump(manifest: Manifest) -> bytes:
     """Canonical JSON, with the digest of everything else in it under `digest`."""
+    files = Files.of(manifest.files)
+    used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
+    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
     body = {
         "format": versions.WRITTEN,
         "algorithm": digest.ALGORITHM,
@@ -91,12 +160,11 @@ def dump(manifest: Manifest) -> bytes:
         "parent": manifest.parent,
         "cursor": manifest.cursor.to_json(),
         "world": manifest.world,
-        "files": [
-            {"name": f.name, "bytes": f.num_bytes, "digest": f.digest, "header": f.header_digest}
-            for f in manifest.files
-        ],
+        "window": manifest.window.to_json() if manifest.window else None,
+        "files": {"bytes": files.sizes, "digests": files.digests, "headers": files.headers},
+        "layouts": [layout.to_json() for layout in layouts],
         "tensors": {
-            name: [entry.dtype, list(entry.shape), entry.placement]
+            name: [entry.dtype, list(entry.shape), layouts[entry.layout] if entry.layout else RANK]
             for name, entry in manifest.tensors.items()
         },
         "created": manifest.created,
@@ -116,11 +184,10 @@ def load(data: bytes, what: str) -> Manifest:
     versions.check_version(body.get("format"), what)
     body = strict.unsealed(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
-    files = tuple(_file(entry, what) for entry in strict.field(body, "files", list, what))
-    tensors = {
-        name: _tensor(name, entry, what)
-        for name, entry in strict.field(body, "tensors", dict, what).items()
-    }
+    window = body.get("window")
+    world = strict.count(body, "world", what)
+    files = _files(body, world, what)
+    tensors = _tensors(body, world, what)
     parent = body.get("parent")
     tags = strict.field(body, "tags", list, what)
     manifest = Manifest(
@@ -133,7 +200,7 @@ def load(data: bytes, what: str) -> Manifest:
         ),
         parent=parent if isinstance(parent, str) else None,
         cursor=cursor,
-        world=strict.count(body, "world", what),
+        world=world,
         files=files,
         tensors=tensors,
         created=float(strict.field(body, "created", (float, int), what)),
@@ -142,10 +209,32 @@ def load(data: bytes, what: str) -> Manifest:
         reason=strict.field(body, "reason", str, what),
         fingerprint=strict.field(body, "fingerprint", dict, what),
         writer=str(body.get("writer", "")),
+        window=Cursor.from_json(window) if window is not None else None,
     )
-    if manifest.world != len(files) or len({f.name for f in files}) != len(files):
-        raise UnusableSnapshot(f"{what} names {len(files)} files for {manifest.world} ranks")
+    if world != len(files):
+        raise UnusableSnapshot(f"{what} names {len(files)} files for {world} ranks")
     return manifest
+
+
+def _files(body: dict[str, Any], world: int, what: str) -> Files:
+    if body["format"] == 1:
+        listed = [_file(entry, what) for entry in strict.field(body, "files", list, what)]
+        if len({file.name for file in listed}) != len(listed):
+            raise UnusableSnapshot(f"{what} names a file twice")
+        return Files.of(listed)
+    columns = strict.field(body, "files", dict, what)
+    sizes = strict.field(columns, "bytes", list, what)
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
+        raise UnusableSnapshot(f"{what}: the length of a file is not readable")
+    found = Files(
+        sizes,
+        strict.field(columns, "digests", str, what),
+        strict.field(columns, "headers", str, what),
+    )
+    for column in (found.digests, found.headers):
+        if not digest.are_digests(column, {world}):
+            raise UnusableSnapshot(f"{what} has not one digest for each of {world} files")
+    return found
 
 
 def _file(entry: Any, what: str) -> FileEntry:
@@ -160,12 +249,30 @@ def _file(entry: Any, what: str) -> FileEntry:
     return found
 
 
-def _tensor(name: str, entry: Any, what: str) -> TensorEntry:
+def _tensors(body: dict[str, Any], world: int, what: str) -> dict[str, TensorEntry]:
+    if body["format"] == 1:
+        places: dict[Any, Layout | None] = {SPLIT: replicated(world), RANK: None}
+    else:
+        listed = strict.field(body, "layouts", list, what)
+        places = {i: Layout.from_json(data, world, what) for i, data in enumerate(listed)}
+        places[RANK] = None
+    return {
+        name: _tensor(name, entry, places, what)
+        for name, entry in strict.field(body, "tensors", dict, what).items()
+    }
+
+
+def _tensor(name: str, entry: Any, places: dict[Any, Layout | None], what: str) -> TensorEntry:
     if (
         not isinstance(entry, list)
         or len(entry) != 3
+        or type(entry[2]) not in (int, str)
+        or entry[2] not in places
         or not isinstance(entry[0], str)
-        or entry[2] not in (SPLIT, RANK)
+        or entry[0] not in ITEM_BYTES
     ):
         raise UnusableSnapshot(f"{what}: {name[:100]} has no readable entry")
-    return TensorEntry(entry[0], strict.counts(entry[1], what), str(entry[2]))
+    layout, shape = places[entry[2]], strict.counts(entry[1], what)
+    if layout is not None and any(d is not None and d >= len(shape) for d in layout.dims):
+        raise UnusableSnapshot(f"{what}: {name[:100]} has no dimension that its layout divides")
+    return TensorEntry(entry[0], shape, SPLIT if layout else RANK, layout)

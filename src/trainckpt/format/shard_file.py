@@ -5,9 +5,10 @@
     data           the regions, back to back, larger item sizes first: no gap, nothing behind
 
 Our own facts stand in the header's `__metadata__`, under the key `trainckpt`, as a JSON string:
-the digest of every region, which part of which tensor a region is where it is not the whole
+the digests of every region, which part of which tensor a region is where it is not the whole
 one, and the true type of what safetensors has no type for (stored as bytes). Digests have a
-fixed width, so a header is laid out before the data is there and filled in afterwards.
+fixed width, so a header is laid out before the data is there and filled in afterwards. A large
+region has one for each block of it, so that a part can be read and verified by itself.
 
 Pure: lays out, builds and parses bytes; opens nothing. Used by: state (to fill), snapshot.
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, strict, versions
+from trainckpt.format.layout import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 METADATA_KEY = "trainckpt"
+MIN_BLOCK_BYTES, MAX_BLOCKS = 8192, 256
 
 # safetensors type -> item size in bytes. What is missing here is stored as U8.
 ITEM_BYTES = {
@@ -50,7 +53,8 @@ class Region:
         of: Shape of the whole tensor.
         true_dtype: The element type where `dtype` is only its bytes ("complex128"), else "".
         first_byte: Of the region, counted from the data's beginning.
-        digest: Of the region's bytes.
+        digest: Of each block of the region's bytes (`block_bytes`), one after the other; a file
+            of format 1 has one for the whole.
     """
 
     tensor: str
@@ -60,12 +64,27 @@ class Region:
     of: tuple[int, ...]
     true_dtype: str = ""
     first_byte: int = 0
-    digest: str = digest.PLACEHOLDER
+    digest: str = ""
+
+    @property
+    def box(self) -> Box:
+        """The elements it holds."""
+        return Box(self.offset, self.shape)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return num_bytes(self.of, self.dtype)
+
+    @property
+    def num_blocks(self) -> int:
+        """Digests of a region of this size."""
+        return max(1, -(-self.num_bytes // block_bytes(self.num_bytes)))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the region."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return num_bytes(self.shape, self.dtype)
 
     @property
     def is_whole(self) -> bool:
@@ -75,9 +94,31 @@ class Region:
     @property
     def key(self) -> str:
         """The region's name in the safetensors header."""
-        if self.is_whole:
-            return self.tensor
-        return f"{self.tensor}[{self.offset[0]}:{self.offset[0] + self.shape[0]}]"
+        return region_key(self.tensor, self.offset, self.shape, self.of)
+
+
+def region_key(
+    tensor: str, offset: tuple[int, ...], shape: tuple[int, ...], of: tuple[int, ...]
+) -> str:
+    """What a region is called in the safetensors header: `w`, `w[0:5]`, `w[0:5,2:4]`."""
+    if shape == of:
+        return tensor
+    cut = max(d for d, (n, m) in enumerate(zip(shape, of, strict=True)) if n != m)
+    bounds = zip(offset[: cut + 1], shape, strict=False)
+    return f"{tensor}[{','.join(f'{o}:{o + n}' for o, n in bounds)}]"
+
+
+def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of so many elements."""
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+def block_bytes(region_bytes: int) -> int:
+    """Bytes of one block of a region: 8 KiB, doubled until a region has at most 256."""
+    size = MIN_BLOCK_BYTES
+    while size * MAX_BLOCKS < region_bytes:
+        size *= 2
+    return size
 
 
 @dataclass(frozen=True)
@@ -123,7 +164,7 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
 
 
 def build(header: ShardHeader) -> bytes:
-    """The file's first bytes: length, header, padding. Same length for any digests."""
+    """The file's first bytes: length, header, padding. Same length for any digests, or none."""
     entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: _metadata(header)}}
     for region in header.regions:
         last_byte = region.first_byte + region.num_bytes
@@ -165,7 +206,8 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int) -> ShardHeade
         f"the metadata of {what}",
         max_bytes=MAX_HEADER_BYTES,
     )
-    versions.check_version(facts.get("format") if isinstance(facts, dict) else None, what)
+    version = facts.get("format") if isinstance(facts, dict) else None
+    versions.check_version(version, what)
     partial = strict.field(facts, "regions", dict, what)
     types = strict.field(facts, "dtypes", dict, what)
     digests = strict.field(facts, "digests", dict, what)
@@ -186,7 +228,7 @@ def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader
     return ShardHeader(header.rank, header.world, regions, header.header_bytes)
 
 
-def _moved(region: Region, first_byte: int, new_digest: str = digest.PLACEHOLDER) -> Region:
+def _moved(region: Region, first_byte: int, new_digest: str = "") -> Region:
     return Region(
         region.tensor, region.dtype, region.offset, region.shape, region.of,
         region.true_dtype, first_byte, new_digest,
@@ -199,7 +241,7 @@ def _metadata(header: ShardHeader) -> str:
         "rank": header.rank,
         "world": header.world,
         "digest": digest.ALGORITHM,
-        "digests": {r.key: r.digest for r in header.regions},
+        "digests": {r.key: r.digest or digest.PLACEHOLDER * r.num_blocks for r in header.regions},
         "regions": {
             r.key: {"tensor": r.tensor, "offset": r.offset, "of": r.of}
             for r in header.regions
@@ -219,8 +261,6 @@ def _parse_region(
     places = strict.counts(strict.field(entry, "data_offsets", list, where), where)
     if dtype not in ITEM_BYTES or len(places) != 2 or type(true_dtype) is not str:
         raise UnusableSnapshot(f"{where}: type {dtype!r} with places {places} is not readable")
-    if not digest.is_digest(found_digest):
-        raise UnusableSnapshot(f"{where} has no digest")
     tensor, offset, of = key, (0,) * len(shape), shape
     if partial is not None:
         tensor = strict.field(partial, "tensor", str, where)
@@ -232,6 +272,8 @@ def _parse_region(
     )
     if not inside or places[1] - places[0] != region.num_bytes:
         raise UnusableSnapshot(f"{where}: its shape {shape} does not fit its place {places}")
+    if not digest.are_digests(found_digest, {1, region.num_blocks}):
+        raise UnusableSnapshot(f"{where} has no digest")
     return region
 
 

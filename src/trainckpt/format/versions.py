@@ -5,8 +5,8 @@ from __future__ import annotations
 from trainckpt.errors import UnusableSnapshot
 
 VERSION = "0.1.0"  # of this release; pyproject.toml says the same
-WRITTEN = 1
-READABLE = frozenset({1})
+WRITTEN = 2
+READABLE = frozenset({1, 2})
 
 
 def check_version(found: object, what: str) -> None:

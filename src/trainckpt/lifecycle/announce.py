@@ -59,7 +59,7 @@ def say_where(place: str, beginning: Beginning, exactness: str, reasons: Sequenc
         why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
         logger.info("%s: begins at step 0%s", where, why)
         return
-    name, cursor = beginning.manifest.name, beginning.manifest.cursor
+    name, cursor = beginning.manifest.name, beginning.cursor
     logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness)
     for reason in reasons:
         logger.info("not bitwise: %s", reason)

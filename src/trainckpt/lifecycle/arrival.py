@@ -43,11 +43,21 @@ class Arrival:
         self._position = position
         self._saved: Saved | None = None
         self._at = Cursor()
+        self._window: Cursor | None = None
 
-    def begin(self, saved: Saved, at: Cursor, loader: TrackedLoader | None) -> None:
-        """Apply everything but the random generators. Collective under DDP."""
+    def begin(
+        self, saved: Saved, at: Cursor, window: Cursor | None, loader: TrackedLoader | None
+    ) -> None:
+        """Apply everything but the random generators. Collective under DDP and FSDP2.
+
+        Args:
+            saved: What was read.
+            at: Where the run goes on.
+            window: Where the window began that is open there.
+            loader: The one that the boundary is in.
+        """
         apply.apply(self._registry, saved)
-        self._saved, self._at = saved, at
+        self._saved, self._at, self._window = saved, at, window
         self.under_way = self.to_come = True
         self._continue_at(loader)
 
@@ -81,7 +91,7 @@ class Arrival:
             logger.warning("the evaluation that the snapshot was taken at was not entered")
         # A loader's own boundary lies inside it: there it has its position already.
         apply.apply(self._registry, saved, again=True, loaders=bool(evaluation))
-        self._position.restore(self._at, arrived=True)
+        self._position.restore(self._at, window=self._window, arrived=True)
         apply.apply_rng(saved)
         self.to_come = False
         if evaluation or not has_loader:
@@ -94,7 +104,7 @@ class Arrival:
             self._end()
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
-        self._position.restore(self._at)
+        self._position.restore(self._at, window=self._window)
         if loader is not None and self._position.pass_is_over:
             loader.skip_next_pass()
 

@@ -91,7 +91,7 @@ class Attempt:
     @property
     def resumed_from(self) -> Cursor | None:
         """The cursor it went on from, or None if it began at step 0."""
-        return self.beginning.manifest.cursor if self.beginning.manifest else None
+        return self.beginning.cursor
 
 
 def set_out(crew: Crew, mode: str) -> Attempt:
@@ -116,12 +116,14 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
     record_parent(crew.channel, log, parent)
     facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
-    saver = Saver(crew.tier, crew.channel, crew.registry, facts, log, crew.pace)
+    saver = Saver(
+        crew.tier, crew.channel, crew.registry, facts, log, crew.pace, crew.position.window_start
+    )
     departure = _departure(crew, saver, log)
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
-        exactness, reasons = compare(then, here, crew.problems)
+        exactness, reasons = compare(then, here, [*crew.problems, *_other_layout(beginning)])
         departure.exactness = exactness
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
@@ -130,6 +132,19 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
     policy = Policy(crew.options.every, crew.position.step, time.monotonic())
     return Attempt(beginning, log, saver, departure, policy)
+
+
+def _other_layout(beginning: Beginning) -> list[str]:
+    saved = beginning.saved
+    if saved is None or saved.exact:
+        return []
+    then, now = saved.worlds
+    found = ["the tensors lie over the ranks in another way"]
+    if beginning.rewound:
+        found.append(f"the window of {beginning.rewound} micro-batches so far begins anew")
+    if then != now:
+        found.append(f"{now} ranks instead of {then}: the global batch may change with them")
+    return found
 
 
 def _begin(crew: Crew, mode: str) -> Beginning:
@@ -161,11 +176,12 @@ def _arrive(crew: Crew, departure: Departure, beginning: Beginning, parent: str 
     """Apply the snapshot; an error in here counts as one that the attempt died of."""
     assert beginning.manifest is not None
     assert beginning.saved is not None
-    cursor = beginning.manifest.cursor
+    cursor = beginning.cursor
+    assert cursor is not None
     departure.began_from(parent, cursor)
     try:
         first_loader = crew.loaders[0][1] if crew.loaders else None
-        crew.arrival.begin(beginning.saved, cursor, first_loader)
+        crew.arrival.begin(beginning.saved, cursor, beginning.manifest.window, first_loader)
         crew.files.resumed(beginning.saved, beginning.record.attempt)
     except BaseException as error:
         crew.last_words.stop()

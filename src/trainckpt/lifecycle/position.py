@@ -44,6 +44,7 @@ class Position:
         self._loader: TrackedLoader | None = None
         self._seen_batches = self._seen_samples = self._seen_passes = 0
         self._outside = False  # a micro-batch begun by `ckpt.boundary()`, without a loader
+        self._window = (0, 0, 0, 0, 0, 0)  # where the open window began
         self._epochs_are_ours = False
         self._epoch_is_fresh = False  # entered, and the loader's pass for it not yet begun
 
@@ -59,6 +60,11 @@ class Position:
             samples=self._samples,
             evaluations=self._evaluations,
         )
+
+    def window_start(self) -> Cursor:
+        """The cursor at the beginning of the open window."""
+        epoch, step, batches, micro_batches, samples, evaluations = self._window
+        return Cursor(epoch, step, 0, batches, micro_batches, samples, evaluations)
 
     def watch_steps(self, registry: Registry) -> None:
         """Count the updates of the first scaler, else the steps of the first optimizer."""
@@ -91,10 +97,13 @@ class Position:
         self._loader = loader
         self._mark_seen()
 
-    def restore(self, cursor: Cursor, *, arrived: bool = False) -> None:
+    def restore(
+        self, cursor: Cursor, *, window: Cursor | None = None, arrived: bool = False
+    ) -> None:
         """Go on counting from a saved cursor; the loader has been restored before.
 
-        Until its boundary has `arrived`, evaluations are counted from 0 to the cursor's.
+        `window` is where the open window began. Until its boundary has `arrived`, evaluations
+        are counted from 0 to the cursor's.
         """
         self._epoch, self._batches = cursor.epoch, cursor.batches
         self._evaluations = cursor.evaluations if arrived else 0
@@ -103,6 +112,11 @@ class Position:
         self.micro = cursor.micro
         self._epoch_is_fresh = not cursor.batches  # the loader may still show the epoch before
         self._mark_seen()
+        if window is not None:
+            self._window = (
+                window.epoch, window.step, window.batches, window.micro_batches, window.samples,
+                window.evaluations,
+            )  # fmt: skip
 
     def manage_epochs(self) -> None:
         """From now on `enter_epoch` alone counts epochs, not the passes of the loader."""
@@ -149,6 +163,8 @@ class Position:
             self._step_at_boundary = self.step
             self.window, self.micro = self.micro, 0
         self._evaluations = self._evaluations + 1 if evaluation else 0
+        if not self.micro:
+            self._mark_window()
 
     def begin_outside_batch(self) -> None:
         """After `ckpt.boundary()`: the caller now fetches and trains one micro-batch."""
@@ -164,6 +180,14 @@ class Position:
             self._seen_passes = loader.passes_started
         self._epoch_is_fresh = self._epoch_is_fresh and not loader.in_pass
         self._batches = 0 if self._epoch_is_fresh else loader.batches
+
+    def _mark_window(self) -> None:
+        self._window = (
+            self._epoch, self.step, self._batches, self._micro_batches, self._samples,
+            self._evaluations,
+        )  # fmt: skip
+        if self._loader is not None:
+            self._loader.mark_window()
 
     def _mark_seen(self) -> None:
         if self._loader is not None:

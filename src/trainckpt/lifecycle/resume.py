@@ -36,14 +36,14 @@ from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S, Seat, attach, own_view
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.read_state import read_state
 from trainckpt.snapshot import attempts as attempt_records
-from trainckpt.snapshot import catalog, restore
-from trainckpt.state import apply
-from trainckpt.state.stage import Destination
+from trainckpt.snapshot import catalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.ranks.channel import Channel
@@ -73,6 +73,19 @@ class Beginning:
     refused: Mapping[str, str] | None = None
     why_fresh: str = ""
     lost: int | None = None
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Where the attempt goes on: the snapshot's, or its window's start; None for step 0."""
+        if self.manifest is None or self.saved is None or self.saved.exact:
+            return self.manifest.cursor if self.manifest else None
+        return self.manifest.window or self.manifest.cursor
+
+    @property
+    def rewound(self) -> int:
+        """Micro-batches of the open window that are trained again in another layout."""
+        at = self.cursor
+        return self.manifest.cursor.micro_batches - at.micro_batches if self.manifest and at else 0
 
 
 def begin(
@@ -243,18 +256,31 @@ def _try_in_order(
         mismatch = [r for r in results if r["kind"] == "mismatch"]
         if mismatch:
             raise error_json.from_json(mismatch[0])
+        _must_agree(name, results)
         reasons = [
             f"rank {rank}: {r['message']}" for rank, r in enumerate(results) if r["kind"] != "ok"
         ]
         if not reasons:
             lost = told["lost"].get(str(name))
-            return replace(beginning, manifest=manifest, saved=saved, refused=refused, lost=lost)
+            found = replace(beginning, manifest=manifest, saved=saved, refused=refused)
+            return replace(found, lost=None if lost is None else lost + found.rewound)
         if any(r["kind"] == "tier" for r in results):
             raise TierUnavailable("; ".join(reasons), hint="make the run's place readable again")
         refused[str(name)] = "; ".join(reasons)
     if names or (refused and not told["why_fresh"] and _is_serious(refused)):
         raise NoUsableSnapshot(tier.url, refused)
     return replace(beginning, refused=refused)
+
+
+def _must_agree(name: SnapshotName, results: list[dict[str, Any]]) -> None:
+    """Ranks that go on inside the window would wait for ranks that begin it anew."""
+    exact = [r["exact"] for r in results if r["kind"] == "ok"]
+    if len(set(exact)) > 1:
+        raise StateMismatch(
+            f"snapshot {name} cannot be resumed in this layout",
+            [f"rank {rank} holds its tensors as they were" for rank, e in enumerate(exact) if e],
+            hint="wrap the model in the same way on every rank",
+        )
 
 
 def _is_serious(refused: Mapping[str, str]) -> bool:
@@ -266,23 +292,13 @@ def _read(
     tier: LocalTier, channel: Channel, registry: Registry, run: str, name: SnapshotName
 ) -> tuple[dict[str, Any], Manifest | None, Saved | None]:
     """This rank's part of one candidate, and the result to bring to the others."""
-    world = channel.world
     try:
         manifest = catalog.load_manifest(tier, run, name)
-        if manifest.world != world.size:
-            raise StateMismatch(
-                f"snapshot {name} cannot be resumed here",
-                [f"it was taken by {manifest.world} ranks, this attempt has {world.size}"],
-                hint=f"launch {manifest.world} processes; other world sizes come with issue 3",
-            )
-        destination = Destination()
-        restore.read_rank(tier, manifest, rank=world.rank, memory_for=destination.memory_for)
-        saved = destination.finish()
-        apply.check(registry, saved, str(name))
+        saved = read_state(tier, manifest, registry, channel.world)
     except ConfigurationError as error:
         return {"kind": "mismatch", **error_json.to_json(error)}, None, None
     except TierUnavailable as error:
         return {"kind": "tier", **error_json.to_json(error)}, None, None
     except TrainckptError as error:
         return {"kind": "unusable", **error_json.to_json(error)}, None, None
-    return {"kind": "ok"}, manifest, saved
+    return {"kind": "ok", "exact": saved.exact}, manifest, saved

@@ -13,14 +13,17 @@ failure is logged, older snapshots stand.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed, TrainckptError
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.digest import digest
+from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
+from trainckpt.format.strict import canonical
 from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
@@ -28,13 +31,14 @@ from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import Receipt, write_shard
-from trainckpt.snapshot.save_plan import plan_save
+from trainckpt.snapshot.save_plan import equal_groups, plan_save
+from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
 from trainckpt.state.weight import weigh
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -78,6 +82,7 @@ class Saver:
         facts: Facts,
         log: AttemptLog,
         pace: Pace,
+        window_start: Callable[[], Cursor],
     ) -> None:
         self.attempt = facts.attempt
         self.committed: tuple[str, Cursor] | None = None
@@ -89,6 +94,7 @@ class Saver:
         self._facts = facts
         self._log = log
         self._pace = pace
+        self._window_start = window_start
         self._sequence = 0
         self._superseded = False
         self._memory: torch.Tensor | None = None
@@ -130,7 +136,7 @@ class Saver:
         manifest = Manifest(
             self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
-            writer=f"trainckpt {VERSION}",
+            writer=f"trainckpt {VERSION}", window=self._window_start(),
         )  # fmt: skip
         self._thread = threading.Thread(
             target=self._write,
@@ -162,30 +168,27 @@ class Saver:
     ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry]]:
         """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
         world = self._channel.world
-        answer: dict[str, Any] = {"place": cursor.place()}
+        answer: dict[str, Any] = {"place": cursor.place(), "groups": {}}
         try:
             captured = capture(self._registry)
             if world.size > 1:
-                answer["groups"] = stage.group_digests(captured)
+                answer["groups"] = stage.group_digests(captured, world.rank, world.size)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
-        answers = self._channel.gather(f"save/{self._sequence}/groups", answer, RANKS_TIMEOUT_S)
-        errors = [other["error"] for other in answers if "error" in other]
-        if any(other["place"] != answer["place"] for other in answers):
-            errors.append(f"the ranks are not at one boundary: {[a['place'] for a in answers]}")
-        if errors:
-            raise SaveFailed("; ".join(errors))
-        shared: set[str] = set()
-        if world.size > 1:
-            everyone = [other["groups"] for other in answers]
-            shared = set(answer["groups"]) - stage.differing(answer["groups"], everyone)
+        key = f"save/{self._sequence}/groups"
+        verdict = self._channel.fold(key, answer, _compare, RANKS_TIMEOUT_S)
+        if verdict["error"]:
+            raise SaveFailed(verdict["error"])
+        layouts = stage.split_layouts(captured, set(verdict["equal"]), world.size)
         regions = stage.describe(captured)
-        planned = plan_save(regions, captured.groups, shared, rank=world.rank, world=world.size)
+        planned = plan_save(regions, layouts, rank=world.rank)
         shard = self._shard(captured, planned, last=last)
-        entries = {}
-        for region in regions:
-            split = captured.groups.get(region.tensor) in shared
-            entries[region.tensor] = TensorEntry(region.dtype, region.of, SPLIT if split else RANK)
+        entries = {
+            r.tensor: TensorEntry(
+                r.dtype, r.of, SPLIT if r.tensor in layouts else RANK, layouts.get(r.tensor)
+            )
+            for r in regions
+        }
         return shard, entries
 
     def _shard(
@@ -233,11 +236,7 @@ class Saver:
             receipt = write_shard(self._tier, manifest.name, rank, shard.head, shard.blocks)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
-            report["tensors"] = {
-                name: [entry.dtype, list(entry.shape)]
-                for name, entry in entries.items()
-                if entry.placement == RANK
-            }
+            report["table"] = self._publish(entries)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
             report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
             report["changed"] = isinstance(error, stage.TensorsChanged)
@@ -274,17 +273,32 @@ class Saver:
                 self._discard(manifest.name)
                 changed = any(report.get("changed") for report in reports)
                 return {"error": "; ".join(errors), "changed": changed}
-            tensors = {
-                name: TensorEntry(dtype, tuple(shape), RANK)
-                for report in reversed(reports)
-                for name, (dtype, shape) in report["tensors"].items()
-            }
-            tensors.update({n: e for n, e in entries.items() if e.placement == SPLIT})
-            files = tuple(Receipt.from_json(report["receipt"]).file for report in reports)
+            tensors = self._all_tensors(reports, entries)
+            files = Files.of([Receipt.from_json(report["receipt"]).file for report in reports])
             commit(self._tier, replace(manifest, files=files, tensors=tensors))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
         return {"ok": True}
+
+    def _publish(self, entries: dict[str, TensorEntry]) -> str:
+        """Let rank 0 see which tensors this rank has; the same table is told once an attempt."""
+        table = canonical(table_to_json(entries))
+        name = digest(table)
+        key = f"tensors/{name}"
+        if self._channel.world.rank and self._background.peek(f"{key}/here") is None:
+            self._background.put_all({key: json.loads(table), f"{key}/here": True})
+        return name
+
+    def _all_tensors(
+        self, reports: Sequence[dict[str, Any]], own: dict[str, TensorEntry]
+    ) -> dict[str, TensorEntry]:
+        """Rank 0: the tensors of all ranks. Most tables are alike, and are read once."""
+        tables = {reports[0]["table"]: own}
+        for report in reports:
+            if report["table"] not in tables:
+                told = self._background.get(f"tensors/{report['table']}", RANKS_TIMEOUT_S)
+                tables[report["table"]] = table_from_json(told, len(reports))
+        return merge_tables(list(tables.values()))
 
     def _discard(self, name: SnapshotName) -> None:
         """Every rank has written or failed, and nothing is committed: make room for the next."""
@@ -328,3 +342,13 @@ class Saver:
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
         logger.warning("save %s failed, training goes on: %s", name, error.message)
         pending.fail(error)
+
+
+def _compare(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Which groups of tensors are equal on their replicas, or why nothing can be saved."""
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    places = [answer["place"] for answer in answers]
+    if any(place != places[0] for place in places):
+        errors.append(f"the ranks are not at one boundary: {places[:16]}")
+    equal = [] if errors else equal_groups([answer["groups"] for answer in answers])
+    return {"error": "; ".join(errors), "equal": equal}

@@ -1,7 +1,7 @@
 """The restore plan: which bytes of which file a rank reads. Pure; the mirror of `save_plan`.
 
-A rank reads what is its own from its own file, and every region of what was split, wherever it
-lies. Same number of ranks as the writers.
+A rank asks for one box of each tensor, in whatever layout it has now. Which files hold parts of
+it follows from the layout the tensor was saved in: no list of regions is searched.
 """
 
 from __future__ import annotations
@@ -10,64 +10,111 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.manifest import SPLIT, Manifest
+from trainckpt.format.layout import Box, Stretch, whole
+from trainckpt.format.shard_file import region_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping
 
-    from trainckpt.format.shard_file import Region, ShardHeader
+    from trainckpt.format.layout import Layout
+    from trainckpt.format.manifest import Manifest, TensorEntry
+    from trainckpt.format.shard_file import Region
 
 
 @dataclass(frozen=True)
 class Read:
-    """One region to read: from file number `file`, `first_byte` counted from its beginning."""
+    """One part to read.
+
+    Attributes:
+        file: Number of the file, which is the rank that wrote it.
+        tensor: Its name.
+        region: The box that the file holds; None: whatever it holds of this tensor.
+        part: The elements wanted of it; None: all.
+    """
 
     file: int
-    first_byte: int
-    region: Region
+    tensor: str
+    region: Box | None = None
+    part: Box | None = None
 
 
 def plan_restore(
-    manifest: Manifest, headers: Sequence[ShardHeader], *, rank: int
+    manifest: Manifest, wanted: Mapping[str, Box | None], *, donor: int
 ) -> tuple[Read, ...]:
-    """Decide what `rank` reads, sorted by file and place.
+    """Decide what to read, sorted by file.
+
+    Args:
+        manifest: Of the snapshot.
+        wanted: Tensor -> box; None: the whole tensor.
+        donor: The rank of the snapshot whose own tensors are read, where they are each rank's own.
 
     Raises:
-        UnusableSnapshot: a header names a tensor the manifest does not, or of another shape, or
-            more memory than the snapshot has bytes.
+        UnusableSnapshot: a tensor is not in the manifest, or the box does not lie in it.
     """
-    reads = []
-    split: dict[str, list[Region]] = {}
-    for number, header in enumerate(headers):
-        for region in header.regions:
-            entry = manifest.tensors.get(region.tensor)
-            if entry is None:
-                raise UnusableSnapshot(f"{region.tensor[:100]} is not in the manifest")
-            if entry.placement == SPLIT:
-                _check_split(region, entry.dtype, entry.shape)
-                split.setdefault(region.tensor, []).append(region)
-            elif not region.is_whole:
-                raise UnusableSnapshot(f"{region.tensor[:100]} is cut, and no rank has the rest")
-            if entry.placement == SPLIT or number == rank:
-                reads.append(Read(number, header.header_bytes + region.first_byte, region))
-    for name, entry in manifest.tensors.items():
-        if entry.placement == SPLIT:
-            _check_complete(name, entry.shape, split.get(name, []))
-    return tuple(reads)
+    stretches = _Stretches(manifest)
+    reads: list[Read] = []
+    for name, asked in wanted.items():
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            raise UnusableSnapshot(f"{name[:100]} is not in the manifest")
+        if entry.layout is None:
+            reads.append(Read(donor, name, None, asked))
+        else:
+            box = asked or whole(entry.shape)
+            reads += _parts(name, entry, entry.layout, box, stretches.of(entry.layout))
+    return tuple(sorted(reads, key=lambda read: read.file))
 
 
-def _check_complete(name: str, shape: tuple[int, ...], regions: list[Region]) -> None:
-    """Every row once: then the memory for the whole is not more than the files have bytes."""
-    row = 0
-    for region in sorted(regions, key=lambda r: r.offset):
-        follows = region.is_whole or (region.offset[0] == row and region.shape[0] > 0)
-        row += (region.shape[0] if region.shape else 1) if follows else -(2**63)
-    if row != (shape[0] if shape else 1) or (len(regions) != 1 and 0 in shape):
-        raise UnusableSnapshot(f"the parts of {name[:100]} do not make up the whole of it")
+def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: str) -> Region:
+    """The region in a file's header that `read` reads from.
+
+    Raises:
+        UnusableSnapshot: it is not there, or is not what the manifest says of it.
+    """
+    if read.region is None:
+        held = regions.get(read.tensor)
+    else:
+        key = region_key(read.tensor, read.region.offset, read.region.shape, entry.shape)
+        held = regions.get(key)
+    if held is None:
+        raise UnusableSnapshot(f"{what} does not hold {read.tensor[:100]}")
+    fits = read.region is None or (held.box, held.of) == (read.region, entry.shape)
+    if not fits or held.dtype != entry.dtype or held.tensor != read.tensor:
+        raise UnusableSnapshot(f"{read.tensor[:100]} in {what} is not what the manifest says")
+    return held
 
 
-def _check_split(region: Region, dtype: str, shape: tuple[int, ...]) -> None:
-    if (region.dtype, region.of) != (dtype, shape):
-        raise UnusableSnapshot(f"{region.tensor[:100]} is not what the manifest says of it")
-    if not region.is_whole and region.shape[1:] != region.of[1:]:
-        raise UnusableSnapshot(f"{region.tensor[:100]} is cut across its rows")
+class _Stretches:
+    """Layout -> how what its replicas hold alike is divided over them."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._made: dict[Layout, Stretch] = {}
+        self._sizes: dict[Layout, dict[str, int]] = {}
+        for name, entry in manifest.tensors.items():
+            if entry.layout is not None and entry.layout.num_replicas > 1:
+                self._sizes.setdefault(entry.layout, {})[name] = entry.num_bytes
+
+    def of(self, layout: Layout) -> Stretch:
+        if layout not in self._made:
+            self._made[layout] = Stretch(self._sizes.get(layout, {}), layout.num_replicas)
+        return self._made[layout]
+
+
+def _parts(
+    name: str, entry: TensorEntry, layout: Layout, wanted: Box, stretch: Stretch
+) -> Iterator[Read]:
+    if len(wanted.shape) != len(entry.shape) or any(
+        o + n > of for o, n, of in zip(wanted.offset, wanted.shape, entry.shape, strict=True)
+    ):
+        raise UnusableSnapshot(f"{name[:100]} is {list(entry.shape)}, too small for {wanted}")
+    for coordinate, box in layout.overlapping(entry.shape, wanted):
+        common = box.common(wanted)
+        low = common.offset[0] - box.offset[0] if box.shape else 0
+        high = low + common.shape[0] if box.shape else 1
+        for replica, first, last in stretch.holders(name, box, low, high):
+            rank = layout.with_replica(coordinate, replica)
+            if not box.shape:
+                yield Read(rank, name, box, common)
+                continue
+            held = Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
+            yield Read(rank, name, held, held.common(common))

@@ -1,73 +1,76 @@
 """The save plan: which bytes of the state each rank stores. Pure; the same on every rank.
 
-What all ranks hold alike is laid end to end in the order of names and cut into `world` equal
-stretches, one a rank, so each byte is copied, kept and written once. A cut falls between rows of
-a tensor; small tensors are not cut. Everything else is the rank's own.
+What ranks hold alike is divided over them as `format.layout.Stretch` says, so each byte is
+copied, kept and written once. A box that no other rank holds is stored by its rank, and so is
+everything that is a rank's own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from trainckpt.format.shard_file import Region
+from trainckpt.format.layout import Stretch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-UNCUT_BYTES = 1 << 16
+    from trainckpt.format.layout import Layout
+    from trainckpt.format.shard_file import Region
 
 
 def plan_save(
-    regions: Iterable[Region],
-    groups: Mapping[str, str],
-    shared: Collection[str],
-    *,
-    rank: int,
-    world: int,
+    regions: Iterable[Region], layouts: Mapping[str, Layout], *, rank: int
 ) -> tuple[Region, ...]:
     """Decide which regions `rank` stores.
 
     Args:
-        regions: Every tensor of this rank, whole.
-        groups: Tensor name -> group.
-        shared: Groups whose bytes are equal on all ranks.
+        regions: What this rank holds of each tensor: one box.
+        layouts: Tensor name -> how it lies over the ranks, where its replicas are equal. What is
+            missing here is the rank's own.
         rank: The one to plan for.
-        world: Number of ranks.
 
     Returns:
-        Regions sorted by key. Over all ranks they cover every shared tensor exactly once.
+        Regions sorted by key. Over all ranks they cover every tensor with a layout exactly once.
     """
     own: list[Region] = []
-    split: list[Region] = []
+    split: dict[Layout, list[Region]] = {}
     for region in regions:
-        (split if groups.get(region.tensor) in shared else own).append(region)
-    split.sort(key=lambda region: region.tensor)
-    total = sum(region.num_bytes for region in split)
-    at = 0
-    for region in split:
-        own += _part(region, at, total, rank, world)
-        at += region.num_bytes
+        layout = layouts.get(region.tensor)
+        if layout is None:
+            own.append(region)
+        else:
+            split.setdefault(layout, []).append(region)
+    for layout, held in split.items():
+        stretch = Stretch({r.tensor: r.whole_bytes for r in held}, layout.num_replicas)
+        replica = layout.replica(layout.coordinate(rank))
+        for region in held:
+            first, last = stretch.rows(region.tensor, region.box, replica)
+            own += _rows(region, first, last)
     return tuple(sorted(own, key=lambda region: region.key))
 
 
-def _part(region: Region, at: int, total: int, rank: int, world: int) -> list[Region]:
-    """What `rank` stores of a tensor whose bytes begin at `at` in the stretch of all."""
-    size = region.num_bytes
-    if size <= UNCUT_BYTES or not region.shape or region.shape[0] < 2:
-        owner = min(at * world // total, world - 1) if total else 0
-        return [region] if owner == rank else []
-    rows = region.shape[0]
-    first = _cut(at, size, rows, total * rank // world)
-    last = _cut(at, size, rows, total * (rank + 1) // world)
-    if rank == world - 1:
-        last = rows
-    if first >= last:
+def equal_groups(reports: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
+    """Groups of tensors whose replicas are equal, in every set of replicas.
+
+    Args:
+        reports: By rank: group -> (name of its set of replicas, ranks in it, digest).
+    """
+    digests: dict[str, dict[str, list[Any]]] = {}
+    for report in reports:
+        for group, (name, members, digest) in report.items():
+            digests.setdefault(group, {}).setdefault(name, []).append((members, digest))
+    return sorted(
+        group
+        for group, sets in digests.items()
+        if all(len(found) == found[0][0] and len(set(found)) == 1 for found in sets.values())
+    )
+
+
+def _rows(region: Region, first: int, last: int) -> list[Region]:
+    if first >= last or (region.box.is_empty and 0 not in region.of):
         return []
-    offset = (first, *region.offset[1:])
-    shape = (last - first, *region.shape[1:])
-    return [Region(region.tensor, region.dtype, offset, shape, region.of, region.true_dtype)]
-
-
-def _cut(at: int, size: int, rows: int, boundary: int) -> int:
-    """The row at which `boundary`, counted in bytes of the stretch, cuts a tensor."""
-    return min(max((boundary - at) * rows // size, 0), rows)
+    if not region.shape:
+        return [region]
+    offset = (region.offset[0] + first, *region.offset[1:])
+    return [replace(region, offset=offset, shape=(last - first, *region.shape[1:]))]

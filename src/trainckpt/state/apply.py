@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
-from trainckpt.state.capture import DDP, LOADERS
-from trainckpt.state.kinds import ddp, gradients, rng, tracked_file
+from trainckpt.state.capture import DDP, FSDP, LOADERS
+from trainckpt.state.kinds import ddp, fsdp, gradients, rng, tracked_file
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
@@ -31,7 +31,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     `loaders_to_come` says which are still missing.
     """
     live = {*registry.names(), *(m.name for m in registry.models)}
-    own = {DDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART}
+    own = {DDP, FSDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART}
     then = {name for name in saved.values if name not in own} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
@@ -95,14 +95,21 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
         again: The same state was applied before in this process; DDP rebuilds its buckets once.
         loaders: Whether to move the loaders too.
     """
+    for model in registry.models:
+        fsdp.rest(model.wrapped)
     for name, step in STEPS:
-        if not ((again and name == ONCE) or (name == LOADERS and not loaders)):
+        left_out = (again and name == ONCE) or (name == LOADERS and not loaders)
+        if not left_out and (saved.exact or name not in OF_THE_WINDOW):
             step(registry, saved)
 
 
 def apply_rng(saved: Saved) -> None:
-    """Put the random generators back: the last act before the first batch."""
-    rng.apply(saved)
+    """Put the random generators back: the last act before the first batch.
+
+    A rank that the saved run did not have keeps the generators that the script seeded.
+    """
+    if saved.is_own:
+        rng.apply(saved)
 
 
 def _bucket_order(registry: Registry, saved: Saved) -> None:
@@ -150,12 +157,21 @@ def _gradients(registry: Registry, saved: Saved) -> None:
     gradients.apply(saved, registry.trained_parameters())
 
 
+def _outside_gradients(registry: Registry, saved: Saved) -> None:
+    for model in registry.models:
+        tree = saved.values.get(FSDP, {}).get(model.name)
+        fsdp.apply(model.wrapped, tree, saved)
+
+
 def _loaders(registry: Registry, saved: Saved) -> None:
     for loader in registry.loaders:
         loader.apply(saved)
 
 
 ONCE = "DDP bucket order"
+# Not put back where the layout is another one: the window begins anew.
+OF_THE_WINDOW = frozenset({ONCE, "DDP forward sync", "DDP used parameters", "gradients",
+                           "FSDP2's gradients"})  # fmt: skip
 STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     (ONCE, _bucket_order),
     ("parameters", _parameters),
@@ -165,5 +181,6 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     ("objects", _generics),
     ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),
+    ("FSDP2's gradients", _outside_gradients),
     (LOADERS, _loaders),
 )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.state.captured import Captured
-from trainckpt.state.kinds import ddp, gradients, rng, tracked_file
+from trainckpt.state.kinds import ddp, fsdp, gradients, rng, tracked_file
 
 if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
-DDP = "ddp"
+DDP, FSDP = "ddp", "fsdp"
 LOADERS = "loaders"  # names of the tracked loaders: a script may register them later
 
 
@@ -32,6 +32,8 @@ def capture(registry: Registry) -> Captured:
         if hidden is not None:
             registry.bucket_orders[model.name] = hidden["bucket_order"]
             out.values[DDP][model.name] = hidden
+    for model in registry.models:
+        fsdp.rest(model.wrapped)
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)
@@ -43,6 +45,11 @@ def capture(registry: Registry) -> Captured:
         loader.capture(out)
     out.values[LOADERS] = [loader.name for loader in registry.loaders]
     gradients.capture(out, registry.trained_parameters())
+    out.values[FSDP] = {}
+    for model in registry.models:
+        outside = fsdp.capture(model.wrapped, model.name, out)
+        if outside is not None:
+            out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
     rng.capture(out)
     return out

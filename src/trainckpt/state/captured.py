@@ -9,12 +9,18 @@ state that people are told of when two runs differ.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.state import values
+from trainckpt.format.layout import replicated
+from trainckpt.state import sharded, values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.format.layout import Layout
 
 _LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 VALUES = "values.json"  # the tensor (bytes) that holds all values of a rank
@@ -25,14 +31,17 @@ class Captured:
     """State of one rank, by name.
 
     Attributes:
-        tensors: Live, dense tensors, on any device.
+        tensors: Live, dense tensors, on any device: this rank's part of sharded ones.
         groups: Tensor name -> group. Ranks whose whole group has equal bytes keep one copy,
             split over them; a tensor without a group is this rank's own.
+        placed: Tensor name -> how it lies over the ranks and the shape of the whole, of sharded
+            ones. A sharded tensor that is not here has no regular layout.
         values: Part of the state -> encoded values.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
+    placed: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor, group: str = "") -> dict[str, Any]:
@@ -41,6 +50,8 @@ class Captured:
         Raises:
             values.UnknownValue: the tensor is of a kind that cannot be captured, by name.
         """
+        if sharded.is_sharded(tensor):
+            return self._add_sharded(name, tensor, group)
         if tensor.layout is torch.sparse_coo and type(tensor) is torch.Tensor:
             indices = self.add(f"{name}/indices", tensor._indices(), group)
             values_ = self.add(f"{name}/values", tensor._values(), group)
@@ -57,6 +68,20 @@ class Captured:
         order = memory_order(tensor)
         return {**node, "order": order} if order else node
 
+    def layouts(self, world: int) -> dict[str, Layout]:
+        """Tensor -> layout, of those that may be no rank's own: their replicas may be equal."""
+        plain = replicated(world)
+        return {
+            name: self.placed[name][0] if name in self.placed else plain for name in self.groups
+        }
+
+    def _add_sharded(self, name: str, tensor: torch.Tensor, group: str) -> dict[str, Any]:
+        layout = sharded.layout_of(tensor)
+        node = self.add(name, sharded.local(tensor), group if layout else "")
+        if layout is not None:
+            self.placed[node["$tensor"]] = (layout, tuple(tensor.shape))
+        return {**node, "sharded": sharded.describe(tensor)}
+
     def encode(self, value: Any, path: str, group: str = "") -> Any:
         """Encode any value under `path`; its tensors are added to this capture."""
         return values.encode(value, path, lambda name, tensor: self.add(name, tensor, group))
@@ -64,10 +89,25 @@ class Captured:
 
 @dataclass
 class Saved:
-    """State of one rank as read from a snapshot: CPU tensors, all verified, and values."""
+    """State of one rank as read from a snapshot: CPU tensors, all verified, and values.
+
+    Attributes:
+        tensors: This rank's part of what is sharded now.
+        values: As captured, of the donor.
+        shapes: Tensor name -> shape of the whole, of every tensor of the snapshot.
+        wraps: Tensor name -> makes the sharded tensor of this rank's part.
+        exact: Every tensor lies as it did, so the open window can go on; else it begins anew.
+        is_own: The values are those that this very rank saved.
+        worlds: Ranks of the snapshot, and now.
+    """
 
     tensors: dict[str, torch.Tensor]
     values: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    wraps: dict[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    exact: bool = True
+    is_own: bool = True
+    worlds: tuple[int, int] = (1, 1)
 
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""
@@ -83,7 +123,9 @@ class Saved:
                 parts[0], parts[1], tuple(shape), is_coalesced=coalesced, check_invariants=True
             )
         fresh = self._fresh(node["$tensor"], target)
-        return in_memory_order(fresh, node["order"]) if "order" in node else fresh
+        fresh = in_memory_order(fresh, node["order"]) if "order" in node else fresh
+        wrap = self.wraps.get(node["$tensor"])
+        return fresh if wrap is None else wrap(fresh)
 
     def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
         if name not in self.tensors:
@@ -104,9 +146,7 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise values.UnknownValue(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass "
             "that does not show its inner tensors",
-            hint="sharded tensors (FSDP2, tensor parallel) are not supported by this version"
-            if type(tensor).__name__ == "DTensor"
-            else "give the class __tensor_flatten__, or keep the tensor out of what is tracked",
+            hint="give the class __tensor_flatten__, or keep the tensor out of what is tracked",
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
@@ -136,9 +176,11 @@ def in_memory_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """The dense tensors that make up `tensor`: itself, or the inner ones of a subclass."""
+    """The tensors that make up `tensor`: itself, sharded or not, or those inside a subclass."""
+    if sharded.is_sharded(tensor):
+        return {name: tensor.detach()}
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor).__name__ == "DTensor":
+    if flatten is None:
         return {name: dense(tensor, name)}
     found: dict[str, torch.Tensor] = {}
     attributes, _ = flatten()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.state.kinds import ddp
+from trainckpt.state.kinds import ddp, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
 from trainckpt.state.kinds.model import ModelState, keeps_own_state, unwrap
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
 
-RESERVED = frozenset({"gradients", "rng", "ddp", "loaders", "values.json", FILES})
+RESERVED = frozenset({"gradients", "rng", "ddp", "fsdp", "loaders", "values.json", FILES})
 
 
 class Registry:
@@ -55,6 +55,7 @@ class Registry:
         self._claim(name, value)
         if isinstance(value, nn.Module) and not _is_like_a_metric(value):
             ddp.self_test(value, name)
+            fsdp.self_test(value, name)
             self.models.append(ModelState(name, value))
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizers.append(OptimizerState(name, value))
@@ -105,6 +106,13 @@ class Registry:
                         seen.add(id(parameter))
                         found[f"{optimizer.name}.group{i}.{j}"] = parameter
         return found
+
+    def all_parameters(self) -> Iterator[torch.Tensor]:
+        """Of all models and optimizers; some more than once."""
+        for model in self.models:
+            yield from (parameter for _, parameter in model.parameters())
+        for optimizer in self.optimizers:
+            yield from optimizer.parameters()
 
     def names(self) -> Iterator[str]:
         """Names of everything tracked."""

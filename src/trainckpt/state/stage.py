@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 import xxhash
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, shard_file, strict
+from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
-from trainckpt.state.captured import VALUES, Captured, Saved
+from trainckpt.state.captured import VALUES, Captured
 from trainckpt.state.values import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from trainckpt.format.layout import Box, Layout
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -41,10 +47,22 @@ STREAM_BYTES = 16 << 20
 class Shard:
     """One rank's shard file in memory: `head` then `data` are its exact bytes."""
 
-    header: ShardHeader
-    head: bytes
+    header: ShardHeader  # its digests are not known before `head` was asked for
     data: memoryview
     memory: torch.Tensor  # owns `data`
+
+    @cached_property
+    def head(self) -> bytes:
+        """The file's first bytes. Digests everything: not for the thread that trains."""
+        digests = {
+            r.key: digest.digests_by_block(
+                self.data[r.first_byte : r.first_byte + r.num_bytes],
+                shard_file.block_bytes(r.num_bytes),
+            )
+            for r in self.header.regions
+        }
+        self.header = shard_file.with_digests(self.header, digests)
+        return shard_file.build(self.header)
 
     def blocks(self) -> Iterator[memoryview]:
         """The file's bytes, in order."""
@@ -93,7 +111,8 @@ class Stream:
         buffers = itertools.cycle([_page_aligned(size), _page_aligned(size)])
         buffer, filled = next(buffers), 0
         for region, source in zip(self.header.regions, self.sources, strict=True):
-            flat, done, seen = _flat(source), 0, xxhash.xxh3_128()
+            flat, done = _flat(source), 0
+            seen = digest.RunningByBlock(shard_file.block_bytes(region.num_bytes))
             while done < flat.numel():
                 step = min(flat.numel() - done, buffer.numel() - filled)
                 buffer[filled : filled + step].copy_(flat[done : done + step])
@@ -109,21 +128,43 @@ class Stream:
 
 
 def describe(captured: Captured) -> list[Region]:
-    """Every captured tensor as one whole region, values included; places not yet given."""
+    """What this rank holds of every captured tensor, values included; places not yet given."""
     text = strict.canonical(captured.values)
     captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return [_whole(name, tensor) for name, tensor in captured.tensors.items()]
+    return [_held(name, tensor, captured) for name, tensor in captured.tensors.items()]
 
 
-def group_digests(captured: Captured) -> dict[str, str]:
-    """Group -> digest over name, type, shape and bytes of its tensors, sorted by name."""
-    states: dict[str, Any] = {}
-    for name in sorted(captured.groups):
-        tensor = captured.tensors[name]
-        state = states.setdefault(captured.groups[name], xxhash.xxh3_128())
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        state.update(bytes_of(tensor))
-    return {group: state.hexdigest() for group, state in states.items()}
+def group_digests(captured: Captured, rank: int, world: int) -> dict[str, tuple[str, int, str]]:
+    """Group -> set of replicas, ranks in it, digest of the group's tensors, sorted by name.
+
+    Only of tensors that other ranks should hold alike. The digest is over name, type, shape and
+    bytes. `snapshot.save_plan.equal_groups` compares them.
+    """
+    states: dict[str, tuple[str, int, Any]] = {}
+    layouts = captured.layouts(world)
+    for name in sorted(layouts):
+        tensor, layout = captured.tensors[name], layouts[name]
+        if layout.num_replicas > 1:
+            group = group_of(captured, name, layout)
+            if group not in states:
+                states[group] = (*layout.replica_set(rank), xxhash.xxh3_128())
+            states[group][2].update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            states[group][2].update(bytes_of(tensor))
+    return {group: (name, n, state.hexdigest()) for group, (name, n, state) in states.items()}
+
+
+def group_of(captured: Captured, name: str, layout: Layout) -> str:
+    """Tensors are compared together if they belong together and lie alike."""
+    return f"{captured.groups[name]} over {layout.mesh} {layout.base} {layout.dims}"
+
+
+def split_layouts(captured: Captured, equal: Collection[str], world: int) -> dict[str, Layout]:
+    """Tensor -> layout, of those whose replicas are equal or that have none."""
+    return {
+        name: layout
+        for name, layout in captured.layouts(world).items()
+        if layout.num_replicas == 1 or group_of(captured, name, layout) in equal
+    }
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -155,24 +196,19 @@ def stage(
     if memory is None or memory.numel() < size:
         memory = _page_aligned(size)
     for region in header.regions:
-        source = _rows(_as_stored(captured.tensors[region.tensor]), region)
-        _place(memory, region).copy_(source)
-    data = bytes_of(memory)[:size]
-    digests = {
-        r.key: digest.digest(data[r.first_byte : r.first_byte + r.num_bytes])
-        for r in header.regions
-    }
-    header = shard_file.with_digests(header, digests)
-    return Shard(header, shard_file.build(header), data, memory)
+        _place(memory, region).copy_(_source(captured, region))
+    return Shard(header, bytes_of(memory)[:size], memory)
 
 
 @torch.no_grad()
 def stream(captured: Captured, regions: Iterable[Region], *, rank: int, world: int) -> Stream:
     """As `stage`, but nothing is copied before the file is written."""
     header = ShardHeader(rank, world, shard_file.lay_out(tuple(regions)))
-    sources = [_rows(_as_stored(captured.tensors[r.tensor]), r) for r in header.regions]
+    sources = [_source(captured, region) for region in header.regions]
     digests = {
-        region.key: digest.digest(bytes_of(source))
+        region.key: digest.digests_by_block(
+            bytes_of(source), shard_file.block_bytes(region.num_bytes)
+        )
         for region, source in zip(header.regions, sources, strict=True)
     }
     header = shard_file.with_digests(header, digests)
@@ -180,43 +216,74 @@ def stream(captured: Captured, regions: Iterable[Region], *, rank: int, world: i
 
 
 class Destination:
-    """Where a restore puts the regions it reads: fresh CPU memory, tensor by tensor."""
+    """Where a restore puts what it reads: fresh CPU memory for one box of each tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Mapping[str, Box | None]) -> None:
+        """`wanted`: tensor -> box; None: the whole of it."""
+        self._wanted = wanted
         self._tensors: dict[str, torch.Tensor] = {}
         self._true: dict[str, str] = {}
         self._filled: dict[str, int] = {}
 
-    def memory_for(self, region: Region) -> memoryview:
-        """The bytes that `region` fills; only rows of a tensor, so always one block."""
-        if region.tensor not in self._tensors:
-            try:
-                fresh = torch.empty(region.of, dtype=_DTYPES[region.dtype])
-            except RuntimeError as error:  # more than there is, or than can be counted
-                raise UnusableSnapshot(f"{region.tensor[:100]}: {str(error)[:200]}") from error
-            self._tensors[region.tensor] = fresh
-            self._true[region.tensor] = region.true_dtype
-        tensor = self._tensors[region.tensor]
-        if tuple(tensor.shape) != region.of or tensor.dtype != _DTYPES[region.dtype]:
-            raise UnusableSnapshot(f"{region.tensor}: its regions do not belong together")
-        row = tensor.stride(0) * tensor.element_size() if region.shape else 0
-        first = region.offset[0] * row if region.shape else 0
-        self._filled[region.tensor] = self._filled.get(region.tensor, 0) + region.num_bytes
-        return bytes_of(tensor)[first : first + region.num_bytes]
+    def memory_for(self, region: Region, part: Box) -> memoryview | None:
+        """The bytes that `part` fills, or None where that is not one run of bytes."""
+        tensor, box = self._tensor(region)
+        first = last = 0
+        for o, n, at, of in zip(part.offset, part.shape, box.offset, box.shape, strict=True):
+            first, last = first * of + o - at, last * of + o - at + n - 1
+        size = math.prod(part.shape)
+        if size and last - first + 1 != size:
+            return None
+        self._filled[region.tensor] += size
+        item = tensor.element_size()
+        return bytes_of(tensor)[first * item : (first + size) * item]
 
-    def finish(self) -> Saved:
-        """The saved state, once every region has been read; raises if a part is missing."""
-        for name, tensor in self._tensors.items():
-            if self._filled[name] != tensor.numel() * tensor.element_size():
-                raise UnusableSnapshot(f"{name}: a part of it is missing")
-        if VALUES not in self._tensors:
-            raise UnusableSnapshot("the snapshot holds no values")
-        raw = bytes_of(self._tensors.pop(VALUES))
-        parsed = strict.parse(raw, "the values", max_bytes=MAX_VALUES_BYTES)
-        if not isinstance(parsed, dict):
-            raise UnusableSnapshot("the values are not an object")
-        tensors = {n: _as_live(t, self._true[n]) for n, t in self._tensors.items()}
-        return Saved(tensors, parsed)
+    def put(self, region: Region, part: Box, data: memoryview) -> None:
+        """Copy `part`: `data` begins with its first element and goes on as `region` does."""
+        tensor, box = self._tensor(region)
+        target = tensor
+        for d, (o, n, at) in enumerate(zip(part.offset, part.shape, box.offset, strict=True)):
+            target = target.narrow(d, o - at, n)
+        flat = torch.frombuffer(data, dtype=_DTYPES[region.dtype])
+        strides = [math.prod(region.shape[d + 1 :]) for d in range(len(region.shape))]
+        target.copy_(flat.as_strided(part.shape, strides))
+        self._filled[region.tensor] += target.numel()
+
+    def finish(self, dtypes: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """The tensors, once everything was read; raises if a part is missing.
+
+        `dtypes` is asked for the safetensors types of those of which this rank has no element.
+        """
+        for name, box in self._wanted.items():
+            if name not in self._tensors and box is not None and box.is_empty:
+                self._tensors[name] = torch.empty(box.shape, dtype=_DTYPES[dtypes[name]])
+            tensor = self._tensors.get(name)
+            if tensor is None or self._filled.get(name, 0) != tensor.numel():
+                raise UnusableSnapshot(f"{name[:100]}: a part of it is missing")
+        return {name: _as_live(t, self._true.get(name, "")) for name, t in self._tensors.items()}
+
+    def _tensor(self, region: Region) -> tuple[torch.Tensor, Box]:
+        name = region.tensor
+        box = self._wanted.get(name) or whole(region.of)
+        if name not in self._tensors:
+            try:
+                fresh = torch.empty(box.shape, dtype=_DTYPES[region.dtype])
+            except RuntimeError as error:  # more than there is, or than can be counted
+                raise UnusableSnapshot(f"{name[:100]}: {str(error)[:200]}") from error
+            self._tensors[name], self._filled[name] = fresh, 0
+            self._true[name] = region.true_dtype
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != box.shape or tensor.dtype != _DTYPES[region.dtype]:
+            raise UnusableSnapshot(f"{name[:100]}: its regions do not belong together")
+        return tensor, box
+
+
+def parse_values(raw: torch.Tensor) -> dict[str, Any]:
+    """The values of one rank, from the bytes in which they were stored."""
+    parsed = strict.parse(bytes_of(raw), "the values", max_bytes=MAX_VALUES_BYTES)
+    if not isinstance(parsed, dict):
+        raise UnusableSnapshot("the values are not an object")
+    return parsed
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -233,22 +300,17 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-def differing(mine: Mapping[str, str], all_ranks: Iterable[Mapping[str, str]]) -> set[str]:
-    """Groups whose digest is not the same on every rank."""
-    found = set()
-    for other in all_ranks:
-        found |= {g for g in mine.keys() | other.keys() if mine.get(g) != other.get(g)}
-    return found
-
-
-def _whole(name: str, tensor: torch.Tensor) -> Region:
+def _held(name: str, tensor: torch.Tensor, captured: Captured) -> Region:
+    box, of = whole(tuple(tensor.shape)), tuple(tensor.shape)
+    if name in captured.placed:
+        layout, of = captured.placed[name]
+        box = layout.box(of, layout.coordinate(torch.distributed.get_rank()))
     dtype = _NAMES.get(tensor.dtype)
     if dtype is not None:
-        shape = tuple(tensor.shape)
-        return Region(name, dtype, (0,) * len(shape), shape, shape)
-    shape = (*tensor.shape, tensor.element_size())
+        return Region(name, dtype, box.offset, box.shape, of)
+    size = tensor.element_size()
     true = str(tensor.dtype).removeprefix("torch.")
-    return Region(name, "U8", (0,) * len(shape), shape, shape, true)
+    return Region(name, "U8", (*box.offset, 0), (*box.shape, size), (*of, size), true)
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
@@ -268,8 +330,16 @@ def _as_live(tensor: torch.Tensor, true_dtype: str) -> torch.Tensor:
         raise UnusableSnapshot(f"stored bytes are no {true_dtype}: {str(error)[:100]}") from error
 
 
-def _rows(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    return tensor if region.is_whole else tensor.narrow(0, region.offset[0], region.shape[0])
+def _source(captured: Captured, region: Region) -> torch.Tensor:
+    """The rows of a live tensor that a region stores."""
+    tensor = _as_stored(captured.tensors[region.tensor])
+    if not region.shape or tensor.shape[0] == region.shape[0]:
+        return tensor
+    first = 0
+    if region.tensor in captured.placed:
+        layout, of = captured.placed[region.tensor]
+        first = layout.box(of, layout.coordinate(torch.distributed.get_rank())).offset[0]
+    return tensor.narrow(0, region.offset[0] - first, region.shape[0])
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:

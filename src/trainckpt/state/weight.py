@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainckpt.state.kinds import fsdp
+
 if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
@@ -36,6 +38,8 @@ def weigh(registry: Registry) -> Weight:
     state = gradients = possible = 0
     for model in registry.models:
         state += sum(_bytes(buffer) for buffer in model.module.buffers())
+        now, unsharded = fsdp.gradient_bytes(model.wrapped)
+        gradients, possible = gradients + now, possible + unsharded
     for parameter in registry.trained_parameters().values():
         state += _bytes(parameter)
         gradients += 0 if parameter.grad is None else _bytes(parameter.grad)

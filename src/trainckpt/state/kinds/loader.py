@@ -22,8 +22,15 @@ class LoaderState:
 
     def differences(self, saved: Saved) -> list[str]:
         """What makes the saved cursor unusable for this loader."""
-        return self.loader.differences(saved.decode(saved.values[self.name]))
+        state = saved.decode(saved.values[self.name])
+        if saved.exact:
+            return self.loader.differences(state)
+        return self.loader.differences_elsewhere(state, saved.worlds)
 
     def apply(self, saved: Saved) -> None:
-        """Make the loader's next pass go on where the saved one was."""
-        self.loader.load_state(saved.decode(saved.values[self.name]))
+        """Make the loader go on where the saved one was, or at the start of its window."""
+        state = saved.decode(saved.values[self.name])
+        if saved.exact:
+            self.loader.load_state(state)
+        else:
+            self.loader.load_elsewhere(state)

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.state import sharded
 from trainckpt.state.captured import inner_tensors
+from trainckpt.state.kinds import fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +45,17 @@ class ModelState:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, by its full name `<tracked name>/<module path>`."""
-        for path, parameter in self.module.named_parameters():
+        for path, parameter in fsdp.parameters(self.module):
             yield self._full(path), parameter
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by its full name, as it is stored: whole or sharded."""
+        live: dict[str, torch.Tensor] = {}
+        for name, parameter in self.parameters():
+            live.update(inner_tensors(parameter, name))
+        for path, buffer in self.module.named_buffers():
+            live.update(inner_tensors(buffer, self._full(path)))
+        return live
 
     def capture(self, out: Captured) -> None:
         """Add parameters, buffers, extra state and the tied names."""
@@ -71,15 +82,14 @@ class ModelState:
 
     def differences(self, saved: Saved) -> list[str]:
         """What makes the saved model another one than this: names, shapes, types, ties."""
-        live = self._live()
-        prefix = f"{self.name}/"
-        stored = {n: t for n, t in saved.tensors.items() if n.startswith(prefix)}
+        live, prefix = self.tensors(), f"{self.name}/"
+        stored = {name for name in saved.shapes if name.startswith(prefix)}
         found = [f"{name} is new: the snapshot has no such tensor" for name in live.keys() - stored]
-        found += [f"{name} is gone: only the snapshot has it" for name in stored.keys() - live]
-        for name in sorted(live.keys() & stored.keys()):
-            mine, theirs = live[name], stored[name]
-            if mine.shape != theirs.shape:
-                found.append(f"{name} has shape {list(theirs.shape)} in the snapshot, "
+        found += [f"{name} is gone: only the snapshot has it" for name in stored - live.keys()]
+        for name in sorted(live.keys() & stored):
+            mine, theirs = live[name], saved.tensors.get(name)
+            if theirs is None:
+                found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
                              f"{list(mine.shape)} now")  # fmt: skip
             elif mine.dtype != theirs.dtype:
                 found.append(f"{name} is {theirs.dtype} in the snapshot, {mine.dtype} now")
@@ -107,29 +117,23 @@ class ModelState:
             module.set_extra_state(saved.decode(saved.values[self.name]["extra"][path]))
 
     def _full(self, path: str) -> str:
-        return f"{self.name}/{_plain(path)}"
+        return f"{self.name}/{fsdp.plain_path(path)}"
 
     def _with_extra(self) -> dict[str, nn.Module]:
         """Modules that keep state of a kind of their own, by path."""
         return {
-            _plain(path): module
+            fsdp.plain_path(path): module
             for path, module in self.module.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
 
-    def _live(self) -> dict[str, torch.Tensor]:
-        live: dict[str, torch.Tensor] = {}
-        for path, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            live.update(inner_tensors(tensor, self._full(path)))
-        return live
-
     def _tied(self) -> dict[str, str]:
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
-        for path, parameter in self.module.named_parameters(remove_duplicate=False):
+        for path, parameter in fsdp.parameters(self.module, remove_duplicate=False):
             name = first.setdefault(id(parameter), path)
             if name != path:
-                tied[_plain(path)] = _plain(name)
+                tied[fsdp.plain_path(path)] = fsdp.plain_path(name)
         return tied
 
 
@@ -153,14 +157,10 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _plain(path: str) -> str:
-    """The path without the wrappers that torch.compile puts around parts of a model."""
-    return ".".join(part for part in path.split(".") if part != "_orig_mod")
-
-
 def _copy(live: dict[str, torch.Tensor], saved: Saved) -> None:
     for name, tensor in live.items():
-        _once(tensor).copy_(_once(tensor, saved.tensors[name]))
+        held = sharded.local(tensor)
+        _once(held).copy_(_once(held, saved.tensors[name]))
 
 
 def _once(expanded: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.state import sharded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +56,7 @@ class OptimizerState:
             for p, items in self.optimizer.state.items()
             if id(p) in known
         }
-        for name, parameter in self._untracked(names).items():
+        for name, parameter in self.untracked(names).items():
             out.add(name, parameter, self.name)
         kind = type(self.optimizer).__qualname__  # only ever compared
         out.values[self.name] = {"kind": kind, "groups": groups, "state": state}
@@ -83,10 +84,9 @@ class OptimizerState:
                 gone, added = sorted(set(old) - set(new)), sorted(set(new) - set(old))
                 what = f"lost {gone[:3]}, gained {added[:3]}" if gone or added else "another order"
                 found.append(f"{self.name}: parameter group {i} {what}")
-        for name, parameter in self._untracked(names).items():
-            stored = saved.tensors.get(name)
-            if stored is not None and stored.shape != parameter.shape:
-                found.append(f"{name} has shape {list(stored.shape)} in the snapshot, "
+        for name, parameter in self.untracked(names).items():
+            if name in saved.shapes and name not in saved.tensors:
+                found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
                              f"{list(parameter.shape)} now")  # fmt: skip
         return found
 
@@ -94,8 +94,8 @@ class OptimizerState:
     def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
         """Put groups and per-parameter state back, each tensor with the type it was saved with."""
         stored = saved.values[self.name]
-        for name, parameter in self._untracked(names).items():
-            parameter.copy_(saved.tensors[name])
+        for name, parameter in self.untracked(names).items():
+            sharded.local(parameter).copy_(saved.tensors[name])
         for group, then in zip(self.optimizer.param_groups, stored["groups"], strict=True):
             device = group["params"][0].device if group["params"] else None
             for key, value in saved.decode(then["options"], device).items():
@@ -119,7 +119,12 @@ class OptimizerState:
     def _path(self, parameter: str, key: object) -> str:
         return f"{self.name}/{parameter}/{key}"
 
-    def _untracked(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    def named(self, names: Mapping[int, str]) -> list[tuple[torch.Tensor, str]]:
+        """Every parameter with its name; `names` as for `capture`."""
+        known = self._names(names)
+        return [(parameter, known[id(parameter)]) for parameter in self.parameters()]
+
+    def untracked(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
         """Parameters of no tracked model: their values are kept here, or nobody would."""
         known = self._names(names)
         return {known[id(p)]: p for p in self.parameters() if id(p) not in names}

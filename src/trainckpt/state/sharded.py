@@ -1,0 +1,181 @@
+"""Sharded tensors: what a DTensor says of how it lies over the ranks, and how to make one again.
+
+Only the local part is ever stored. Where it lies in the whole tensor is said by a
+`format.layout.Layout`; a DTensor whose mesh or placements no layout can say (a partial sum, ranks
+in no regular order) is kept as each rank's own instead.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+_SPELLED = re.compile(r"R|S(\d{1,3})(?:/(\d{1,9}))?|P([a-z]{1,9})")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor. Imports nothing: there is none before the script imported it."""
+    return type(tensor).__name__ in ("DTensor", "Parameter", "Buffer") and hasattr(
+        tensor, "device_mesh"
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, detached; the tensor itself if it is a plain one."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    held: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return held
+
+
+def layout_of(tensor: torch.Tensor) -> Layout | None:
+    """How a DTensor lies over the ranks, in terms of the whole world; None: no layout says it.
+
+    A mesh that is a part of a larger one is seen as the whole of that: its other dimensions hold
+    replicas, or so it seems; whether they do is found out by comparing digests.
+    """
+    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
+    found = _layout(mesh, tensor.placements)  # type: ignore[attr-defined]
+    if found is None:
+        return None
+    rank = torch.distributed.get_rank()
+    held = found.box(tuple(tensor.shape), found.coordinate(rank))
+    return found if held.shape == tuple(local(tensor).shape) else None
+
+
+def describe(tensor: torch.Tensor) -> dict[str, Any]:
+    """What `rebuild` needs to know of a DTensor beside its local part, as JSON."""
+    dt: Any = tensor
+    return {
+        "mesh": mesh_key(dt.device_mesh),
+        "placements": [_spell(p) for p in dt.placements],
+        "shape": list(dt.shape),
+        "stride": list(dt.stride()),
+    }
+
+
+def layout_said(described: dict[str, Any], mesh: DeviceMesh) -> Layout | None:
+    """The layout of the DTensor that `rebuild` would make of this."""
+    return _layout(mesh, [_placement(text) for text in described["placements"]])
+
+
+def replicate(whole: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """A DTensor that every rank of `pattern`'s mesh holds whole."""
+    from torch.distributed.tensor import Replicate
+
+    mesh: Any = pattern.device_mesh  # type: ignore[attr-defined]
+    return _from_local(whole, mesh, [Replicate()] * mesh.ndim, whole.shape, whole.stride())
+
+
+def mesh_key(mesh: DeviceMesh) -> str:
+    """Names a mesh: the same for the same ranks in the same order, in any attempt."""
+    names = ",".join(mesh.mesh_dim_names or ())
+    return f"{names} {list(mesh.shape)} {mesh.mesh.flatten().tolist()}"
+
+
+def rebuild(held: torch.Tensor, mesh: DeviceMesh, described: dict[str, Any]) -> torch.Tensor:
+    """The DTensor with this local part that `describe` described, on an equal mesh."""
+    return _from_local(
+        held,
+        mesh,
+        [_placement(text) for text in described["placements"]],
+        tuple(described["shape"]),
+        tuple(described["stride"]),
+    )
+
+
+def like(held: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
+    """A DTensor with this local part that lies as `pattern` does."""
+    p: Any = pattern
+    return _from_local(held, p.device_mesh, p.placements, tuple(p.shape), p.stride())
+
+
+def _from_local(
+    held: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any
+) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    made: DTensor = DTensor.from_local(
+        held, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+    return made
+
+
+def _layout(mesh: DeviceMesh, placements: Any) -> Layout | None:
+    dims: list[int | None] = []
+    strided = []
+    for m, placement in enumerate(placements):
+        spelled = _SPELLED.fullmatch(_spell(placement))
+        if spelled is None or spelled[3]:
+            return None
+        dims.append(int(spelled[1]) if spelled[1] else None)
+        if spelled[2]:
+            strided.append(m)
+    # FSDP over tensor parallel: the strided dimension divides what those to its right have left.
+    order = [m for m in range(len(dims)) if m not in strided] + strided[::-1]
+    ranks = mesh.mesh
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    names, all_names = mesh.mesh_dim_names, root.mesh_dim_names
+    if root is not mesh and names and all_names and set(names) < set(all_names):
+        at = [all_names.index(name) for name in names]
+        rest = [m for m in range(root.ndim) if m not in at]
+        ranks = root.mesh.permute([*rest, *at])
+        dims = [*(None for _ in rest), *dims]
+        order = [*range(len(rest)), *(m + len(rest) for m in order)]
+    strides = _strides(ranks)
+    if strides is None:
+        return None
+    base = int(ranks.flatten()[0])
+    return Layout(tuple(ranks.shape), strides, base, tuple(dims), tuple(order))
+
+
+def _strides(ranks: torch.Tensor) -> tuple[int, ...] | None:
+    """Of a regular array of ranks, or None."""
+    flat = ranks.flatten()
+    strides = []
+    regular = torch.full(ranks.shape, int(flat[0]))
+    for m, extent in enumerate(ranks.shape):
+        step = ranks.select(m, 1).flatten()[0] - flat[0] if extent > 1 else 1
+        strides.append(int(step))
+        along = torch.arange(extent) * int(step)
+        regular = regular + along.reshape([-1 if k == m else 1 for k in range(ranks.dim())])
+    if min(strides) < 1 or not torch.equal(regular, ranks.long()):
+        return None
+    found = Layout(tuple(ranks.shape), tuple(strides), 0, (None,) * ranks.dim(), ())
+    return tuple(strides) if found.is_a_mesh_of(int(flat[-1]) - int(flat[0]) + 1) else None
+
+
+def _spell(placement: Any) -> str:
+    kind = type(placement).__name__
+    if kind == "Replicate":
+        return "R"
+    if kind == "_StridedShard":
+        return f"S{placement.dim}/{placement.split_factor}"
+    if kind == "Shard":
+        return f"S{placement.dim}"
+    return f"P{placement.reduce_op}" if kind == "Partial" else kind
+
+
+def _placement(text: Any) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    spelled = _SPELLED.fullmatch(text) if isinstance(text, str) else None
+    if spelled is None:
+        raise UnusableSnapshot(f"a stored tensor lies over its mesh as {str(text)[:60]!r}")
+    if spelled[3]:
+        return Partial(spelled[3])
+    if spelled[1] is None:
+        return Replicate()
+    dim = int(spelled[1])
+    return _StridedShard(dim, split_factor=int(spelled[2])) if spelled[2] else Shard(dim)

@@ -1,0 +1,228 @@
+"""Targets: which box of each saved tensor this rank needs now, and what becomes of it.
+
+The live objects decide: where a parameter is sharded now, its optimizer state is too. If every
+tensor of every model lies as it was saved, by as many ranks, all of the state is this rank's own,
+the open window's gradients included. Otherwise the values come from a donor, and what belongs to
+the window is left where it is: the window begins anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.layout import Box, replicated, whole
+from trainckpt.state import sharded
+from trainckpt.state.capture import DDP, FSDP
+from trainckpt.state.kinds import fsdp, gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trainckpt.format.manifest import TensorEntry
+    from trainckpt.state.kinds.optimizer import OptimizerState
+    from trainckpt.state.registry import Registry
+
+    Wrap = Callable[[torch.Tensor], torch.Tensor]
+
+OF_THE_WINDOW = frozenset({gradients.PART, FSDP, DDP})
+
+
+@dataclass
+class Targets:
+    """What to read.
+
+    Attributes:
+        exact: Every tensor lies as it did.
+        wanted: Tensor -> box of the whole as it is stored; None: all of it.
+        wraps: Tensor -> makes the sharded tensor of what was read.
+        problems: What has no place now, one sentence each.
+    """
+
+    exact: bool
+    wanted: dict[str, Box | None] = field(default_factory=dict)
+    wraps: dict[str, Wrap] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def find_targets(
+    registry: Registry,
+    values: Mapping[str, Any],
+    entries: Mapping[str, TensorEntry],
+    *,
+    world: int,
+    then: int,
+) -> Targets:
+    """Decide what this rank reads.
+
+    Args:
+        registry: The live objects.
+        values: As saved, of the donor.
+        entries: The snapshot's tensors.
+        world, then: Ranks now, and of the snapshot.
+    """
+    live = {name: t for model in registry.models for name, t in model.tensors().items()}
+    exact = world == then and all(
+        _lies_as_it_did(tensor, entries[name], world)
+        for name, tensor in live.items()
+        if name in entries
+    )
+    units = values.get(FSDP)
+    if isinstance(units, dict):
+        for model in registry.models:
+            tree = units.get(model.name)
+            exact = exact and not fsdp.differences(model.wrapped, model.name, tree)
+    found = Targets(exact)
+    for name, tensor in live.items():
+        if name in entries and _fits(tensor, entries[name]):
+            found.wanted[name] = _live_box(tensor, entries[name])
+    seek = _Seeker(registry, entries, found)
+    for optimizer in registry.optimizers:
+        seek.optimizer(optimizer, values.get(optimizer.name), registry.parameter_names())
+    named = {optimizer.name for optimizer in registry.optimizers}
+    for part, tree in values.items():
+        if part not in named and (exact or part not in OF_THE_WINDOW):
+            for node in _nodes(tree):
+                seek.node(node, None)
+    return found
+
+
+class _Seeker:
+    """Finds the target of every tensor that stands somewhere in the values."""
+
+    def __init__(
+        self, registry: Registry, entries: Mapping[str, TensorEntry], found: Targets
+    ) -> None:
+        self._entries = entries
+        self._found = found
+        self._meshes: dict[str, DeviceMesh] = {}
+        for tensor in registry.all_parameters():
+            if sharded.is_sharded(tensor):
+                mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+                self._meshes[sharded.mesh_key(mesh)] = mesh
+
+    def optimizer(self, optimizer: OptimizerState, tree: Any, names: Mapping[int, str]) -> None:
+        """The state of every parameter lies as the parameter does now."""
+        if not isinstance(tree, dict):
+            return
+        parameters = {name: p for p, name in optimizer.named(names)}
+        state = tree.get("state")
+        for name, items in state.items() if isinstance(state, dict) else ():
+            for node in _nodes(items):
+                self.node(node, parameters.get(name))
+        for key, part in tree.items():
+            for node in _nodes(part) if key != "state" else ():
+                self.node(node, None)
+        for name, parameter in optimizer.untracked(names).items():
+            if name in self._entries and _fits(parameter, self._entries[name]):
+                self._found.wanted[name] = _live_box(parameter, self._entries[name])
+
+    def node(self, node: dict[str, Any], parameter: torch.Tensor | None) -> None:
+        """One stored tensor."""
+        for part in node.get("parts", ()):
+            self._entry(part)
+            self._found.wanted[part] = None
+        if "parts" in node:
+            return
+        name, entry = node["$tensor"], self._entry(node["$tensor"])
+        described, wrap = node.get("sharded"), None
+        shape = tuple(described["shape"]) if described else entry.shape
+        box: Box | None = None
+        alike = parameter is not None and shape == tuple(parameter.shape) and len(shape) > 0
+        if self._found.exact:
+            box, wrap = self._as_it_was(described, entry, name)
+        elif alike and parameter is not None and sharded.is_sharded(parameter):
+            box, wrap = _live_box(parameter, entry), _like(parameter)
+        elif described and parameter is not None and sharded.is_sharded(parameter):
+            wrap = _replicated_like(parameter)
+        elif described and parameter is None:
+            box, wrap = self._as_it_was(described, entry, name)
+        if described and entry.layout is None and not self._found.exact:
+            self._found.problems.append(
+                f"{name} is another one on each rank, so it cannot be divided anew"
+            )
+        self._found.wanted[name] = box
+        if wrap is not None:
+            self._found.wraps[name] = wrap
+
+    def _as_it_was(
+        self, described: Any, entry: TensorEntry, name: str
+    ) -> tuple[Box | None, Wrap | None]:
+        if not described:
+            return None, None
+        mesh = self._meshes.get(described["mesh"])
+        if mesh is None:
+            self._found.problems.append(
+                f"{name} is sharded over the mesh {described['mesh']!r}, which no parameter has now"
+            )
+            return None, None
+        layout = sharded.layout_said(described, mesh) if entry.layout else None
+        box = None
+        if layout is not None:
+            coordinate = layout.coordinate(torch.distributed.get_rank())
+            box = _as_stored(layout.box(tuple(described["shape"]), coordinate), entry)
+        return box, lambda held: sharded.rebuild(held, mesh, described)
+
+    def _entry(self, name: Any) -> TensorEntry:
+        entry = self._entries.get(name) if isinstance(name, str) else None
+        if entry is None:
+            raise UnusableSnapshot(f"the tensor {str(name)[:100]} is missing from the snapshot")
+        return entry
+
+
+def _like(pattern: torch.Tensor) -> Wrap:
+    return lambda held: sharded.like(held, pattern)
+
+
+def _replicated_like(pattern: torch.Tensor) -> Wrap:
+    return lambda held: sharded.replicate(held, pattern)
+
+
+def _lies_as_it_did(tensor: torch.Tensor, entry: TensorEntry, world: int) -> bool:
+    if entry.layout is None:
+        return True  # each rank's own, whatever that is
+    if sharded.is_sharded(tensor):
+        return sharded.layout_of(tensor) == entry.layout
+    return entry.layout == replicated(world)
+
+
+def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:
+    """Whether the saved tensor has the shape of the live one."""
+    held = tensor if entry.layout is not None else sharded.local(tensor)
+    return _as_stored(whole(tuple(held.shape)), entry).shape == entry.shape
+
+
+def _as_stored(box: Box, entry: TensorEntry) -> Box:
+    """The same elements; of a type that is stored as bytes there is a dimension more."""
+    if len(entry.shape) != len(box.shape) + 1:
+        return box
+    return Box((*box.offset, 0), (*box.shape, entry.shape[-1]))
+
+
+def _live_box(tensor: torch.Tensor, entry: TensorEntry) -> Box | None:
+    """This rank's box of a live tensor, as it is stored; None: all of it."""
+    if not sharded.is_sharded(tensor) or entry.layout is None:
+        return None
+    layout, shape = sharded.layout_of(tensor), tuple(tensor.shape)
+    if layout is None:
+        return None
+    return _as_stored(layout.box(shape, layout.coordinate(torch.distributed.get_rank())), entry)
+
+
+def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    """Every node of an encoded tree that stands for a tensor."""
+    todo = [tree]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict) and "$tensor" in item:
+            yield item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, list):
+            todo += item
