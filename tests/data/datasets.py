@@ -165,6 +165,15 @@ def digest(batch: object) -> str:
     return hashlib.sha1(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()[:10]
 
 
+def comparable(value):
+    """Return a copy of a state, tensors as bytes, that later changes would not reach."""
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [comparable(item) for item in value]
+    return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+
+
 class StoppedError(Exception):
     """Raised at the boundary where a run is interrupted."""
 

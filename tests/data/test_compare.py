@@ -64,25 +64,6 @@ def test_differences_are_all_listed():
     ]
 
 
-def test_a_described_state_has_readable_parts():
-    """Two runs are compared by these names."""
-    loader = TrackedLoader(
-        DataLoader(d.Augmented(), num_workers=1, sampler=d.OwnSampler()), name="train"
-    )
-    batches = iter(loader)
-    next(batches)
-    parts = loader.describe_state(loader.state())
-    assert {"batches", "sampler seed", "sampler epoch", "worker 0 NumPy RNG"} <= set(parts)
-    assert {"worker 0 Python RNG", "worker 0 torch RNG", "base seed"} <= set(parts)
-    assert "RNG before the epoch's iterator (Python)" in parts
-    next(batches)
-    later = loader.describe_state(loader.state())
-    changed = {key for key in parts if parts[key] != later[key]}
-    assert changed == {"batches", "samples"} | {
-        f"worker 0 {kind} RNG" for kind in ("Python", "NumPy", "torch")
-    }
-
-
 def test_what_cannot_be_tracked_is_refused_with_a_hint():
     """A list of batches has no position that could be kept; an own __iter__ would be bypassed."""
     with pytest.raises(ConfigurationError, match=r"ckpt\.boundary\(\)"):

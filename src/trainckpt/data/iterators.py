@@ -43,6 +43,7 @@ _Multi = torch_loader._MultiProcessingDataLoaderIter
 # (function, names its code must use): attributes made in __init__ are not on the class
 _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Base.__init__, ("_base_seed", "_sampler_iter", "_auto_collation", "collate_fn")),
+    (_Base._reset, ("_sampler_iter", "_index_sampler")),
     (_Single._next_data, ("_next_index",)),
     (_Multi.__init__, ("_workers", "_worker_init_fn", "_base_seed", "_worker_result_queue")),
     (_Multi.__init__, ("_index_queues", "_worker_pids_set", "_shutdown", "_reset")),

@@ -14,6 +14,10 @@ A state taken between passes holds randomness from before the iterator is made, 
 from that: then 3 comes before 2. Either way the main randomness is restored at the very place where
 it was recorded.
 
+Another data-parallel world goes on at the start of the optimizer window, which `mark_window` notes:
+`load_elsewhere` deals what is left of that pass over the ranks of this world, and then 2 and 3 come
+as above, with workers that start afresh.
+
 Without a load_state the draws are those of the plain loader, one by one. Only the trainer's thread
 may iterate, save or load; one pass runs at a time.
 
@@ -25,9 +29,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data import compare
+from trainckpt.data import compare, window
 from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_main_rng
-from trainckpt.data.sources import source_of
+from trainckpt.data.sources import LoaderSource, source_of
+from trainckpt.data.window import Mark
 from trainckpt.errors import ConfigurationError, StateMismatch
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ class TrackedLoader:
         before_first_fetch: Called once after each `load_state`, before the first batch.
 
     Attributes:
-        batches: Batches returned in this pass.
+        batches: Batches returned in this pass, those before a `load_elsewhere` included.
         samples: Dataset indices in them (batch_size per batch where index lists are out of sight).
         in_pass: The first `__next__` of a pass was reached and the pass has not ended.
         exhausted: The last pass ended by running out, and no new one has begun.
@@ -79,6 +84,7 @@ class TrackedLoader:
         self._source = source_of(loader, name)
         self._facts = self._source.facts()
         self._pending: dict[str, Any] | None = None
+        self._mark: Mark | dict[str, Any] | None = None  # a dict if it was loaded
         self._turn: object = None  # the ticket of the iterator whose pass it is; keeps none alive
         self._holder: weakref.ref[TrackedIterator] | None = None
 
@@ -86,6 +92,27 @@ class TrackedLoader:
     def samples(self) -> int:
         """Dataset indices in the batches returned in this pass."""
         return self._source.progress.samples
+
+    @property
+    def padding(self) -> int:
+        """Ids that all ranks together train again in this or the last pass, to get equally many."""
+        dealer, deal = self._source.dealer, self._source.deal
+        return 0 if isinstance(dealer, str) or deal is None else dealer.padding(deal)
+
+    @property
+    def padding_ids(self) -> list[int]:
+        """Those ids. Finding them takes as long as shuffling the epoch."""
+        dealer, deal = self._source.dealer, self._source.deal
+        return [] if isinstance(dealer, str) or deal is None else dealer.padding_ids(deal)
+
+    def remaining_batches(self) -> int:
+        """Return how many batches are left of this pass or, between passes, the next one has."""
+        dealer, deal = self._source.dealer, self._source.deal
+        if not self.in_pass:
+            return len(self)
+        if isinstance(dealer, str) or deal is None:
+            return len(self) - self.batches
+        return dealer.batches(deal) - self._source.progress.position
 
     def __iter__(self) -> TrackedIterator:
         return TrackedIterator(self)
@@ -101,36 +128,76 @@ class TrackedLoader:
     def state(self) -> dict[str, Any]:
         """Return the position as of the batches returned so far; never changed later."""
         if self._pending is not None:
-            return dict(self._pending)
+            return {**self._pending, "window": self._window()}
         if self.on_boundary is None and self._holder is not None and self._holder() is None:
             self.leave_pass()  # nobody holds the iterator: the loop was left by a break
-        return {
-            "kind": self._source.kind,
-            "facts": self._facts,
-            "batches": self.batches,
-            "samples": self.samples,
-            "in_pass": self.in_pass,
-            "exhausted": self.exhausted,
-            "passes_started": self.passes_started,
-            **self._source.state(self.in_pass),
-        }
+        return self._described()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved state with the next pass; iterators made before may still begin it.
 
         What `differences` names is not refused here, only another kind of loader.
         """
+        if state.get("elsewhere"):
+            self.load_elsewhere(state)
+            return
         if state["kind"] != self._source.kind:
             raise StateMismatch(f"{self.name} cannot go on", self.differences(state))
         self._turn = None
         self._source.load(state)
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
-        self._pending = dict(state)
+        self._pending, self._mark = dict(state), state.get("window")
 
-    def describe_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state as part name -> value, to compare two runs by."""
-        return compare.describe(state)
+    def mark_window(self) -> None:
+        """Note that an optimizer window begins here: another world will go on from this place.
+
+        Called at a boundary, before the batch is fetched, or between passes. Takes a microsecond.
+        """
+        source, pending = self._source, self._pending
+        if isinstance(source.dealer, str) or (pending is not None and pending.get("elsewhere")):
+            return  # nobody could deal it; or this is the window's start that was loaded
+        self._mark = Mark(
+            self.in_pass,
+            self.exhausted,
+            self.passes_started,
+            self.batches,
+            source.progress.samples,
+            source.progress.position,
+            source.deal if self.in_pass else None,
+        )
+
+    def load_elsewhere(self, state: dict[str, Any]) -> None:
+        """Go on in another data-parallel world, at the start of the saved state's window.
+
+        Any rank's state will do: those of one data world agree. The next pass trains what is left
+        of the window's epoch, dealt over the ranks that this loader's sampler knows; the epochs
+        after it are plain. A window that began between passes goes on with a plain pass.
+
+        Raises:
+            StateMismatch: it cannot be dealt over this world; says what to use instead.
+        """
+        found = self.differences_elsewhere(state)
+        if found:
+            raise StateMismatch(f"{self.name} cannot go on with another number of ranks", found)
+        self._turn = None
+        self._mark = mark = state["window"]
+        self._dealing_source().load_elsewhere(mark)
+        self.batches, self.passes_started = mark["batches"], mark["passes_started"]
+        self.in_pass, self.exhausted = mark["in_pass"], mark["exhausted"]
+        self._pending = {**self._described(between=True), "elsewhere": True}
+
+    def differences_elsewhere(
+        self, state: dict[str, Any], processes: tuple[int, int] | None = None
+    ) -> list[str]:
+        """Return why a saved state cannot go on in another data world, one sentence each.
+
+        Args:
+            state: Any rank's.
+            processes: How many the run had and has. If given, samplers that know nothing of ranks
+                are named where several processes use them.
+        """
+        return window.differences(self.name, state, self._source.dealer, processes)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Return what makes a saved state not exactly loadable here, one sentence each."""
@@ -175,13 +242,18 @@ class TrackedLoader:
         going_on = saved is not None and saved["in_pass"]
         if saved is not None and not going_on:
             self._first_fetch()
-        batches = self._go_on(saved) if saved is not None and going_on else self._source.start()
+        if saved is not None and (going_on or self._replays_order(saved)):
+            batches = self._go_on(saved)
+        else:
+            batches = self._source.start()
         self._pending = None
         self._samples_before = self.samples
         if not going_on:
             self._facts = self._source.facts()
             self.batches, self.exhausted = 0, False
             self.passes_started += 1
+            if self._mark is not None and self._source.deal is not None:
+                self._mark = window.begun_since(self._mark, self._source.deal)
         self.in_pass = True
         if going_on:
             self._first_fetch()
@@ -190,9 +262,42 @@ class TrackedLoader:
     def _go_on(self, saved: dict[str, Any]) -> Iterator[Any]:
         here = main_rng()
         try:
+            if saved.get("elsewhere"):
+                return self._dealing_source().resume_elsewhere(saved["window"])
             return self._source.resume(saved)
         finally:
             set_main_rng(here)
+
+    @staticmethod
+    def _replays_order(saved: dict[str, Any]) -> bool:
+        # the window began before a pass whose order was drawn from generators: it is drawn again
+        return bool(saved.get("elsewhere") and saved["window"]["order"]["rng"])
+
+    def _described(self, *, between: bool = False) -> dict[str, Any]:
+        return {
+            "kind": self._source.kind,
+            "facts": self._facts,
+            "batches": self.batches,
+            "samples": self.samples,
+            "in_pass": self.in_pass,
+            "exhausted": self.exhausted,
+            "passes_started": self.passes_started,
+            "padding": self.padding,
+            "elsewhere": False,
+            "window": self._window(),
+            **self._source.state(self.in_pass and not between),
+        }
+
+    def _window(self) -> dict[str, Any] | None:
+        mark = self._mark
+        if not isinstance(mark, Mark):
+            return mark
+        source = self._dealing_source()
+        return window.written(mark, source.the_dealer, source.next_deal)
+
+    def _dealing_source(self) -> LoaderSource:
+        assert isinstance(self._source, LoaderSource)
+        return self._source
 
     def _skip(self) -> bool:
         skips, self._skips_next_pass = self._skips_next_pass, False

@@ -5,7 +5,7 @@ sampler, and the state_dict of samplers that have one. With the main process's r
 before the iterator was made this fixes the order, for torch's samplers and for every sampler that
 is a pure function of these. Other samplers are named by `unproven_samplers`.
 
-Used by: sources.py.
+Used by: sources.py, dealing.py; `set_epoch` by whoever runs the epochs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]
         stateful: False leaves out state_dicts: read in mid-pass they hold a position, and loading
             that would shift the next pass.
     """
-    samplers = dict(_samplers(loader))
+    samplers = dict(samplers_of(loader))
     return {
         "generators": {name: g.get_state() for name, g in _generators(loader)},
         "integers": {
@@ -51,13 +52,24 @@ def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     for name, generator in _generators(loader):
         if name in saved["generators"]:
             generator.set_state(saved["generators"][name])
-    for name, sampler in _samplers(loader):
+    for name, sampler in samplers_of(loader):
         for key, now in _integers(sampler):
             value = saved["integers"].get(f"{name}.{key}", now)
             if value != now:
                 setattr(sampler, key, value)
         if name in saved["samplers"] and has_state(sampler):
             sampler.load_state_dict(saved["samplers"][name])
+
+
+def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Return the samplers a loader's order can depend on, each once, by name."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    own = getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
+    named = {"sampler": own, "batch sampler's sampler": inner, "batch sampler": batch_sampler}
+    if isinstance(own, BatchSampler):  # batch_size=None: whole index lists go to the dataset
+        named["sampler's sampler"] = own.sampler
+    return _distinct(named)
 
 
 def parts(saved: dict[str, Any]) -> set[str]:
@@ -69,7 +81,7 @@ def unproven_samplers(loader: DataLoader[Any]) -> list[str]:
     """Return the class names of samplers that are not torch's own and have no state_dict."""
     return [
         type(sampler).__qualname__
-        for _, sampler in _samplers(loader)
+        for _, sampler in samplers_of(loader)
         if not type(sampler).__module__.startswith("torch.") and not has_state(sampler)
     ]
 
@@ -89,17 +101,11 @@ def length(thing: Any) -> int | None:
         return None
 
 
-def _samplers(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    own = getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
-    named = {"sampler": own, "batch sampler's sampler": inner, "batch sampler": batch_sampler}
-    return _distinct(named)
-
-
 def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, torch.Generator]]:
     named = {"loader": loader.generator}
-    named.update({name: getattr(sampler, "generator", None) for name, sampler in _samplers(loader)})
+    named.update(
+        {name: getattr(sampler, "generator", None) for name, sampler in samplers_of(loader)}
+    )
     return ((n, g) for n, g in _distinct(named) if isinstance(g, torch.Generator))
 
 
@@ -120,11 +126,12 @@ def _integers(sampler: Any) -> Iterator[tuple[str, int]]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the loader's samplers the epoch, those that want to know."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
+    batch_sampler, own = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     samplers = (
-        getattr(loader, "sampler", None),
+        own,
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
+        own.sampler if isinstance(own, BatchSampler) else None,
     )
     told: set[int] = set()
     for sampler in samplers:

@@ -9,6 +9,9 @@ The order when a pass goes on where it was saved, which `LoaderSource.resume` ob
 main randomness as before the iterator was made; samplers likewise; the iterator; fast-forward;
 generators as they were when saved. The caller puts the main randomness back afterwards.
 
+A pass can also go on in another data-parallel world (`resume_elsewhere`): what is left of its order
+is dealt anew (see dealing.py), to workers that start as for a new pass.
+
 Used by: loader.py.
 """
 
@@ -23,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainckpt.data import sampler
+from trainckpt.data.dealing import INSTEAD, Deal, Dealer, dealer_of
 from trainckpt.data.iterators import Plan, Progress, WorkersIterator, make_iterator, self_test
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.data.sampler import has_state, length
@@ -65,6 +69,8 @@ class LoaderSource:
     Attributes:
         kind: "map" or "iterable".
         progress: What was consumed of the running pass.
+        dealer: Deals the loader's order over ranks, or the reason why nobody can.
+        deal: What is dealt in the running or last pass; None before, or without a dealer.
     """
 
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
@@ -80,23 +86,35 @@ class LoaderSource:
         self._rng_before: dict[str, Any] | None = None
         self._base_seed: int | None = None
         self._reused = False
+        self.dealer = dealer_of(loader)
+        self.deal: Deal | None = None
+        self._ids: list[int] | None = None  # in a pass that the loader's own sampler does not deal
+
+    @property
+    def the_dealer(self) -> Dealer:
+        """The dealer, where it is known that there is one."""
+        assert isinstance(self.dealer, Dealer)
+        return self.dealer
 
     def start(self) -> Any:
         """Begin a pass at its first batch, drawing exactly what a plain DataLoader draws."""
         self._rng_before = main_rng()
         self._before = self._captured()
         self._reused = self._live is not None or self._carried
+        self._ids, self.deal = None, self._first_deal()
         self.progress = Progress(workers=self.progress.workers if self._reused else {})
         if self._live is not None:
             self._live.progress = self.progress
+            self._live._index_sampler = self._loader._index_sampler  # not what was dealt elsewhere
             self._live._reset(self._loader)
             return self._live
         return self._make(skip=0)
 
     def resume(self, saved: dict[str, Any]) -> Any:
         """Go on with the saved pass; no data is loaded, unless it has to be replayed."""
-        self._rng_before, self._before = saved["rng_before"], saved["before"]
-        self._reused = saved["reused"]
+        self._take_deal(saved)
+        if self.deal is not None and not self.deal.plain:
+            self._ids = self.the_dealer.ids(self.deal)
         replay = self._replays()
         if replay:
             self.progress.workers = {}  # the workers go through it all again
@@ -111,6 +129,19 @@ class LoaderSource:
             self._replay(iterator, saved["batches"])
             self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         sampler.restore(self._loader, saved["now"])
+        return iterator
+
+    def resume_elsewhere(self, window: dict[str, Any]) -> Iterator[Any]:
+        """Go on at a window's start with what this rank gets of the rest; workers start afresh."""
+        self.deal, position = self.the_dealer.deal_again(window)
+        self._ids = self.the_dealer.ids(self.deal)
+        then = self._captured()
+        self._rng_before, self._before, self._reused = main_rng(), then, False
+        self.progress = Progress(samples=window["samples"] if window["in_pass"] else 0)
+        iterator: Iterator[Any] = self._make(skip=position)
+        if self.the_dealer.draws:
+            sampler.restore(self._loader, then)  # drawing a seed for workers shifts no later epoch
+        self.progress.position = position
         return iterator
 
     def abandon(self) -> None:
@@ -138,6 +169,7 @@ class LoaderSource:
             "reused": self._reused if in_pass else has_workers,
             "workers": dict(self.progress.workers),
             "own": None,
+            "deal": None if self.deal is None or self.deal.plain else self.deal._asdict(),
         }
         if self.kind == "iterable" and not self._replays() and in_pass:
             state["own"] = self._loader.dataset.state_dict()  # type: ignore[attr-defined]
@@ -149,8 +181,22 @@ class LoaderSource:
         self.progress = Progress(saved["position"], saved["samples"], dict(saved["workers"]))
         self._base_seed = saved["base_seed"]
         self._carried = saved["reused"] and self._persistent
+        self._take_deal(saved)
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
+
+    def load_elsewhere(self, window: dict[str, Any]) -> None:
+        """Take a window's start; what later epochs follow from is put back at once."""
+        self.shutdown()
+        deal, position = self.the_dealer.deal_again(window)
+        self.deal = deal if window["in_pass"] else None
+        self.progress = Progress(position, window["samples"])
+        self._base_seed, self._carried = None, False
+        self.the_dealer.restore(window["order"])
+
+    def next_deal(self) -> Deal:
+        """Return what a pass that began now would deal."""
+        return self.the_dealer.first_deal(self._captured(stateful=False), None, reused=False)
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal for a saved state to be exact here."""
@@ -195,6 +241,18 @@ class LoaderSource:
                 kill_workers(iterator)
         self._live = None
 
+    def _first_deal(self) -> Deal | None:
+        if isinstance(self.dealer, str) or self._before is None:
+            return None
+        return self.dealer.first_deal(self._before, self._rng_before, reused=self._reused)
+
+    def _take_deal(self, saved: dict[str, Any]) -> None:
+        # between passes of a plain one nothing is known, nor wanted
+        self._rng_before, self._before = saved["rng_before"], saved["before"]
+        self._reused, self._ids = saved["reused"], None
+        dealt = saved.get("deal")
+        self.deal = Deal(**dealt) if dealt is not None else self._first_deal()
+
     def _make(self, skip: int) -> Any:
         plan = Plan(
             skip=skip,
@@ -202,7 +260,10 @@ class LoaderSource:
             base_seed=self._base_seed if skip or self._reused else None,
             rewind=self._rewind if self._reused else None,
         )
-        iterator = make_iterator(copy.copy(self._loader), self.progress, plan)
+        loader = copy.copy(self._loader)
+        if self._ids is not None:
+            self.the_dealer.put_ids(loader, self._ids)
+        iterator = make_iterator(loader, self.progress, plan)
         self._base_seed = iterator._base_seed
         self._carried = False
         self._latest = weakref.ref(iterator)
@@ -241,9 +302,14 @@ class StatefulSource:
     """An object that keeps its own position, such as torchdata's StatefulDataLoader."""
 
     kind = "stateful"
+    deal: Deal | None = None
 
     def __init__(self, loader: Any) -> None:
         self.progress = Progress()
+        self.dealer: Dealer | str = (
+            f"a {type(loader).__qualname__} keeps its position itself, in a form that nobody can "
+            f"deal over other ranks; use a torch DataLoader, and {INSTEAD}"
+        )
         self._loader = loader
         self._rng_before: dict[str, Any] | None = None
         self._latest: Any = None
