@@ -11,16 +11,15 @@ stopped. Nothing in the training loop is there for that; the Checkpointer does i
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import flags
 import trainckpt
+from parallel import LAYOUTS, Layout, clip_gradients, micro_batch
 from stdlib_text import VOCABULARY, stdlib_loader
 from training_trace import Trace
 
@@ -39,11 +38,11 @@ def train(args, ckpt, model, optimizer, scheduler, trace) -> None:
         for index, x, y in ckpt.batches():
             began = ckpt.cursor
             last = began.micro + 1 >= args.accumulate  # of this step's micro-batches
-            with nullcontext() if last else reduced_later(model):
+            with micro_batch(model, last=last):
                 loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
                 (loss / args.accumulate).backward()
             if last:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                clip_gradients(model, 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -55,17 +54,17 @@ def train(args, ckpt, model, optimizer, scheduler, trace) -> None:
 
 def main() -> None:
     """Build everything, resume if there is something to resume, train."""
-    args = flags.parse(flags.parser(__doc__, run="runs/char_gpt"))
+    args = flags.parse(flags.parser(__doc__, run="runs/char_gpt", layouts=LAYOUTS))
     size = SIZES[args.size]
     with flags.process_group(args) as rank:
         flags.seed_everything(args.seed)  # the same weights on every rank ...
-        model = gpt = GPT(size["layers"], size["width"], size["heads"], size["context"], args)
-        if args.parallel == "ddp":
-            model = DistributedDataParallel(gpt)
+        gpt = GPT(size["layers"], size["width"], size["heads"], size["context"], args)
+        layout = Layout(args.parallel)
+        model = layout.spread(gpt)
         optimizer = adamw(gpt)
         scheduler = warm_up_then_cosine(optimizer, args.steps)
-        loader = stdlib_loader(size["items"], size["context"], args)
-        flags.seed_everything(args.seed + 1 + rank)  # ... but dropout and noise of its own
+        loader = stdlib_loader(size["items"], size["context"], args, layout.share)
+        flags.seed_everything(args.seed + 1 + layout.share[0])  # ... but its own dropout and noise
         trace = Trace(args.trace, rank)
 
         with trainckpt.Checkpointer(
@@ -77,15 +76,11 @@ def main() -> None:
             every=f"{args.save_every} steps",
             keep_last=3,
             stop_at=os.environ.get("TRAINCKPT_STOP_AT", "micro-batch"),
+            **layout.options,
         ) as ckpt:
             trace.attempt(ckpt)
             train(args, ckpt, model, optimizer, scheduler, trace)
         trace.finish(ckpt, model=gpt, optimizer=optimizer, scheduler=scheduler)
-
-
-def reduced_later(model):
-    """Keep gradients on this rank; DDP reduces them with the last micro-batch of the step."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -127,7 +122,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head = width // heads
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -146,8 +141,8 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
     def attention(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Each position looks at itself and those before it, with several heads."""
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        """Each position looks at itself and those before it, with every head that is here."""
+        q, k, v = qkv.unflatten(-1, (-1, 3, self.head)).permute(3, 0, 2, 1, 4)
         p = self.dropout.p if self.training else 0.0
         seen = scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         return seen.transpose(1, 2).flatten(2)

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from trainckpt.errors import ConfigurationError, TrainckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says; 1 under plain python
 
 
-def parser(doc: str, run: str) -> argparse.ArgumentParser:
+def parser(doc: str, run: str, layouts: Sequence[str] = ("none", "ddp")) -> argparse.ArgumentParser:
     """The flags every example has; `doc` is its docstring, `run` its default place."""
     flags = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -35,7 +35,7 @@ def parser(doc: str, run: str) -> argparse.ArgumentParser:
     add("--run", metavar="URL", default=run, help="where the checkpoints lie (%(default)s)")
     add("--steps", type=int, default=200, help="optimizer steps to train (%(default)s)")
     add("--accumulate", type=int, default=4, help="micro-batches per step (%(default)s)")
-    add("--parallel", choices=["none", "ddp", "fsdp"], default="none" if WORLD == 1 else "ddp")
+    add("--parallel", choices=layouts, default="none" if WORLD == 1 else "ddp")
     add("--seed", type=int, default=0)
     add("--save-every", type=int, default=20, help="steps between two saves (%(default)s)")
     add("--workers", type=int, default=2, help="data loader workers per rank (%(default)s)")
@@ -49,8 +49,6 @@ def parser(doc: str, run: str) -> argparse.ArgumentParser:
 def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, and refuse what cannot work yet."""
     args = flags.parse_args()
-    if args.parallel == "fsdp":
-        raise ConfigurationError("--parallel fsdp is not supported yet (issue 3)")
     if re.match(r"(?!file:)[\w+.-]+://", args.run):
         raise ConfigurationError(f"--run {args.run}: remote places are not supported yet (issue 6)")
     if args.parallel == "none" and WORLD > 1:
@@ -68,7 +66,7 @@ def process_group(args: argparse.Namespace) -> Iterator[int]:
         torch.set_num_threads(1)  # more would only wait for each other
     if "RANK" in os.environ:  # under torchrun
         dist.init_process_group("gloo")
-    elif args.parallel == "ddp":
+    elif args.parallel != "none":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
         yield 0

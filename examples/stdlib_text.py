@@ -51,10 +51,13 @@ class NoisyCrops(Dataset):
         return i, torch.where(noisy, wrong, crop[:-1]), crop[1:]
 
 
-def stdlib_loader(items: int, context: int, args) -> DataLoader:
-    """A shuffling loader; under DDP each rank reads its share of the items."""
+def stdlib_loader(items: int, context: int, args, share=(None, None)) -> DataLoader:
+    """A shuffling loader; of several ranks each reads its `share` (which, of how many)."""
     crops = NoisyCrops(items, context)
-    shares = DistributedSampler(crops, seed=args.seed) if args.parallel == "ddp" else None
+    shares = None
+    if args.parallel != "none":
+        which, of = share  # None: this rank, of all ranks
+        shares = DistributedSampler(crops, num_replicas=of, rank=which, seed=args.seed)
     return DataLoader(
         crops, args.batch_size, shuffle=shares is None, sampler=shares, num_workers=args.workers
     )

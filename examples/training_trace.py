@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,14 +109,18 @@ def generators() -> dict[str, Any]:
 
 
 def state_digest(state: dict[str, Any]) -> str:
-    """SHA-256 over the tensors by name (name, dtype, shape, bytes), then the rest as JSON."""
+    """SHA-256 over the tensors by name (name, dtype, shape, bytes), then the rest as JSON.
+
+    Of a DTensor: the part that is on this rank.
+    """
     leaves = dict(flatten("", state))
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     rest = {name: leaf for name, leaf in leaves.items() if name not in tensors}
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sha.update(f"{name} {part.dtype} {list(part.shape)}\n".encode())
+        sha.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     sha.update(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
     return sha.hexdigest()
 
