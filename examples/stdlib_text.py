@@ -51,13 +51,16 @@ class NoisyCrops(Dataset):
         return i, torch.where(noisy, wrong, crop[:-1]), crop[1:]
 
 
-def stdlib_loader(items: int, context: int, args, share=(None, None)) -> DataLoader:
-    """A shuffling loader; of several ranks each reads its `share` (which, of how many)."""
-    crops = NoisyCrops(items, context)
-    shares = None
-    if args.parallel != "none":
-        which, of = share  # None: this rank, of all ranks
-        shares = DistributedSampler(crops, num_replicas=of, rank=which, seed=args.seed)
+def stdlib_loader(items: int, context: int, args, share=None) -> DataLoader:
+    """A shuffling loader; of several ranks each reads its `share` (which, of how many).
+
+    With a share the order of an epoch is the same however many share it, one alone too: so a run
+    can go on with another number of ranks.
+    """
+    crops, sampler = NoisyCrops(items, context), None
+    if share or args.parallel == "ddp":
+        which, of = share or (None, None)  # None: this rank, of all ranks
+        sampler = DistributedSampler(crops, num_replicas=of, rank=which, seed=args.seed)
     return DataLoader(
-        crops, args.batch_size, shuffle=shares is None, sampler=shares, num_workers=args.workers
+        crops, args.batch_size, shuffle=sampler is None, sampler=sampler, num_workers=args.workers
     )

@@ -4,6 +4,8 @@ python -m tests.campaign --budget 8m --append FILE   new seeds until the time is
 python -m tests.campaign --count 24 --seed-from 1    these seeds
 python -m tests.campaign --replay 17                 one seed, its folder kept, its logs shown
 python -m tests.campaign --family one-rank ...       `trainckpt run`, SIGTERM to one of its ranks
+python -m tests.campaign --family layouts ...        FSDP, HSDP, tensor parallel on 1 to 4 ranks
+python -m tests.campaign --family reshard ...        stopped in one layout, continued in another
 python -m tests.campaign --summary FILE              what all lines of a file amount to
 """
 
@@ -90,7 +92,7 @@ def append(file: Path, line: dict) -> None:
 
 def progress(line: dict, logs: str, folder: Path) -> None:
     family = families.of(line)
-    say = families.draw(family, line["seed"]).settings.words
+    say = line.get("chain") or families.draw(family, line["seed"]).settings.words
     hits = ", ".join(f"{s['signal']} {s['category']} {s['ended']}" for s in line["stops"]) or "none"
     mark = "ok    " if line["ok"] else "FAILED"
     text = f"{mark} seed {line['seed']}: {say}; {line['launcher']}; {hits}; {line['seconds']} s"

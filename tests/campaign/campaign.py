@@ -18,14 +18,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.campaign import drive, families, launch, report
+from tests.campaign import check_reshard, drive, families, launch, report, reshard
 from tests.campaign.check import check
 from tests.campaign.watch import Scene
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.campaign.cases import Settings
+    from tests.campaign.cases import Case, Settings
+    from tests.campaign.drive import Ended
     from tests.campaign.launch import Server
 
 
@@ -42,18 +43,25 @@ class Campaign:
     ) -> tuple[dict[str, Any], str]:
         """One case: its line, and the logs of its attempts. A failure keeps its folder."""
         case = families.draw(family, seed)
-        reference = self._reference(case.settings)
         folder = self.folder / f"{family}-seed{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        attempts = drive.run_case(case, self.server, folder)
-        wrong = check(case, attempts, folder, reference)
+        attempts, wrong = self._checked(case, folder)
         if wrong and reference_digest() != self.references.name:
             wrong.append("(the library was changed meanwhile: not a finding)")
         line = report.line_of(family, case, attempts, wrong, Scene(folder, case.settings.ranks))
         if not wrong and not keep:
             shutil.rmtree(folder)
         return line, "\n".join(ended.logs for ended in attempts)
+
+    def _checked(self, case: Case | reshard.Chain, folder: Path) -> tuple[list[Ended], list[str]]:
+        """The attempts of a case, and what is wrong."""
+        if isinstance(case, reshard.Chain):
+            attempts = reshard.run(case, self.server, folder)
+            return attempts, check_reshard.check(case, attempts, folder)
+        reference = self._reference(case.settings)
+        attempts = drive.run_case(case, self.server, folder)
+        return attempts, check(case, attempts, folder, reference)
 
     def _reference(self, settings: Settings) -> Path:
         whole = self.references / settings.key

@@ -57,36 +57,37 @@ def began(ended: Ended) -> Place:
 
 
 def _attempt(case: Case, ended: Ended, scene: Scene) -> Iterator[str]:
+    committed = ended.before[2]
+    yield from attempt_as_told(case, ended, scene, committed[-1].place if committed else (0, 0))
+
+
+def attempt_as_told(case: Case, ended: Ended, scene: Scene, first: Place) -> Iterator[str]:
+    """What is wrong with an attempt that was to go on from `first`."""
     if ended.hung:
         yield f"hung for {ended.seconds:.0f} s"
     if ended.left_over:
         yield f"processes {ended.left_over} were left over"
-    yield from _start(ended)
-    yield from _lines(case.settings, ended, scene)
+    yield from _start(ended, first)
+    yield from _lines(case.settings, ended, scene, first)
     yield from _end(case, ended, scene)
 
 
-def _start(ended: Ended) -> Iterator[str]:
+def _start(ended: Ended, first: Place) -> Iterator[str]:
     if ended.attempt_line is None:
         return
-    committed = ended.before[2]
-    newest = committed[-1].place if committed else (0, 0)
-    if began(ended) != newest:
-        yield f"went on from {began(ended)}, but {newest} was committed"
+    if began(ended) != first:
+        yield f"went on from {began(ended)}, but {first} was committed"
     found = ended.attempt_line["lines"]  # of the files there were: a missing last one has no entry
-    if [*found, *[0] * (len(ended.before[0]) - len(found))] != ended.before[0]:
+    here = len(ended.before[0])  # ranks; there may have been more
+    if [*found, *[0] * here][:here] != ended.before[0]:
         yield f"found {ended.attempt_line['lines']} lines, there were {ended.before[0]}"
 
 
-def _lines(settings: Settings, ended: Ended, scene: Scene) -> Iterator[str]:
+def _lines(settings: Settings, ended: Ended, scene: Scene, first: Place) -> Iterator[str]:
     """From where the attempt began, each line is the one that follows."""
     for rank in range(settings.ranks):
-        first, last = ended.before[0][rank], ended.lines[rank]
-        if ended.attempt_line is None and ended.before[2]:
-            place = ended.before[2][-1].place
-        else:
-            place = began(ended)
-        for line in scene.lines(rank)[first:last]:
+        place = began(ended) if ended.attempt_line else first
+        for line in scene.lines(rank)[ended.before[0][rank] : ended.lines[rank]]:
             if place_of(line) != place:
                 yield f"rank {rank} trained {place_of(line)} where {place} was to come"
                 return

@@ -91,7 +91,7 @@ def run_case(case: Case, server: Server, folder: Path) -> list[Ended]:
     attempts: list[Ended] = []
     for stop in (*case.stops, None):
         log = folder / f"attempt{len(attempts) + 1}.log"
-        ended = _attempt(case, stop, server, scene, log)
+        ended = attempt_of(case, stop, server, scene, log)
         attempts.append(ended)
         if ended.finished or ended.hung:
             break
@@ -106,7 +106,8 @@ def run_reference(settings: Settings, server: Server, folder: Path) -> None:
         raise RuntimeError(f"the reference did not finish: {settings.words}\n{ended.logs}")
 
 
-def _attempt(case: Case, stop: Stop | None, server: Server, scene: Scene, log: Path) -> Ended:
+def attempt_of(case: Case, stop: Stop | None, server: Server, scene: Scene, log: Path) -> Ended:
+    """Launch, stop and see off one attempt."""
     began = time.monotonic()
     records = scene.records()
     before = (scene.line_counts(), len(scene.attempt_lines()), scene.snapshots(committed=True))

@@ -6,16 +6,22 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.campaign import cases, one_rank
+from tests.campaign import cases, layouts, one_rank, reshard
 
 if TYPE_CHECKING:
     from tests.campaign.cases import Case
+    from tests.campaign.reshard import Chain
 
-RANDOM, ONE_RANK = "random", "one-rank"
-FAMILIES = {RANDOM: [cases], ONE_RANK: [one_rank, cases]}  # with all files that draw
+RANDOM, ONE_RANK, LAYOUTS, RESHARD = "random", "one-rank", "layouts", "reshard"
+FAMILIES = {  # with all files that draw
+    RANDOM: [cases],
+    ONE_RANK: [one_rank, cases],
+    LAYOUTS: [layouts, cases],
+    RESHARD: [reshard, cases],
+}
 
 
-def draw(family: str, seed: int) -> Case:
+def draw(family: str, seed: int) -> Case | Chain:
     """The case of this seed."""
     return FAMILIES[family][0].draw(seed)
 

@@ -28,12 +28,13 @@ def line_of(
 ) -> dict[str, Any]:
     """What is kept of one case. A stop whose moment never came is left out."""
     shot = [ended for ended in attempts if ended.shot is not None]
-    one_rank = family == families.ONE_RANK
+    one_rank, old = family == families.ONE_RANK, family == families.RANDOM
     return {
         "seed": case.seed,
-        **({"family": family, "commit": library_commit()} if one_rank else {}),
+        **({} if old else {"family": family, "commit": library_commit()}),
         "drawn_by": families.drawn_by(family),
         "settings": asdict(case.settings),
+        **({"chain": case.title} if family == families.RESHARD else {}),
         "launcher": case.launcher,
         "stops": [
             _stop(case, ended, scene) | (_supervised(case, ended, scene) if one_rank else {})
@@ -109,10 +110,58 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def summary(lines: list[dict[str, Any]]) -> str:
     """Of each family that is there: the distribution, and whether the quotas are met."""
-    own = [line for line in lines if families.of(line) == families.ONE_RANK]
-    others = [line for line in lines if families.of(line) == families.RANDOM]
-    parts = [_summary(others)] if others or not own else []
-    return "\n\n".join([*parts, *([_one_rank(own)] if own else [])])
+    own = {name: [one for one in lines if families.of(one) == name] for name in families.FAMILIES}
+    if not lines:
+        return _summary([])
+    summaries = _summary, _one_rank, _layouts, _reshard
+    return "\n\n".join(
+        told(own[name]) for name, told in zip(own, summaries, strict=True) if own[name]
+    )
+
+
+def _layouts(lines: list[dict[str, Any]]) -> str:
+    """The family "layouts": by layout and number of ranks."""
+    layout = "{parallel} {ranks}".format_map
+    parts = [
+        _head(lines, "of FSDP, HSDP and tensor parallel"),
+        _table("layout", lines, lambda line: {layout(line["settings"])}),
+        _table("category", lines, lambda line: {s["category"] for s in line["stops"]}),
+        _table("signal", lines, lambda line: {s["signal"] for s in line["stops"]}),
+        _table("ended", lines, lambda line: {s["ended"] for s in line["stops"]}),
+        _table("launcher", lines, lambda line: {line["launcher"]}),
+        _table("workers", lines, lambda line: {line["settings"]["workers"]}),
+        _ends(lines),
+    ]
+    return "\n".join(parts)
+
+
+def _reshard(lines: list[dict[str, Any]]) -> str:
+    """The family "reshard": by chain of layouts."""
+    parts = [
+        _head(lines, "that went on in other layouts"),
+        _table("chain", lines, lambda line: {line["chain"].partition(",")[0]}),
+        _table("signal", lines, lambda line: {s["signal"] for s in line["stops"]}),
+        _table("workers", lines, lambda line: {line["settings"]["workers"]}),
+        _ends(lines),
+    ]
+    return "\n".join(parts)
+
+
+def _head(lines: list[dict[str, Any]], what: str) -> str:
+    ok, seconds = sum(line["ok"] for line in lines), sum(line["seconds"] for line in lines)
+    stops = sum(len(line["stops"]) for line in lines)
+    return f"{len(lines)} cases {what}, {ok} ok, {stops} stops, {seconds / len(lines):.1f} s a case"
+
+
+def _ends(lines: list[dict[str, Any]]) -> str:
+    stops = [stop for line in lines for stop in line["stops"]]
+    inside = sum(stop["inside_window"] for stop in stops)
+    failed = [line["seed"] for line in lines if not line["ok"]]
+    rows = [
+        (not failed, f"{len(failed)} failed{': seeds ' if failed else ''}{str(failed)[1:-1]}"),
+        (inside >= INSIDE * len(stops), f"{inside} of {len(stops)} stops inside a window"),
+    ]
+    return "\n".join(f"{'met    ' if met else 'NOT MET'}  {text}" for met, text in rows)
 
 
 def _one_rank(lines: list[dict[str, Any]]) -> str:
