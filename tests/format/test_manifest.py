@@ -13,6 +13,7 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format import strict
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
+from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 
@@ -20,7 +21,7 @@ D = digest(b"d")
 MANIFEST = Manifest(
     "run", SnapshotName(2, 7, 12, 3), "s8~1.4", Cursor(1, 12, 3, 7, 51, 204), 2,
     (FileEntry("rank00000.safetensors", 5000, D, D), FileEntry("rank00001.safetensors", 1, D, D)),
-    {"w": TensorEntry("F32", (2, 3), SPLIT), "b": TensorEntry("BF16", (), RANK)},
+    {"w": TensorEntry("F32", (2, 3), SPLIT, replicated(2)), "b": TensorEntry("BF16", (), RANK)},
     1.5, tags=("best",), reason="SIGTERM", fingerprint={"torch": "2", "threads": 1},
 )  # fmt: skip
 
@@ -60,31 +61,56 @@ def test_every_truncation_is_found():
 
 
 def test_a_newer_format_says_so_and_what_to_do():
-    with pytest.raises(UnusableSnapshot, match="format version 2") as caught:
-        manifests.load(with_changes(format=2), "x")
+    with pytest.raises(UnusableSnapshot, match="format version 3") as caught:
+        manifests.load(with_changes(format=3), "x")
     assert "the release of trainckpt that wrote it" in caught.value.hint
 
 
 FILE = {"name": "a", "bytes": 1, "digest": D, "header": D}
+FILES = {"bytes": [1, 2], "digests": D * 2, "headers": D * 2}
+LAYOUT = {"mesh": [2], "strides": [1], "base": 0, "dims": [-1], "order": [0]}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": [{**FILE, "name": "../../etc/passwd"}, FILE]},
-        {"files": [{**FILE, "name": ".."}, FILE]},
-        {"files": [{**FILE, "name": "/etc/passwd"}, FILE]},
-        {"files": [{**FILE, "bytes": -1}, {**FILE, "name": "b"}]},
-        {"files": [{**FILE, "bytes": 2**70}, {**FILE, "name": "b"}]},
-        {"files": [{**FILE, "digest": "0"}, {**FILE, "name": "b"}]},
-        {"files": [FILE, FILE]},  # one file twice
-        {"files": [FILE]},  # for two ranks
-        {"files": {}},
-        {"files": ["a", "b"]},
+        {"format": 1, "files": [{**FILE, "name": "../../etc/passwd"}, FILE]},
+        {"format": 1, "files": [{**FILE, "name": ".."}, FILE]},
+        {"format": 1, "files": [{**FILE, "name": "/etc/passwd"}, FILE]},
+        {"format": 1, "files": [{**FILE, "bytes": -1}, {**FILE, "name": "b"}]},
+        {"format": 1, "files": [{**FILE, "bytes": 2**70}, {**FILE, "name": "b"}]},
+        {"format": 1, "files": [{**FILE, "digest": "0"}, {**FILE, "name": "b"}]},
+        {"format": 1, "files": [FILE, FILE]},  # one file twice
+        {"format": 1, "files": [FILE]},  # for two ranks
+        {"format": 1, "files": {}},
+        {"format": 1, "files": ["a", "b"]},
+        {"files": []},
+        {"files": {**FILES, "bytes": [1]}},
+        {"files": {**FILES, "bytes": [1, -1]}},
+        {"files": {**FILES, "bytes": [1, True]}},
+        {"files": {**FILES, "digests": D}},
+        {"files": {**FILES, "headers": "Z" * 64}},
+        {"layouts": {}},
+        {"layouts": []},  # a tensor refers to the first
+        {"layouts": [{**LAYOUT, "mesh": [3]}]},  # of two ranks
+        {"layouts": [{**LAYOUT, "base": 1}]},
+        {"layouts": [{**LAYOUT, "strides": [0]}]},  # one rank twice
+        {"layouts": [{**LAYOUT, "order": [1]}]},
+        {"layouts": [{**LAYOUT, "order": []}]},
+        {"layouts": [{**LAYOUT, "dims": [-2]}]},
+        {"layouts": [{**LAYOUT, "dims": [2]}]},  # of a matrix
+        {"layouts": [{**LAYOUT, "dims": ["0"]}]},
+        {"layouts": [{**LAYOUT, "mesh": [0]}]},
+        {"layouts": [{**LAYOUT, "mesh": [], "strides": [], "dims": [], "order": []}]},
+        {"window": {"step": 1}},
+        {"window": 3},
         {"world": -1},
         {"world": True},
-        {"tensors": {"w": ["F32", [2, -3], "split"]}},
-        {"tensors": {"w": ["F32", [2], "everywhere"]}},
+        {"tensors": {"w": ["F32", [2, -3], 0]}},
+        {"tensors": {"w": ["F32", [2], 1]}},
+        {"tensors": {"w": ["F32", [2], True]}},
+        {"tensors": {"w": ["F32", [2], "split"]}},
+        {"tensors": {"w": ["F33", [2], 0]}},
         {"tensors": {"w": ["F32", "x", "rank"]}},
         {"tensors": {"w": 3}},
         {"cursor": {"step": 1}},

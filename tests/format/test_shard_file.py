@@ -117,7 +117,7 @@ def test_a_region_that_does_not_fit_the_file_is_refused(entries, file_bytes):
 @pytest.mark.parametrize(
     "facts",
     [
-        {"format": 2},
+        {"format": 3},
         {"format": True},
         {"format": None},
         {"rank": -1},

@@ -18,6 +18,7 @@ from trainckpt.state.stage import (
     Destination,
     TensorsChanged,
     describe,
+    parse_values,
     stream,
 )
 
@@ -74,37 +75,36 @@ def test_the_live_tensors_may_change_once_they_are_staged():
     assert bytes(shard.data) == before
 
 
+def whole_region(name, dtype, of, true_dtype=""):
+    return Region(name, dtype, (0,) * len(of), of, of, true_dtype)
+
+
 @pytest.mark.parametrize("of", [(2**62, 2**62), (2**50,), (2**62, 2**62, 0)])
 def test_a_region_of_more_than_can_be_had_is_refused(of):
+    region = whole_region("w", "F32", of)
     with pytest.raises(UnusableSnapshot):
-        Destination().memory_for(Region("w", "F32", (0,) * len(of), of, of))
+        Destination({"w": None}).memory_for(region, region.box)
 
 
 def test_bytes_that_cannot_be_of_their_type_are_refused():
     for true in ("complex128", "load", "quint8"):
-        destination = Destination()
-        destination.memory_for(Region("values.json", "U8", (0,), (2,), (2,)))[:] = b"{}"
-        destination.memory_for(Region("w", "U8", (0,), (3,), (3,), true))
+        destination, region = Destination({"w": None}), whole_region("w", "U8", (3,), true)
+        destination.memory_for(region, region.box)
         with pytest.raises(UnusableSnapshot):
-            destination.finish()
+            destination.finish({})
 
 
 @pytest.mark.parametrize("values", [b"[]", b"{", b"[" * 100_000, b'{"a":1,"a":2}'])
 def test_values_that_are_no_object_are_refused(values):
-    destination = Destination()
-    destination.memory_for(Region("values.json", "U8", (0,), (len(values),), (len(values),)))[:] = (
-        values
-    )
     with pytest.raises(UnusableSnapshot):
-        destination.finish()
+        parse_values(torch.frombuffer(bytearray(values), dtype=torch.uint8))
 
 
 def test_a_tensor_of_which_a_part_was_not_read_is_refused():
-    destination = Destination()
-    destination.memory_for(Region("values.json", "U8", (0,), (2,), (2,)))[:] = b"{}"
-    destination.memory_for(Region("w", "U8", (0,), (3,), (9,)))
+    destination, region = Destination({"w": None}), Region("w", "U8", (0,), (3,), (9,))
+    destination.memory_for(region, region.box)
     with pytest.raises(UnusableSnapshot, match="w: a part of it is missing"):
-        destination.finish()
+        destination.finish({})
 
 
 def streamed(model):

@@ -78,7 +78,10 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
         held = regions.get(key)
     if held is None:
         raise UnusableSnapshot(f"{what} does not hold {read.tensor[:100]}")
-    fits = read.region is None or (held.box, held.of) == (read.region, entry.shape)
+    if read.region is None:
+        fits = held.is_whole
+    else:
+        fits = (held.box, held.of) == (read.region, entry.shape)
     if not fits or held.dtype != entry.dtype or held.tensor != read.tensor:
         raise UnusableSnapshot(f"{read.tensor[:100]} in {what} is not what the manifest says")
     return held
@@ -107,6 +110,8 @@ def _parts(
         o + n > of for o, n, of in zip(wanted.offset, wanted.shape, entry.shape, strict=True)
     ):
         raise UnusableSnapshot(f"{name[:100]} is {list(entry.shape)}, too small for {wanted}")
+    if 0 in entry.shape:
+        yield Read(layout.base, name, whole(entry.shape), whole(entry.shape))
     for coordinate, box in layout.overlapping(entry.shape, wanted):
         common = box.common(wanted)
         low = common.offset[0] - box.offset[0] if box.shape else 0

@@ -47,6 +47,8 @@ def plan_save(
         for region in held:
             first, last = stretch.rows(region.tensor, region.box, replica)
             own += _rows(region, first, last)
+            if 0 in region.of and rank == layout.base:  # no bytes, but a name in a file
+                own.append(replace(region, offset=(0,) * len(region.of), shape=region.of))
     return tuple(sorted(own, key=lambda region: region.key))
 
 
@@ -68,7 +70,7 @@ def equal_groups(reports: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
 
 
 def _rows(region: Region, first: int, last: int) -> list[Region]:
-    if first >= last or (region.box.is_empty and 0 not in region.of):
+    if first >= last or region.box.is_empty:
         return []
     if not region.shape:
         return [region]

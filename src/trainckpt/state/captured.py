@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
@@ -20,10 +21,19 @@ from trainckpt.state import sharded, values
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainckpt.format.layout import Layout
+    from trainckpt.format.layout import Box, Layout
 
 _LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 VALUES = "values.json"  # the tensor (bytes) that holds all values of a rank
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the part of a sharded tensor that this rank holds lies in the whole."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    box: Box
 
 
 @dataclass
@@ -34,14 +44,14 @@ class Captured:
         tensors: Live, dense tensors, on any device: this rank's part of sharded ones.
         groups: Tensor name -> group. Ranks whose whole group has equal bytes keep one copy,
             split over them; a tensor without a group is this rank's own.
-        placed: Tensor name -> how it lies over the ranks and the shape of the whole, of sharded
-            ones. A sharded tensor that is not here has no regular layout.
+        placed: Tensor name -> how it lies over the ranks, of sharded ones. A sharded tensor that
+            is not here has no regular layout.
         values: Part of the state -> encoded values.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
-    placed: dict[str, tuple[Layout, tuple[int, ...]]] = field(default_factory=dict)
+    placed: dict[str, Placed] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor, group: str = "") -> dict[str, Any]:
@@ -72,14 +82,17 @@ class Captured:
         """Tensor -> layout, of those that may be no rank's own: their replicas may be equal."""
         plain = replicated(world)
         return {
-            name: self.placed[name][0] if name in self.placed else plain for name in self.groups
+            name: self.placed[name].layout if name in self.placed else plain
+            for name in self.groups
         }
 
     def _add_sharded(self, name: str, tensor: torch.Tensor, group: str) -> dict[str, Any]:
         layout = sharded.layout_of(tensor)
         node = self.add(name, sharded.local(tensor), group if layout else "")
         if layout is not None:
-            self.placed[node["$tensor"]] = (layout, tuple(tensor.shape))
+            shape, rank = tuple(tensor.shape), torch.distributed.get_rank()
+            box = layout.box(shape, layout.coordinate(rank))
+            self.placed[node["$tensor"]] = Placed(layout, shape, box)
         return {**node, "sharded": sharded.describe(tensor)}
 
     def encode(self, value: Any, path: str, group: str = "") -> Any:

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 import xxhash
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
@@ -303,8 +302,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def _held(name: str, tensor: torch.Tensor, captured: Captured) -> Region:
     box, of = whole(tuple(tensor.shape)), tuple(tensor.shape)
     if name in captured.placed:
-        layout, of = captured.placed[name]
-        box = layout.box(of, layout.coordinate(torch.distributed.get_rank()))
+        box, of = captured.placed[name].box, captured.placed[name].shape
     dtype = _NAMES.get(tensor.dtype)
     if dtype is not None:
         return Region(name, dtype, box.offset, box.shape, of)
@@ -333,12 +331,13 @@ def _as_live(tensor: torch.Tensor, true_dtype: str) -> torch.Tensor:
 def _source(captured: Captured, region: Region) -> torch.Tensor:
     """The rows of a live tensor that a region stores."""
     tensor = _as_stored(captured.tensors[region.tensor])
+    if 0 in region.shape:
+        return tensor.new_empty(region.shape)
     if not region.shape or tensor.shape[0] == region.shape[0]:
         return tensor
     first = 0
     if region.tensor in captured.placed:
-        layout, of = captured.placed[region.tensor]
-        first = layout.box(of, layout.coordinate(torch.distributed.get_rank())).offset[0]
+        first = captured.placed[region.tensor].box.offset[0]
     return tensor.narrow(0, region.offset[0] - first, region.shape[0])
 
 

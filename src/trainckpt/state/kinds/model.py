@@ -88,7 +88,7 @@ class ModelState:
         found += [f"{name} is gone: only the snapshot has it" for name in stored - live.keys()]
         for name in sorted(live.keys() & stored):
             mine, theirs = live[name], saved.tensors.get(name)
-            if theirs is None:
+            if theirs is None or theirs.shape != sharded.local(mine).shape:
                 found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
                              f"{list(mine.shape)} now")  # fmt: skip
             elif mine.dtype != theirs.dtype:

@@ -85,7 +85,9 @@ class OptimizerState:
                 what = f"lost {gone[:3]}, gained {added[:3]}" if gone or added else "another order"
                 found.append(f"{self.name}: parameter group {i} {what}")
         for name, parameter in self.untracked(names).items():
-            if name in saved.shapes and name not in saved.tensors:
+            held = saved.tensors.get(name)
+            fits = held is not None and held.shape == sharded.local(parameter).shape
+            if name in saved.shapes and not fits:
                 found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
                              f"{list(parameter.shape)} now")  # fmt: skip
         return found

@@ -1,0 +1,117 @@
+"""Save under one layout, restore under another: bit-exact, no byte twice, few bytes too many."""
+
+from __future__ import annotations
+
+from math import prod
+from random import Random
+
+import pytest
+import torch
+
+from tests.snapshot import layouts
+from trainckpt.format.layout import Layout, replicated
+from trainckpt.format.manifest import RANK
+from trainckpt.snapshot import catalog
+from trainckpt.tiers.local import LocalTier
+
+SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 4), (1, 1), (2, 5), (5, 3), (13, 8), (64, 64, 3),
+          (257, 33), (1000, 3), (3, 1000), (2, 3, 5, 7)]  # fmt: skip
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+LARGE = [(2048, 512), (1500, 700), (3001, 301), (640, 2048), (400_000,)]
+
+
+def same(mine, theirs):
+    return mine.dtype == theirs.dtype and torch.equal(
+        mine.contiguous().view(torch.uint8) if mine.dim() else mine,
+        theirs.contiguous().view(torch.uint8) if theirs.dim() else theirs,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_layout_is_read_into_any_other_to_the_bit(tmp_path, seed):
+    """Uneven, empty and 0-size shards, scalars, replicas that are split, of every type."""
+    random, tier = Random(seed), LocalTier(tmp_path)
+    world, later = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3, 4])
+    tensors = {
+        f"t{i}": layouts.drawn(random, random.choice(SHAPES), random.choice(TYPES))
+        for i in range(random.randint(1, 9))
+    }
+    if random.random() < 0.5:
+        tensors["large"] = layouts.drawn(random, random.choice(LARGE))
+    first = {n: layouts.draw_layout(random, world, t.dim()) for n, t in tensors.items()}
+    second = {n: layouts.draw_layout(random, later, t.dim()) for n, t in tensors.items()}
+    manifest = layouts.save(tier, world, tensors, first)
+    manifest = catalog.load_manifest(tier, "run", manifest.name)  # through its bytes
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for rank in range(later):
+        wanted = layouts.boxes(later, rank, shapes, second)
+        found = layouts.restore(tier, manifest, wanted)
+        for name, box in wanted.items():
+            assert same(found[name], layouts.part(tensors[name], box)), (name, first[name], box)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_rank_reads_what_it_needs_and_all_write_what_there_is(tmp_path, seed):
+    """Within 5 % and 2 %, a window's gradients included: whole on every rank, all different."""
+    random, tier = Random(100 + seed), LocalTier(tmp_path)
+    world, later = random.choice([1, 2, 3, 4]), random.choice([1, 2, 3, 4])
+    tensors = {f"t{i}": layouts.drawn(random, shape) for i, shape in enumerate(LARGE)}
+    first = {n: layouts.draw_layout(random, world, t.dim()) for n, t in tensors.items()}
+    second = {
+        n: layouts.draw_layout(random, later, t.dim(), columns=False) for n, t in tensors.items()
+    }
+    gradient = (900, 901)
+
+    def own(rank):
+        return {"gradients/t0#unsharded": layouts.drawn(Random(seed * 7 + rank), gradient)}
+
+    manifest = layouts.save(tier, world, tensors, first, own)
+    unique = sum(t.nbytes for t in tensors.values()) + world * 4 * prod(gradient)
+    assert manifest.num_bytes <= 1.02 * unique
+    needed, read = 0, 0
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for rank in range(later):
+        counting = layouts.Counting(tier)
+        found = layouts.restore(counting, manifest, layouts.boxes(later, rank, shapes, second))
+        needs = sum(tensor.nbytes for tensor in found.values())
+        if needs > 1 << 20:
+            assert counting.num_bytes <= 1.05 * needs, (rank, counting.num_bytes / needs)
+        needed, read = needed + needs, read + counting.num_bytes
+    assert read <= 1.05 * needed
+
+
+def test_replicas_that_differ_are_kept_as_each_ranks_own(tmp_path):
+    """Nothing is thrown away because it should be equal."""
+    tier, layout = LocalTier(tmp_path), replicated(2)
+
+    def own(rank):
+        return {}
+
+    tensors = {"a": torch.arange(5.0)}
+    ranks = []
+    original = layouts.held_by
+
+    def diverged(rank, *rest):
+        found = original(rank, *rest)
+        found.tensors["a"] = found.tensors["a"] + rank
+        ranks.append(rank)
+        return found
+
+    layouts.held_by = diverged
+    try:
+        manifest = layouts.save(tier, 2, tensors, {"a": layout}, own)
+    finally:
+        layouts.held_by = original
+    assert manifest.tensors["a"].placement == RANK
+    for rank in range(2):
+        found = layouts.restore(tier, manifest, {"a": None}, donor=rank)
+        assert torch.equal(found["a"], torch.arange(5.0) + rank)
+
+
+def test_tied_tensors_are_written_once_by_whoever_holds_them(tmp_path):
+    """A tensor that two models share has one name, and so one copy."""
+    tier = LocalTier(tmp_path)
+    table = torch.randn(400, 300)
+    layout = Layout((2, 2), (2, 1), 0, (None, 0), (0, 1))
+    manifest = layouts.save(tier, 4, {"model/a": table}, {"model/a": layout})
+    assert manifest.num_bytes <= 1.02 * table.nbytes + 4 * (4096 + 8)
