@@ -59,10 +59,10 @@ def capture(module: nn.Module, name: str, out: Captured) -> dict[str, Any] | Non
 
 def differences(module: nn.Module, name: str, tree: dict[str, Any] | None) -> list[str]:
     """What was sharded otherwise than it is now, one sentence each."""
-    then = {p: [list(g["gradients"]) for g in unit["groups"]] for p, unit in (tree or {}).items()}
+    then = {p: [sorted(g["gradients"]) for g in unit["groups"]] for p, unit in (tree or {}).items()}
     known = paths(module)
     now = {
-        path: [list(held_by_path(group, known)) for group in groups(unit)]
+        path: [sorted(held_by_path(group, known)) for group in groups(unit)]
         for path, unit in units(module).items()
     }
     full = {path: f"{name}/{path}" if path else name for path in then.keys() | now.keys()}
@@ -98,18 +98,26 @@ def apply(module: nn.Module, tree: dict[str, Any] | None, saved: Saved) -> None:
 
 
 def gradient_bytes(module: nn.Module) -> tuple[int, int]:
-    """Bytes of what `capture` would add on this rank: now, and at most. Any thread."""
-    now = possible = 0
+    """Bytes that `capture` will add on this rank at the next boundary, and at most. Any thread.
+
+    Told from flags and sizes alone: to read `.grad` while another thread is in a backward
+    corrupts torch's memory.
+    """
+    coming = possible = 0
     for unit in units(module).values():
         for group in groups(unit):
-            partial, policy = group._partial_reduce_output, group.mp_policy
-            now += 0 if partial is None else partial.nbytes
+            policy = group.mp_policy
             for held in group.fsdp_params:
-                now += sum(_local(g).nbytes for g in _gradients(held).values() if g is not None)
+                if not held.sharded_param.requires_grad:
+                    continue
                 dtype = policy.reduce_dtype or policy.param_dtype or held.sharded_param.dtype
-                if held.sharded_param.requires_grad:
-                    possible += held._orig_size.numel() * dtype.itemsize
-    return now, possible
+                whole = held._orig_size.numel() * dtype.itemsize
+                possible += whole
+                if not group.reduce_grads:
+                    coming += whole
+                elif not group.all_reduce_grads and group.mesh_info.replicate_mesh_dim is not None:
+                    coming += held.padded_sharded_param_size.numel() * dtype.itemsize
+    return coming, possible
 
 
 def _capture_group(group: Any, known: dict[int, str], prefix: str, out: Captured) -> dict[str, Any]:
