@@ -13,7 +13,13 @@ def make_run(tmp_path, monkeypatch):
     for name in ("TRAINCKPT_PROVE", "TRAINCKPT_SUPERVISOR", AT_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
-    def make(name: str = "run", steps: int = 3, at: str | None = None, tag: str | None = None):
+    def make(
+        name: str = "run",
+        steps: int = 3,
+        at: str | None = None,
+        tag: str | None = None,
+        each=lambda run, step: None,
+    ):
         if at:
             monkeypatch.setenv(AT_VARIABLE, at)
         model = torch.nn.Linear(4, 4)
@@ -26,6 +32,7 @@ def make_run(tmp_path, monkeypatch):
                 if tag and ckpt.cursor.step == 1:
                     ckpt.save(tag=tag)
                 ckpt.boundary()
+                each(run, ckpt.cursor.step)
                 model(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
         monkeypatch.delenv(AT_VARIABLE, raising=False)

@@ -14,9 +14,9 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import list_, show
+from trainckpt.cli import show
 from trainckpt.errors import TierUnavailable, TrainckptError
-from trainckpt.lifecycle import heartbeat, place
+from trainckpt.lifecycle import heartbeat, place, source
 from trainckpt.lifecycle.machine import Item, examine
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.tiers import capabilities
@@ -158,7 +158,7 @@ def _run(tier: LocalTier, found: Capabilities) -> list[Item]:
     """The run that is there, if any; and room for its next snapshots."""
     try:
         run = attempts.run_id(tier)
-        candidates = list_.read(tier) if run else ()
+        candidates = source.read_candidates(tier) if run else ()
     except TrainckptError as error:
         return [Item("run", ok=False, value=error.message, cure=error.hint)]
     largest = max((c.manifest.num_bytes for c in candidates if c.manifest), default=0)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
-from trainckpt.errors import NothingToResume
 from trainckpt.format.attempt import ENDED, UNDECIDED
-from trainckpt.lifecycle import heartbeat, place
-from trainckpt.snapshot import attempts, catalog
+from trainckpt.lifecycle import heartbeat, place, source
+from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
     import argparse
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.snapshot.catalog import Candidate
-    from trainckpt.tiers.base import Tier
     from trainckpt.tiers.local import LocalTier
 
 ATTEMPT_COLUMNS = ("attempt", "began from", "ranks", "started", "how it is", "exit code",
@@ -31,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Print the candidates, newest first."""
     tier = place.open_place(arguments.run)
-    candidates = read(tier)
+    candidates = source.read_candidates(tier)
     if arguments.json:
         rows = [to_json(c, tier.name) for c in candidates]
         more = {"attempts": _attempts(tier)} if arguments.attempts else {}
@@ -51,14 +49,6 @@ def execute(arguments: argparse.Namespace) -> int:
             [_attempt_row(row) for row in _attempts(tier)],
         )
     return 0
-
-
-def read(tier: Tier) -> tuple[Candidate, ...]:
-    """The catalog of the run at `tier`; `NothingToResume` if there is no run."""
-    run = attempts.run_id(tier)
-    if run is None:
-        raise NothingToResume(f"there is no run at {tier.url}", hint="check the path")
-    return catalog.read_catalog(tier, run, attempts.read_attempts(tier))
 
 
 def to_json(candidate: Candidate, tier: str) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import list_, show
-from trainckpt.errors import NothingToResume, UnusableSnapshot
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.names import split_target
 from trainckpt.format.shard_file import ITEM_BYTES
-from trainckpt.lifecycle import place
-from trainckpt.snapshot import catalog
+from trainckpt.lifecycle import place, source
 from trainckpt.snapshot.restore import read_header
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     Shards = dict[str, list[tuple[str, Region]]]
 
 PLACEMENTS = {"split": "one copy", "rank": "each rank's own"}
-LATEST = "latest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +34,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print one snapshot: reads its manifest and the headers of its files, not the data."""
     run, wanted = split_target(arguments.target)
     tier = place.open_place(run)
-    candidate = _choose(tier, wanted)
+    candidate = source.choose(tier, wanted)
     manifest = candidate.manifest
     if manifest is None:
         raise UnusableSnapshot(f"{candidate.name}: {candidate.reason}")
@@ -57,22 +55,6 @@ def execute(arguments: argparse.Namespace) -> int:
     for reason in unread:
         print(f"not read: {reason}")
     return 0
-
-
-def _choose(tier: Tier, wanted: str | None) -> Candidate:
-    candidates = list_.read(tier)
-    if all(c.reason == catalog.NOT_COMMITTED for c in candidates):
-        raise NothingToResume(
-            f"{tier.url}: no snapshot was committed yet",
-            hint=f"trainckpt list --attempts {tier.url}",
-        )
-    if wanted in (None, LATEST) and not any(c.usable for c in candidates):
-        why = "; ".join(f"{c.name}: {c.reason}" for c in candidates[:3])
-        raise UnusableSnapshot(
-            f"{tier.url} has no usable snapshot: {why}",
-            hint=f"trainckpt list {tier.url}, and name one of them",
-        )
-    return catalog.find(candidates, wanted or LATEST)
 
 
 def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from trainckpt.cli import list_, show
+from trainckpt.cli import show
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.names import MANIFEST, split_target
-from trainckpt.lifecycle import place
+from trainckpt.lifecycle import place, source
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot import verify as verifying
 from trainckpt.snapshot.verify import Copy
@@ -32,7 +32,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Check every committed snapshot, or one; 65 if any copy is bad."""
     run, wanted = split_target(arguments.target)
     tier = place.open_place(run)
-    candidates = list_.read(tier)
+    candidates = source.read_candidates(tier)
     chosen = (catalog.find(candidates, wanted),) if wanted else candidates
     chosen = tuple(c for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED)
     copies = _check(tier, chosen)

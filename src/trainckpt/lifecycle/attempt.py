@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.last_save import LastSave
@@ -114,7 +115,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     here = fingerprint(crew.world.size)
     parent = str(beginning.manifest.name) if beginning.manifest else None
     log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
-    record_parent(crew.channel, log, parent)
+    record_parent(crew.channel, log, parent, {KEEP_LAST: crew.options.keep_last})
     facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
     saver = Saver(
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, crew.position.window_start

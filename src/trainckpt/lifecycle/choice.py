@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MOST_DEATHS = 2
 READING = "reading"  # in an attempt's record: what it was reading, before its parent is decided
+KEEP_LAST = "keep_last"  # in it too: for whoever prunes the run from outside
 # In the outcome that a supervisor writes: the state in which the attempt died by itself.
 DIED_WHILE = "died_while"
 # Ends that say nothing against the snapshot: refusals, stops, and signals meant for the process.

@@ -32,6 +32,11 @@ def open_place(run: str | os.PathLike[str] | None) -> LocalTier:
             hint='name a directory, Checkpointer("runs/x", ...), or launch the script with '
             "`trainckpt run --run runs/x`",
         )
+    return open_other_place(run)
+
+
+def open_other_place(run: str | os.PathLike[str]) -> LocalTier:
+    """The tier at `run`, as `open_place`; also in a proof, which moves only the proven run."""
     protocol, path = split_protocol(os.fspath(run))
     if protocol not in (None, "file", "local"):
         raise ConfigurationError(

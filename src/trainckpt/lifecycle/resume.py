@@ -129,15 +129,17 @@ def begin(
         raise
 
 
-def record_parent(channel: Channel, log: AttemptLog, parent: str | None) -> None:
-    """Rank 0 records from where the attempt began; all ranks go on only if that stands.
+def record_parent(
+    channel: Channel, log: AttemptLog, parent: str | None, facts: Mapping[str, Any]
+) -> None:
+    """Rank 0 records from where and how the attempt began; all ranks go on only if that stands.
 
     An attempt whose parent is not recorded would let a later one take an abandoned branch for
     its ancestry.
     """
     told: dict[str, Any] = {"ok": True}
     try:
-        log.change(must=True, parent=parent)
+        log.change(must=True, parent=parent, facts={**log.record.facts, **facts})
     except TrainckptError as error:
         told = {"error": error_json.to_json(error)}
     told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]

@@ -1,0 +1,131 @@
+"""prune: delete the checkpoints that the retention policy no longer keeps, and dead files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.cli import show
+from trainckpt.format.attempt import UNDECIDED
+from trainckpt.lifecycle import heartbeat, place, source
+from trainckpt.lifecycle.choice import KEEP_LAST, READING
+from trainckpt.lifecycle.options import read_options
+from trainckpt.snapshot import attempts, prune, sweep
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.tiers.local import LocalTier
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument(
+        "--keep-last", type=show.count, metavar="N",
+        help="usable snapshots to keep, beside the tagged ones; else as many as the run itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--abandoned", action="store_true",
+        help="abandoned branches too: what no resume takes unless it is named",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="delete nothing, only say what")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Plan, delete, and say what went, why, and how many bytes that freed."""
+    tier = place.open_place(arguments.run)
+    newest = attempts.newest(tier)
+    records = attempts.read_attempts(tier)
+    candidates = source.read_candidates(tier)
+    live = {number: r for number, r in records.items() if heartbeat.is_alive(tier, number)}
+    waits = arguments.abandoned and any(r.parent == UNDECIDED for r in live.values())
+    keep_last = arguments.keep_last or _keep_last(records)
+    doomed = sweep.plan_sweep(
+        candidates,
+        keep_last=keep_last,
+        live=live,
+        keep=_begun_from(live),
+        abandoned=arguments.abandoned and not waits,
+    )
+    rows = [_row(tier, one) for one in doomed]
+    notes = [_WAITS] if waits else []
+    if not arguments.dry_run:
+        done = _delete(tier, [one.name for one in doomed], newest)
+        notes += [_INTERRUPTED] if done < len(rows) else []
+        rows = rows[:done]
+    gone = {row["name"] for row in rows}
+    kept = [str(c.name) for c in candidates if str(c.name) not in gone]
+    _tell(arguments, tier, keep_last, rows, kept, notes)
+    return 0
+
+
+_WAITS = "abandoned branches stay: a live attempt has not chosen yet what it begins from"
+_INTERRUPTED = "a new attempt began meanwhile, so the rest stays; run the same command again"
+
+
+def _keep_last(records: Mapping[int, AttemptRecord]) -> int:
+    """What the newest attempt that said so keeps; else the option, as it is here and now."""
+    for _, record in sorted(records.items(), reverse=True):
+        said = record.facts.get(KEEP_LAST)
+        if type(said) is int and said > 0:
+            return said
+    return read_options({}).keep_last
+
+
+def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
+    """Snapshots that a live attempt may be reading now."""
+    named = [(record.parent, record.facts.get(READING)) for record in live.values()]
+    return {name for pair in named for name in pair if isinstance(name, str)}
+
+
+def _row(tier: LocalTier, doomed: sweep.Doomed) -> dict[str, Any]:
+    folder = doomed.name.folder
+    sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder))
+    return {
+        "name": str(doomed.name),
+        "reason": doomed.reason,
+        "bytes": sum(size or 0 for size in sizes),
+    }
+
+
+def _delete(tier: LocalTier, names: list[SnapshotName], newest: int) -> int:
+    """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
+    for done, name in enumerate(names):
+        if attempts.newest(tier) != newest:
+            return done
+        prune.prune(tier, [name])
+    return len(names)
+
+
+def _tell(
+    arguments: argparse.Namespace,
+    tier: LocalTier,
+    keep_last: int,
+    rows: list[dict[str, Any]],
+    kept: list[str],
+    notes: list[str],
+) -> None:
+    freed = sum(row["bytes"] for row in rows)
+    if arguments.json:
+        show.document(
+            {
+                "run": tier.url,
+                "keep_last": keep_last,
+                "dry_run": arguments.dry_run,
+                "pruned": rows,
+                "kept": kept,
+                "bytes": freed,
+                "notes": notes,
+            }
+        )
+        return
+    if rows:
+        told = [(row["name"], show.size(row["bytes"]), row["reason"]) for row in rows]
+        show.table(("snapshot", "size", "why"), told, title=tier.url)
+    verb = "would go" if arguments.dry_run else "deleted"
+    print(f"{len(rows)} {verb}, {len(kept)} stay; {show.size(freed)} freed")
+    for note in notes:
+        print(note)
