@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -148,7 +148,8 @@ class Rank:
         deal = self.deal if in_pass else None
         here = Place(self.epoch, self.over, len(self.log), self.ends, deal)
         if self.micro == 0:
-            self.window = here
+            is_old = self.loader.state()["elsewhere"]  # nothing trained since: the old world's deal
+            self.window = replace(here, deal=self.window.deal) if is_old else here
             self.loader.mark_window()
         if self.left == 0:
             self.place, self.saved = here, self.loader.state()
@@ -183,13 +184,14 @@ def resharded(ranks: list[Rank], world: World, chosen: int, merged: list) -> lis
     for new in found:
         assert new.loader.differences_elsewhere(ranks[chosen].saved) == []
         new.loader.load_elsewhere(ranks[chosen].saved)
+        new.window = replace(place, deal=start.deal)
     return found
 
 
 def any_script(draw: random.Random, workers: int) -> Script:
     form = draw.choice(["sampler", "sampler", "batch sampler", "ids"])
     return Script(
-        length=draw.randint(1, 40),
+        length=draw.randint(1, draw.choice([12, 40, 90])),
         epochs=draw.randint(1, 3),
         shuffle=draw.random() < 0.8,
         seed=draw.randint(0, 9),
@@ -204,7 +206,7 @@ def any_script(draw: random.Random, workers: int) -> Script:
 
 def any_world(draw: random.Random, script: Script) -> World:
     batch = 1 if script.form == "ids" else draw.randint(1, 4)
-    return World(draw.randint(1, 5), batch, draw.randint(1, 4))
+    return World(draw.randint(1, 5), batch, draw.choice([1, 1, 2, 3, 4]))
 
 
 def scenario(seed: int, workers: int = 0) -> None:
@@ -213,8 +215,8 @@ def scenario(seed: int, workers: int = 0) -> None:
     world, merged = any_world(draw, script), []
     ranks = [Rank(script, world, number, [], Place()) for number in range(world.ranks)]
     ended: set[bool] = set()
-    for _ in range(draw.randint(1, 6)):
-        stop = draw.choice([0, draw.randint(0, 6), draw.randint(0, 30)])
+    for _ in range(draw.randint(1, 8)):
+        stop = draw.choice([0, draw.randint(0, 6), draw.randint(0, 6), draw.randint(0, 20)])
         ended = {rank.train(stop) for rank in ranks}
         assert len(ended) == 1, "ranks reach equally many boundaries"
         if ended == {True}:

@@ -7,7 +7,7 @@ What happens in each `__next__`, in this order:
     2  the iterator          made at the first __next__ only, so that a state can still be loaded
                              after iter(); in the middle of a pass: under the saved randomness,
                              which is put back to what it was before
-    3  before_first_fetch()  once after a load_state: the owner restores the main randomness, last
+    3  before_first_fetch()  once after a load: the owner restores the main randomness, last
     4  the batch             with num_workers=0 this draws from the main randomness
 
 A state taken between passes holds randomness from before the iterator is made, and making it draws
@@ -15,8 +15,8 @@ from that: then 3 comes before 2. Either way the main randomness is restored at 
 it was recorded.
 
 Another data-parallel world goes on at the start of the optimizer window, which `mark_window` notes:
-`load_elsewhere` deals what is left of that pass over the ranks of this world, and then 2 and 3 come
-as above, with workers that start afresh.
+`load_elsewhere` deals what is left of that pass over the ranks of this world. Its workers start as
+in a new pass, so here too 3 comes before 2.
 
 Without a load_state the draws are those of the plain loader, one by one. Only the trainer's thread
 may iterate, save or load; one pass runs at a time.
@@ -240,12 +240,10 @@ class TrackedLoader:
     def _begin(self) -> Iterator[Any]:
         saved = self._pending
         going_on = saved is not None and saved["in_pass"]
-        if saved is not None and not going_on:
+        makes_anew = saved is not None and (not going_on or saved.get("elsewhere"))
+        if makes_anew:
             self._first_fetch()
-        if saved is not None and (going_on or self._replays_order(saved)):
-            batches = self._go_on(saved)
-        else:
-            batches = self._source.start()
+        batches = self._source.start() if saved is None else self._go_on(saved)
         self._pending = None
         self._samples_before = self.samples
         if not going_on:
@@ -255,23 +253,20 @@ class TrackedLoader:
             if self._mark is not None and self._source.deal is not None:
                 self._mark = window.begun_since(self._mark, self._source.deal)
         self.in_pass = True
-        if going_on:
+        if saved is not None and not makes_anew:
             self._first_fetch()
         return batches
 
     def _go_on(self, saved: dict[str, Any]) -> Iterator[Any]:
+        if saved.get("elsewhere") and (saved["in_pass"] or window.was_drawn(saved["window"])):
+            return self._dealing_source().resume_elsewhere(saved["window"])
+        if not saved["in_pass"]:
+            return self._source.start()
         here = main_rng()
         try:
-            if saved.get("elsewhere"):
-                return self._dealing_source().resume_elsewhere(saved["window"])
             return self._source.resume(saved)
         finally:
             set_main_rng(here)
-
-    @staticmethod
-    def _replays_order(saved: dict[str, Any]) -> bool:
-        # the window began before a pass whose order was drawn from generators: it is drawn again
-        return bool(saved.get("elsewhere") and saved["window"]["order"]["rng"])
 
     def _described(self, *, between: bool = False) -> dict[str, Any]:
         return {

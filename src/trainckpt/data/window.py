@@ -76,6 +76,11 @@ def begun_since(mark: Mark | dict[str, Any], deal: Deal) -> Mark | dict[str, Any
     return mark if mark["begun"] else {**mark, "begun": True, "order": deal.order}
 
 
+def was_drawn(window: dict[str, Any]) -> bool:
+    """Tell whether the order was drawn from generators: to go back there it is drawn again."""
+    return window["order"]["rng"] is not None
+
+
 def differences(
     name: str, saved: dict[str, Any], here: Dealer | str, processes: tuple[int, int] | None
 ) -> list[str]:
