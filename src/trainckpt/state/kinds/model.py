@@ -69,7 +69,7 @@ class ModelState:
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
             for path, module in self._with_extra().items()
         }
-        out.values[self.name] = {"tied": self._tied(), "extra": extra}
+        out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
 
     def problems(self) -> list[str]:
         """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
@@ -126,6 +126,21 @@ class ModelState:
             for path, module in self.module.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
+
+    def _of_buffers(self) -> dict[str, Any]:
+        """Which a `state_dict` leaves out, and which are one: for whoever exports the model."""
+        transient = [
+            fsdp.plain_path(f"{path}.{name}" if path else name)
+            for path, part in self.module.named_modules(remove_duplicate=False)
+            for name in part._non_persistent_buffers_set
+        ]
+        first: dict[int, str] = {}
+        tied = {
+            fsdp.plain_path(path): fsdp.plain_path(first[id(buffer)])
+            for path, buffer in self.module.named_buffers(remove_duplicate=False)
+            if first.setdefault(id(buffer), path) != path
+        }
+        return {"transient": sorted(transient), "tied buffers": tied}
 
     def _tied(self) -> dict[str, str]:
         first: dict[int, str] = {}
