@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 FLAGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 _GROUP_NAMES = (*FLAGS, "fsdp_params", "mp_policy", "device", "device_handle", "_to_sharded",
-                "wait_for_unshard", "_partial_reduce_output", "_post_reduce_event",
+                "mesh_info", "wait_for_unshard", "_partial_reduce_output", "_post_reduce_event",
                 "_reset_sharded_params")  # fmt: skip
 _PARAM_NAMES = ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad", "_module_info",
-                "_orig_size", "grad_offload_event")  # fmt: skip
+                "_orig_size", "padded_sharded_param_size", "grad_offload_event")  # fmt: skip
 _INFO_NAMES = ("module", "param_name", "shared_modules", "shared_param_names")
 
 
