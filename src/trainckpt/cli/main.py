@@ -29,6 +29,7 @@ VERBS = {
     "list": "which checkpoints (snapshots) a run has, and why others are refused",
     "show": "what one checkpoint holds: tensors, cursor, and where it came from",
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
+    "export": "one checkpoint as safetensors files that other libraries load",
     "prune": "delete the checkpoints that the retention policy no longer keeps, and dead files",
     "prove": "run a script straight, and again resumed from checkpoints, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",

@@ -1,0 +1,112 @@
+"""export: one checkpoint as safetensors files that other libraries load."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import Progress
+
+from trainckpt.cli import show
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.globs import parse_globs
+from trainckpt.lifecycle import source
+
+if TYPE_CHECKING:
+    from trainckpt.lifecycle.contents import Contents
+    from trainckpt.lifecycle.export import Written
+    from trainckpt.lifecycle.export_plan import Plan
+
+DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+DEFAULT = "5GB"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)", re.IGNORECASE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    add = parser.add_argument
+    add("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
+    add("out", metavar="OUT", type=Path, help="a file that ends in .safetensors, or a folder")
+    add("--max-shard-size", type=_size, metavar="SIZE", help=f"of each file, else {DEFAULT}")
+    add("--tensors", type=_globs, default=(), metavar="GLOB", help="only these, such as 'model/*'")
+    add("--all", action="store_true", help="optimizers and everything else, under full names")
+    add("--dtype", choices=DTYPES, help="convert floating point tensors")
+    add("--tied", choices=("once", "copy"), default="once", help="a tensor with several names")
+    add("--force", action="store_true", help="replace an export that stands there")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Plan it, write it, say what was written."""
+    from trainckpt.lifecycle import export, export_plan
+    from trainckpt.lifecycle.contents import Contents
+
+    out: Path = arguments.out
+    if export.is_one_file(out) and arguments.max_shard_size:
+        raise ConfigurationError(
+            f"{out} is one file, so --max-shard-size says nothing", hint="name a folder"
+        )
+    export.check_out(out, force=arguments.force)
+    contents = Contents(source.open_source(arguments.target))
+    wish = export_plan.Wish(
+        arguments.tensors, arguments.all, arguments.tied == "copy", DTYPES.get(arguments.dtype, "")
+    )
+    plan = export_plan.plan_export(contents, wish)
+    total = sum(item.num_bytes for item in plan.items)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("writing", total=total)
+        files = export.export(
+            contents, plan, out,
+            most_bytes=arguments.max_shard_size or _size(DEFAULT),
+            force=arguments.force,
+            progress=lambda done: progress.advance(task, done),
+        )  # fmt: skip
+    _tell(arguments, contents, plan, files)
+    return 0
+
+
+def _tell(
+    arguments: argparse.Namespace, contents: Contents, plan: Plan, files: list[Written]
+) -> None:
+    for note in plan.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if arguments.json:
+        show.document(
+            {
+                "run": contents.source.tier.url,
+                "snapshot": str(contents.manifest.name),
+                "out": str(arguments.out),
+                "files": [
+                    {"name": file.path.name, "bytes": file.num_bytes, "tensors": file.tensors}
+                    for file in files
+                ],
+                "tensors": len(plan.items),
+                "tied": plan.tied,
+                "notes": plan.notes,
+            }
+        )
+        return
+    for file in files:
+        print(f"{file.path}: {file.tensors} tensors, {show.size(file.num_bytes)}")
+    if plan.tied:
+        names = ", ".join(f"{name} is {kept}" for name, kept in sorted(plan.tied.items()))
+        print(f"written once: {names} (--tied copy writes each)")
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(float(match[1]) * 1000 ** show.UNITS.index(match[2].upper()))
+
+
+def _globs(text: str) -> tuple[str, ...]:
+    try:
+        return parse_globs(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a glob, or several with commas"
+        ) from None

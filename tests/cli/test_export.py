@@ -1,0 +1,179 @@
+"""`trainckpt export`: what it writes is what other libraries load, and the model itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import trainckpt
+from trainckpt.cli.main import main
+
+
+class Model(nn.Module):
+    """Tied weights, a buffer that is not persistent, integers, bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.half = nn.Linear(4, 4).to(torch.bfloat16)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A run of one snapshot, and the model that it holds."""
+    monkeypatch.delenv("TRAINCKPT_PROVE", raising=False)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with trainckpt.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as ckpt:
+        ckpt.boundary()
+        model.norm(model.embedding(torch.arange(6))).square().sum().backward()
+        optimizer.step()
+    return tmp_path / "run", model
+
+
+def exported(capsys, *argv) -> dict:
+    capsys.readouterr()
+    assert main(["export", "--json", *map(str, argv)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def same(found, expected) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[n].dtype == expected[n].dtype and torch.equal(found[n], expected[n]) for n in found
+    )
+
+
+def test_a_file_holds_what_the_state_dict_holds_with_a_tied_tensor_once(trained, tmp_path, capsys):
+    run, model = trained
+    out = tmp_path / "model.safetensors"
+    said = exported(capsys, run, out)
+    expected = dict(model.state_dict())
+    del expected["head.weight"]
+    assert same(load_file(out), expected)
+    assert said["tied"] == {"head.weight": "embedding.weight"}
+    assert said["tensors"] == len(expected)
+    assert "mask" not in expected
+    with safe_open(out, "pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+        assert opened.metadata()["head.weight"] == "embedding.weight"
+    fresh = Model()
+    assert load_model(fresh, out) == (set(), [])
+    assert same(fresh.state_dict(), model.state_dict())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+
+
+def test_copies_of_tied_tensors_load_strictly(trained, tmp_path, capsys):
+    run, model = trained
+    exported(capsys, f"{run}@latest", tmp_path / "m.safetensors", "--tied", "copy")
+    fresh = Model()
+    fresh.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=True)
+    assert same(fresh.state_dict(), model.state_dict())
+
+
+def test_a_folder_has_the_files_and_the_index_that_transformers_reads(trained, tmp_path, capsys):
+    run, model = trained
+    out = tmp_path / "exported"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    said = exported(capsys, run, out, "--max-shard-size", "100B", "--tied", "copy")
+    number = len(said["files"])
+    assert number > 2
+    names = [f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)]
+    there = {path.name for path in out.iterdir()}
+    assert there == {*names, "model.safetensors.index.json", "config.json"}
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for n, t in model.state_dict().items())
+    loaded = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    assert set(index["weight_map"].values()) == set(names)
+    Model().load_state_dict(loaded, strict=True)
+    assert same(loaded, dict(model.state_dict()))
+
+    assert main(["export", str(run), str(out)]) == 78
+    assert "--force" in capsys.readouterr().err
+    assert exported(capsys, run, out, "--force")["files"][0]["name"] == "model.safetensors"
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json"}
+
+
+def test_floats_are_converted_and_the_rest_is_not(trained, tmp_path, capsys):
+    run, model = trained
+    exported(capsys, run, tmp_path / "m.safetensors", "--dtype", "bf16")
+    found = load_file(tmp_path / "m.safetensors")
+    assert found["embedding.weight"].dtype == torch.bfloat16
+    assert torch.equal(found["embedding.weight"], model.embedding.weight.to(torch.bfloat16))
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    exported(capsys, run, tmp_path / "f.safetensors", "--dtype", "fp32")
+    assert load_file(tmp_path / "f.safetensors")["half.weight"].dtype == torch.float32
+
+
+def test_only_what_was_asked_for_is_exported(trained, tmp_path, capsys):
+    run, _ = trained
+    out = tmp_path / "m.safetensors"
+    exported(capsys, run, out, "--tensors", "norm.*,head.weight")
+    assert set(load_file(out)) == {
+        "head.weight", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
+        "norm.num_batches_tracked",
+    }  # fmt: skip
+    assert (
+        main(["export", "--json", "--force", str(run), str(out), "--tensors", "nrm.weight"]) == 78
+    )
+    said = json.loads(capsys.readouterr().out)
+    assert "'nrm.weight'" in said["error"]
+    assert "model/norm.weight" in said["hint"]
+
+
+def test_everything_has_full_names(trained, tmp_path, capsys):
+    run, _ = trained
+    exported(capsys, run, tmp_path / "m.safetensors", "--all")
+    found = load_file(tmp_path / "m.safetensors")
+    assert {"model/mask", "optimizer/model/embedding.weight/exp_avg", "rng/torch"} <= found.keys()
+
+
+def test_of_several_models_one_has_to_be_chosen(tmp_path, capsys):
+    one, two = nn.Linear(2, 2), nn.Linear(2, 3)
+    with trainckpt.Checkpointer(tmp_path / "run", model=one, ema=two):
+        pass
+    out = tmp_path / "m.safetensors"
+    assert main(["export", str(tmp_path / "run"), str(out)]) == 78
+    assert "2 models: ema, model" in capsys.readouterr().err
+    exported(capsys, tmp_path / "run", out, "--tensors", "ema/*")
+    assert same(load_file(out), dict(two.state_dict()))
+
+
+def test_what_stands_there_is_replaced_only_whole(trained, tmp_path, capsys):
+    run, _ = trained
+    out = tmp_path / "m.safetensors"
+    out.write_bytes(b"older")
+    assert main(["export", str(run), str(out)]) == 78
+    (file,) = run.glob("snapshots/*/rank00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[4096 + 8] ^= 1  # the larger items come first: the embedding or its moments
+    data[-40] ^= 1
+    file.write_bytes(data)
+    code = main(["export", "--json", "--force", "--all", str(run), str(out)])
+    assert code == 65
+    assert "does not match its digest" in json.loads(capsys.readouterr().out)["error"]
+    assert out.read_bytes() == b"older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "run"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--max-shard-size", "5 apples"], "is not a size"),
+        (["--max-shard-size", "1GB"], "is one file"),
+        (["--tensors", "a,,b"], "is not a glob"),
+        (["--dtype", "int8"], "invalid choice"),
+    ],
+)
+def test_what_cannot_be_is_78(tmp_path, argv, why, capsys):
+    assert main(["export", str(tmp_path), str(tmp_path / "m.safetensors"), *argv]) == 78
+    assert why in capsys.readouterr().err
