@@ -149,7 +149,7 @@ class Rank:
         here = Place(self.epoch, self.over, len(self.log), self.ends, deal)
         if self.micro == 0:
             is_old = self.loader.state()["elsewhere"]  # nothing trained since: the old world's deal
-            self.window = replace(here, deal=self.window.deal) if is_old else here
+            self.window = replace(here, deal=deal and self.window.deal) if is_old else here
             self.loader.mark_window()
         if self.left == 0:
             self.place, self.saved = here, self.loader.state()
