@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.state.helpers import bits, frozen, move, registry, saved_of
-from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.errors import StateMismatch
 from trainckpt.state import apply
 from trainckpt.state.capture import capture
 from trainckpt.state.values import UnknownValue
@@ -266,10 +266,3 @@ def test_swa_and_ema_averages_come_back():
     move(registry(model=model, ema=average), registry(model=other, ema=average2))
     assert average2.n_averaged == 3
     assert frozen(dict(average2.state_dict())) == frozen(dict(average.state_dict()))
-
-
-@pytest.mark.parametrize("kind", ["FullyShardedDataParallel", "DeepSpeedEngine"])
-def test_wrappers_that_cannot_be_captured_are_refused_when_they_are_tracked(kind):
-    wrapper = type(kind, (nn.Module,), {})()
-    with pytest.raises(ConfigurationError, match="not supported"):
-        registry(model=nn.Sequential(wrapper))

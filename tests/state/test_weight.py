@@ -15,11 +15,11 @@ def test_state_gradients_and_moments_are_counted():
     registry = Registry()
     registry.add("model", model)
     registry.add("optimizer", optimizer)
-    empty = weigh(registry)
+    empty = weigh(registry, gradients=True)
     assert (empty.state, empty.gradients, empty.possible_gradients) == (64, 0, 64)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    full = weigh(registry)
+    full = weigh(registry, gradients=True)
     assert (full.gradients, full.now) == (64, full.state + 64)
     assert full.state == 3 * 64 + 4  # AdamW's step count besides
 
@@ -30,4 +30,18 @@ def test_a_sparse_gradient_has_a_size_too():
     registry = Registry()
     registry.add("model", model)
     model(torch.tensor([1, 2])).sum().backward()
-    assert weigh(registry).gradients == 2 * 8 + 2 * 4 * 4
+    assert weigh(registry, gradients=True).gradients == 2 * 8 + 2 * 4 * 4
+
+
+def test_gradients_are_not_looked_at_from_other_threads():
+    """Reading `.grad` while another thread is in a backward corrupts torch's memory."""
+
+    class Watched(nn.Linear):
+        pass
+
+    model = Watched(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    tracked = Registry()
+    tracked.add("model", model)
+    assert weigh(tracked, gradients=False).gradients == 0
+    assert weigh(tracked, gradients=True).gradients == 24

@@ -18,6 +18,7 @@ from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.last_save import LastSave
+from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent
 from trainckpt.lifecycle.saver import Facts, Saver
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.arrival import Arrival
+    from trainckpt.lifecycle.data_world import DataWorld
     from trainckpt.lifecycle.last_words import LastWords
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.outlook import Outlook
@@ -49,6 +51,7 @@ class Crew:
 
     Attributes:
         loaders: The owner's own list: a loader may be registered later.
+        data_world: Which ranks see different data, where the script says so.
         problems: Why a resume cannot be bitwise, as far as the script's objects show it.
     """
 
@@ -68,6 +71,7 @@ class Crew:
     problems: list[str]
     last_words: LastWords
     files: TrackedFiles
+    data_world: DataWorld | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ def set_out(crew: Crew, mode: str) -> Attempt:
         TrainckptError: as `Checkpointer.resume` says, on every rank alike.
     """
     with crew.teller.refusals():
+        if crew.data_world is not None:
+            for original, tracked in crew.loaders:
+                crew.data_world.check(tracked.name, original)
         beginning = _begin(crew, mode)
         try:
             return _make_ready(crew, beginning)
@@ -129,6 +136,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
         say_where(crew.tier.url, beginning, exactness, reasons)
+        if crew.data_world is not None:
+            logger.info("the data is dealt to %s", crew.data_world)
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
     policy = Policy(crew.options.every, crew.position.step, time.monotonic())

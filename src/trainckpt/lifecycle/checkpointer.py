@@ -33,6 +33,7 @@ from trainckpt.format.names import check_tag
 from trainckpt.lifecycle import launch, place, recorder
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
+from trainckpt.lifecycle.data_world import take_data_world
 from trainckpt.lifecycle.last_words import LastWords
 from trainckpt.lifecycle.log import logger, prepare
 from trainckpt.lifecycle.options import TABLE, read_options
@@ -66,13 +67,13 @@ class Checkpointer:
     """Saves and resumes one training run, exactly, at any micro-batch.
 
     Args:
-        run: Directory of the run, on a file system that all hosts see; None: what
-            `trainckpt run --run` named.
+        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
         loader: The training data loader (or a list; the first one's batches are the
             micro-batches).
-        **keywords: Options (`every`, `keep_last`, `stop_at`, `on_stop`, `exit_code`, `resume`;
-            see docs/options.md), and the objects to track, each under its own name: modules,
-            optimizers, anything with `state_dict` and `load_state_dict`, or lists of them.
+        **keywords: Options (docs/options.md); `mesh` and `data_dims`, the names of its dimensions
+            along which ranks see different data, where not all do; and the objects to track,
+            each under its own name: modules, optimizers, anything with `state_dict` and
+            `load_state_dict`, or lists of them.
 
     Raises:
         ConfigurationError: an option or an object cannot work; says which.
@@ -91,21 +92,19 @@ class Checkpointer:
         shield_every_loader()
         self._tier = place.open_place(run)
         self._world = current_world()
-        self._first = True
-        self._problems: list[str] = []
+        self._first, self._problems = True, list[str]()
+        data_world = take_data_world(keywords)
         self._position = Position(self.options.accumulate)
-        self._registry = Registry()
-        self._files = TrackedFiles(self._registry)
-        self._hooks = ResumeHooks()
-        self._pace = Pace()
+        self._registry = registry = Registry()
+        self._files = TrackedFiles(registry)
+        self._hooks, self._pace = ResumeHooks(), Pace()
         self._outlook = Outlook(self.options, self._registry, self._position, self._pace)
         self._arrival = Arrival(self._registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             self._registry.add(name, value)
-        for model in self._registry.models:
-            self._note(model.problems())
+        self._note([problem for model in registry.models for problem in model.problems()])
         self._position.watch_steps(self._registry)
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
@@ -124,6 +123,7 @@ class Checkpointer:
             self.options, self._tier, self._world, channel, self._registry, self._position,
             self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
             self._loaders, self._problems, LastWords(self._tier, self._world.rank), self._files,
+            data_world,
         )  # fmt: skip
         self._attempt: Attempt | None = None
 

@@ -32,7 +32,7 @@ class Outlook:
 
     def facts(self) -> StopFacts:
         """As of now."""
-        weight = weigh(self._registry)
+        weight = weigh(self._registry, gradients=False)
         budget = self._options.memory_budget
         return StopFacts(
             stop_at=self._options.stop_at,
@@ -63,10 +63,12 @@ class Outlook:
     def save_s(self) -> float:
         """How long a save would take here and now at the best; 0 where nothing was measured.
 
+        At a boundary, on the training thread: it looks at the gradients.
         At the best, since it decides whether to try at all: a save that turns out slower is given
         up at the deadline, and costs nothing.
         """
-        return weigh(self._registry).now * (self._pace.least_seconds_per_byte or 0.0)
+        now_bytes = weigh(self._registry, gradients=True).now
+        return now_bytes * (self._pace.least_seconds_per_byte or 0.0)
 
     def tighten_after_s(self, seconds_left: float) -> float:
         """See `stop_plan.must_tighten_after_s`."""

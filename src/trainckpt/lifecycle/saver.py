@@ -132,7 +132,7 @@ class Saver:
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
             return pending
         pending.reach(STAGED, str(name))
-        self._begun = begun_s, weigh(self._registry).now
+        self._begun = begun_s, weigh(self._registry, gradients=True).now
         manifest = Manifest(
             self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,

@@ -82,8 +82,7 @@ class Captured:
         """Tensor -> layout, of those that may be no rank's own: their replicas may be equal."""
         plain = replicated(world)
         return {
-            name: self.placed[name].layout if name in self.placed else plain
-            for name in self.groups
+            name: self.placed[name].layout if name in self.placed else plain for name in self.groups
         }
 
     def _add_sharded(self, name: str, tensor: torch.Tensor, group: str) -> dict[str, Any]:

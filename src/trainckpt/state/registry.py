@@ -13,6 +13,7 @@ from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
 from trainckpt.state.kinds.model import ModelState, keeps_own_state, unwrap
 from trainckpt.state.kinds.optimizer import OptimizerState
+from trainckpt.state.kinds.refused import refuse
 from trainckpt.state.kinds.tracked_file import PART as FILES
 from trainckpt.state.kinds.tracked_file import TrackedFile
 
@@ -52,6 +53,7 @@ class Registry:
             for i, item in enumerate(value):
                 self.add(f"{name}.{i}", item)
             return
+        refuse(value, name)
         self._claim(name, value)
         if isinstance(value, nn.Module) and not _is_like_a_metric(value):
             ddp.self_test(value, name)

@@ -19,7 +19,7 @@ class Weight:
 
     Attributes:
         state: At a window's end.
-        gradients: That are there now.
+        gradients: That are there now; 0 if they were not looked at.
         possible_gradients: That there would be if every parameter that wants one had one.
     """
 
@@ -33,23 +33,30 @@ class Weight:
         return self.state + self.gradients
 
 
-def weigh(registry: Registry) -> Weight:
-    """Any thread: training may add optimizer state meanwhile, so this is an estimate."""
-    state = gradients = possible = 0
+def weigh(registry: Registry, *, gradients: bool) -> Weight:
+    """An estimate: training may add optimizer state meanwhile.
+
+    Args:
+        registry: What is tracked.
+        gradients: Whether to look at those that are there: only the training thread may, at a
+            boundary. To read `.grad` while another thread is in a backward corrupts torch's memory.
+    """
+    state = there = possible = 0
     for model in registry.models:
         state += sum(_bytes(buffer) for buffer in model.module.buffers())
         now, unsharded = fsdp.gradient_bytes(model.wrapped)
-        gradients, possible = gradients + now, possible + unsharded
+        there, possible = there + now, possible + unsharded
     for parameter in registry.trained_parameters().values():
         state += _bytes(parameter)
-        gradients += 0 if parameter.grad is None else _bytes(parameter.grad)
+        if gradients and parameter.grad is not None:
+            there += _bytes(parameter.grad)
         possible += _bytes(parameter) if parameter.requires_grad else 0
     for optimizer in registry.optimizers:
         for items in list(optimizer.optimizer.state.values()):
             if isinstance(items, dict):
                 values = list(items.values())
                 state += sum(_bytes(v) for v in values if isinstance(v, torch.Tensor))
-    return Weight(state, gradients, possible)
+    return Weight(state, there, possible)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainckpt.errors import ConfigurationError
 from trainckpt.state import sharded
 from trainckpt.state.captured import inner_tensors
 from trainckpt.state.kinds import fsdp
@@ -22,23 +21,11 @@ if TYPE_CHECKING:
 
     from trainckpt.state.captured import Captured, Saved
 
-_REFUSED_WRAPPERS = {
-    "FullyShardedDataParallel": "FSDP1",
-    "DeepSpeedEngine": "DeepSpeed",
-}
-
 
 class ModelState:
     """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        for part in module.modules():
-            if type(part).__name__ in _REFUSED_WRAPPERS:
-                kind = _REFUSED_WRAPPERS[type(part).__name__]
-                raise ConfigurationError(
-                    f"{name} is wrapped in {kind}, which is not supported",
-                    hint="use DistributedDataParallel",
-                )
         self.name = name
         self.wrapped = module
         self.module = unwrap(module)

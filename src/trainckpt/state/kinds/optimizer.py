@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainckpt.errors import ConfigurationError
 from trainckpt.state import sharded
 
 if TYPE_CHECKING:
@@ -23,11 +22,6 @@ class OptimizerState:
     """One tracked `torch.optim.Optimizer`."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-            raise ConfigurationError(
-                f"{name} is a ZeroRedundancyOptimizer, whose state lies on other ranks",
-                hint="use the plain optimizer",
-            )
         self.name = name
         self.optimizer = optimizer
 
