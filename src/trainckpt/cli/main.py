@@ -30,6 +30,7 @@ VERBS = {
     "show": "what one checkpoint holds: tensors, cursor, and where it came from",
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
     "export": "one checkpoint as safetensors files that other libraries load",
+    "diff": "which tensors and values of two checkpoints differ, and by how much",
     "prune": "delete the checkpoints that the retention policy no longer keeps, and dead files",
     "prove": "run a script straight, and again resumed from checkpoints, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",

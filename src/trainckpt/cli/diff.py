@@ -1,0 +1,131 @@
+"""diff: which tensors and values of two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from trainckpt.cli import show
+from trainckpt.lifecycle import source
+
+if TYPE_CHECKING:
+    from trainckpt.lifecycle.contents import Contents
+    from trainckpt.lifecycle.difference import TensorDifference, ValueDifference
+
+DIFFERENT = 1
+MOST_VALUES, MOST_TEXT = 40, 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("a", metavar="RUN[@A]", help="without @A: the latest")
+    parser.add_argument("b", metavar="RUN[@B]", help="of the same run or of another")
+    parser.add_argument(
+        "--tolerance", type=_tolerance, metavar="T",
+        help="absolute difference of two elements that is none; without it every bit counts",
+    )  # fmt: skip
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Compare two snapshots; 1 if they differ."""
+    from trainckpt.lifecycle import difference
+    from trainckpt.lifecycle.contents import Contents
+
+    a, b = (Contents(source.open_source(target)) for target in (arguments.a, arguments.b))
+    names = {*a.names, *b.names}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("comparing", total=len(names))
+        tensors = list(
+            difference.tensor_differences(
+                a, b, tolerance=arguments.tolerance, progress=lambda _: progress.advance(task)
+            )
+        )
+    values = difference.value_differences(a, b)
+    skipped = sorted(difference.left_out(a, b) & {*a.values(), *b.values()})
+    if arguments.json:
+        show.document(_to_json(a, b, tensors, values, skipped, len(names)))
+    else:
+        _tell(a, b, tensors, values, skipped, len(names))
+    return DIFFERENT if tensors or values else 0
+
+
+def _to_json(
+    a: Contents,
+    b: Contents,
+    tensors: list[TensorDifference],
+    values: list[ValueDifference],
+    skipped: list[str],
+    compared: int,
+) -> dict[str, Any]:
+    return {
+        "a": str(a.source),
+        "b": str(b.source),
+        "equal": not tensors and not values,
+        "compared": compared,
+        "tensors": [{**asdict(one), "max_abs": _number(one.max_abs)} for one in tensors],
+        "values": [asdict(one) for one in values],
+        "not_compared": skipped,
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)  # JSON has no nan
+
+
+def _tell(
+    a: Contents,
+    b: Contents,
+    tensors: list[TensorDifference],
+    values: list[ValueDifference],
+    skipped: list[str],
+    compared: int,
+) -> None:
+    print(f"A: {a.source}\nB: {b.source}")
+    if tensors:
+        show.table(
+            ("tensor", "rank", "difference", "elements", "of", "largest"),
+            [_row(one) for one in tensors],
+        )
+    if values:
+        show.table(
+            ("value", "rank", "A", "B"),
+            [(v.path, _text(v.rank), _short(v.a), _short(v.b)) for v in values[:MOST_VALUES]],
+        )
+    if len(values) > MOST_VALUES:
+        print(f"and {len(values) - MOST_VALUES} more values (--json has all)")
+    if skipped:
+        print(f"not compared, for it need not be alike: {', '.join(skipped)}")
+    if tensors or values:
+        differing = len({one.name for one in tensors})
+        print(f"{differing} of {compared} tensors differ, and {len(values)} values")
+    else:
+        print(f"no difference: {compared} tensors, and all values")
+
+
+def _row(one: TensorDifference) -> tuple[str, ...]:
+    kind = f"{one.kind}: {one.detail}" if one.detail else one.kind
+    most = "" if one.max_abs is None else f"{one.max_abs:.3g}"
+    return (one.name, _text(one.rank), kind, _text(one.differing), _text(one.elements), most)
+
+
+def _text(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value

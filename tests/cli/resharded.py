@@ -1,0 +1,35 @@
+"""Real ranks: a small model sharded by FSDP2, and what other programs do with its snapshots."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from trainckpt import Checkpointer
+
+
+def make(world, seed=0):
+    """A model with uneven rows, sharded over all ranks; equal on any number of them."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    mesh = init_device_mesh("cpu", (world,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train_sharded(rank, place):
+    """Two steps on the same data on every rank; the whole parameters."""
+    model = make(torch.distributed.get_world_size())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    torch.manual_seed(5)
+    with Checkpointer(place, model=model, optimizer=optimizer, every="never") as ckpt:
+        for _ in range(2):
+            ckpt.boundary()
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {n: p.full_tensor().tolist() for n, p in model.named_parameters()}
