@@ -3,19 +3,24 @@
 Chosen so that they share few references and hit every kind of moment; 42 and 448 use the real
 torchrun, 2943 resumes where DDP is about to regroup its buckets.
 `python -m tests.campaign --replay SEED` runs one of them and shows its logs. Two more are of the
-family "one-rank": `trainckpt run` with 2 and 4 ranks, one of which alone gets SIGTERM.
+family "one-rank": `trainckpt run` with 2 and 4 ranks, one of which alone gets SIGTERM; two of
+"layouts", one of "reshard".
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.campaign import cases, families
+from tests.campaign import cases, check_reshard, families
 from tests.campaign.campaign import campaign
+from tests.campaign.check_reshard import Round
+from tests.campaign.one_rank import ITEMS
 
 SEEDS = [19, 28, 38, 42, 73, 76, 83, 138, 156, 160, 183, 208, 213, 298, 319, 427, 448, 489, 521,
          609, 800, 1652, 2324, 2943]  # fmt: skip
 ONE_RANK_SEEDS = [8, 1]
+# fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2
+OTHER_LAYOUTS = [(families.LAYOUTS, 1), (families.LAYOUTS, 14), (families.RESHARD, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +46,41 @@ def test_one_rank_that_hears_of_a_stop_stops_all_at_its_micro_batch_with_75(runn
     again = f"python -m tests.campaign --family one-rank --replay {seed}"
     assert line["ok"], f"{line['why']}\nagain: {again}\n{logs}"
     assert [stop["code"] for stop in line["stops"]] == [75]
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), OTHER_LAYOUTS,
+    ids=[f"{family} seed {seed}: {families.draw(family, seed).words}"
+         for family, seed in OTHER_LAYOUTS],
+)  # fmt: skip
+def test_a_run_whose_tensors_are_cut_goes_on_exactly_or_in_another_layout(running, family, seed):
+    line, logs = running.run(seed, family=family)
+
+    again = f"python -m tests.campaign --family {family} --replay {seed}"
+    assert line["ok"], f"{line['why']}\nagain: {again}\n{logs}"
+
+
+def rounds(*samples: list[int]) -> list[Round]:
+    """The micro-batches of one epoch, which two ranks share."""
+    return [Round((0, n), 0, ids, most_padding=3) for n, ids in enumerate(samples)]
+
+
+HALF, REST = list(range(40)), list(range(40, ITEMS))
+
+
+@pytest.mark.parametrize(
+    ("epoch", "ended", "wrong"),
+    [
+        (rounds(HALF, REST), True, []),
+        (rounds(HALF, [*REST, 0, 1, 2]), True, []),
+        (rounds(HALF, REST[:-1]), False, []),
+        (rounds(HALF, REST[:-1]), True, ["samples [92] were not seen"]),
+        (rounds(HALF, [7, *REST[:1]], REST[1:]), True, ["samples [7] were seen twice"]),
+        (rounds(HALF, [*REST, 0, 1, 2, 3]), True, ["4 samples of padding, 3 may be"]),
+        (rounds(HALF, [*REST[:-1], 0]), False, ["1 samples were seen twice, but [92] not at all"]),
+    ],
+)
+def test_the_check_of_an_epoch_finds_what_was_seen_twice_or_not_at_all(epoch, ended, wrong):
+    found = list(check_reshard._epoch(epoch, ended=ended))
+
+    assert found == wrong
