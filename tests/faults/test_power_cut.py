@@ -21,7 +21,7 @@ from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import read_catalog
-from trainckpt.snapshot.restore import read_rank
+from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state.registry import Registry
 from trainckpt.state.stage import Destination
@@ -53,7 +53,7 @@ def record(place, disk, saves, keep_last=9):
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
     channel = Alone(World(0, 1, 0, "here"))
-    saver = Saver(tier, channel, registry, Facts(run, 1, None, {}, keep_last), log, Pace())
+    saver = Saver(tier, channel, registry, Facts(run, 1, None, {}, keep_last), log, Pace(), Cursor)
     committed, pruned = {}, {}
     for step in range(1, saves + 1):
         nn.init.constant_(weight.weight, float(step))
@@ -72,9 +72,10 @@ def record(place, disk, saves, keep_last=9):
 
 
 def weight_in(tier, manifest):
-    destination = Destination()
-    read_rank(tier, manifest, rank=0, memory_for=destination.memory_for)
-    return destination.finish().tensors["model/weight"]
+    wanted = {"model/weight": None}
+    destination = Destination(wanted)
+    Reader(tier, manifest).read(wanted, destination, donor=0)
+    return destination.finish({})["model/weight"]
 
 
 def check(recording, number, tier):

@@ -22,11 +22,12 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.restore import read_rank
+from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save import write_shard
-from trainckpt.snapshot.save_plan import plan_save
+from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
+from trainckpt.state.captured import VALUES
 from trainckpt.tiers.local import LocalTier
 
 HERE = Path(__file__).parent
@@ -74,20 +75,19 @@ def write(place, world):
     """Save by `world` ranks, one after the other; returns the committed manifest."""
     tier = LocalTier(place)
     tier.create("run.json", b'{"format":1,"id":"golden"}')
-    name, shared = SnapshotName(1, 1, 2, 1), set()
+    name = SnapshotName(1, 1, 2, 1)
     captured = [capture(objects(rank)) for rank in range(world)]
-    if world > 1:
-        digests = [stage.group_digests(one) for one in captured]
-        shared = set(digests[0]) - stage.differing(digests[0], digests)
+    equal = equal_groups([stage.group_digests(c, r, world) for r, c in enumerate(captured)])
     files, tensors = [], {}
     for rank, one in enumerate(captured):
+        layouts = stage.split_layouts(one, equal, world)
         regions = stage.describe(one)
-        planned = plan_save(regions, one.groups, shared, rank=rank, world=world)
+        planned = plan_save(regions, layouts, rank=rank)
         shard = stage.stage(one, planned, rank=rank, world=world)
         files.append(write_shard(tier, name, rank, shard.head, shard.blocks).file)
         for r in regions:
-            placement = SPLIT if one.groups.get(r.tensor) in shared else RANK
-            tensors[r.tensor] = TensorEntry(r.dtype, r.of, placement)
+            layout = layouts.get(r.tensor)
+            tensors[r.tensor] = TensorEntry(r.dtype, r.of, SPLIT if layout else RANK, layout)
     cursor = Cursor(epoch=0, step=2, micro=1, batches=3, micro_batches=3, samples=12)
     manifest = Manifest(
         "golden", name, None, cursor, world, tuple(files), tensors, 1.5, tags=("golden",),
@@ -99,11 +99,12 @@ def write(place, world):
 
 def digests_of(tier, manifest, rank):
     """Digest of each tensor that `rank` reads; the values as they are, but for the generators."""
-    destination = stage.Destination()
-    read_rank(tier, manifest, rank=rank, memory_for=destination.memory_for)
-    saved = destination.finish()
-    tensors = {name: stage.tensor_digest(tensor) for name, tensor in sorted(saved.tensors.items())}
-    return {"tensors": tensors, "own": saved.values["own"], "ddp": saved.values["ddp"]}
+    destination = stage.Destination(dict.fromkeys(manifest.tensors))
+    Reader(tier, manifest).read(dict.fromkeys(manifest.tensors), destination, donor=rank)
+    read = destination.finish({})
+    values = stage.parse_values(read.pop(VALUES))
+    tensors = {name: stage.tensor_digest(tensor) for name, tensor in sorted(read.items())}
+    return {"tensors": tensors, "own": values["own"], "ddp": values["ddp"]}
 
 
 def main():
@@ -122,9 +123,9 @@ def main():
 
 def stage_threshold(num_bytes):
     """Cut small tensors too, so that the two-rank run stays small."""
-    from trainckpt.snapshot import save_plan
+    from trainckpt.format import layout
 
-    save_plan.UNCUT_BYTES = num_bytes
+    layout.UNCUT_BYTES = num_bytes
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.snapshot import restore
+from trainckpt.lifecycle import read_state, resume
 
 
 def die(how):
@@ -42,14 +42,14 @@ def main(place, steps, snapshot, when, how):
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     deadly = Deadly(snapshot if when == "applying" else "", how)
-    read = restore.read_rank
+    read = read_state.read_state
 
-    def read_rank(tier, manifest, **rest):
+    def read_and_die(tier, manifest, *rest):
         if when == "reading" and manifest.name.id == snapshot:
             die(how)
-        read(tier, manifest, **rest)
+        return read(tier, manifest, *rest)
 
-    restore.read_rank = read_rank
+    resume.read_state = read_and_die
     with Checkpointer(
         place, model=model, optimizer=optimizer, deadly=deadly, every="2 steps", keep_last=9
     ) as ckpt:

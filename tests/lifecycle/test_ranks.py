@@ -83,12 +83,15 @@ def test_parameters_that_differ_between_ranks_are_stored_by_each(tmp_path):
     assert [size for _, size in held["model/0.weight"]] == [ranks.WIDTH**2 * 4] * 2
 
 
-def test_another_number_of_ranks_is_refused_with_the_number_to_launch(finished):
-    place, _ = finished
-    (refusal,) = run_ranks(ranks.refused, 1, str(place), 1, 6)
-    kind, code, message = refusal
-    assert (kind, code) == ("StateMismatch", 78)
-    assert "it was taken by 2 ranks, this attempt has 1" in message
+def test_another_number_of_ranks_goes_on_from_the_same_step(finished, tmp_path):
+    """DDP on two ranks, on one, on three; nobody is asked for anything."""
+    place = tmp_path / "run"
+    shutil.copytree(finished[0], place)
+    for world, steps in ((1, 8), (3, 9)):
+        before = int(usable(place)[-1][1])
+        results = run_ranks(ranks.train, world, str(place), 2, steps)
+        assert [step for _, step in results] == [before] * world
+        assert usable(place)[-1].startswith(f"s{steps}~")
 
 
 def test_a_rank_that_cannot_capture_fails_the_save_for_all_and_not_the_next(tmp_path):
