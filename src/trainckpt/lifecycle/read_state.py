@@ -57,6 +57,7 @@ def read_state(tier: Tier, manifest: Manifest, registry: Registry, world: World)
         exact=targets.exact,
         is_own=donor == world.rank,
         worlds=(manifest.world, world.size),
+        left=frozenset(n for m in registry.models for n in m.left_out(values, entries)),
     )
     apply.check(registry, saved, str(manifest.name))
     return saved

@@ -35,8 +35,21 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     then = {name for name in saved.values if name not in own} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
+    found += differences(registry, saved)
+    for file in registry.files:
+        found += file.differences(saved)
+    if found:
+        raise StateMismatch(
+            f"the script's objects are not those of snapshot {snapshot}",
+            found,
+            hint="run the script as it was, or start a new run in another place",
+        )
+
+
+def differences(registry: Registry, saved: Saved) -> list[str]:
+    """Where an object and what is saved under its name differ, one sentence each."""
     names = registry.parameter_names()
-    found += _other_kinds(registry, saved)
+    found = _other_kinds(registry, saved)
     for model in registry.models:
         if _kind(saved, model.name) == MODEL:
             found += model.differences(saved)
@@ -46,14 +59,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     for loader in registry.loaders:
         if _kind(saved, loader.name) == LOADER:
             found += loader.differences(saved)
-    for file in registry.files:
-        found += file.differences(saved)
-    if found:
-        raise StateMismatch(
-            f"the script's objects are not those of snapshot {snapshot}",
-            found,
-            hint="run the script as it was, or start a new run in another place",
-        )
+    return found
 
 
 def _kind(saved: Saved, name: str) -> str:

@@ -111,6 +111,7 @@ class Saved:
         exact: Every tensor lies as it did, so the open window can go on; else it begins anew.
         is_own: The values are those that this very rank saved.
         worlds: Ranks of the snapshot, and now.
+        left: Live tensors that were excluded from it, and stay as the script made them.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -120,6 +121,7 @@ class Saved:
     exact: bool = True
     is_own: bool = True
     worlds: tuple[int, int] = (1, 1)
+    left: frozenset[str] = frozenset()
 
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.globs import select
 from trainckpt.state.kinds import ddp, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
@@ -18,7 +19,7 @@ from trainckpt.state.kinds.tracked_file import PART as FILES
 from trainckpt.state.kinds.tracked_file import TrackedFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from trainckpt.data.loader import TrackedLoader
 
@@ -90,6 +91,18 @@ class Registry:
                 )
         self.files.append(tracked)
         return tracked
+
+    def exclude(self, globs: Iterable[str]) -> None:
+        """Leave these tensors of the models out of what is captured; see `format.globs`.
+
+        Raises:
+            ConfigurationError: a glob means no tensor of any model; names what is near.
+        """
+        models = [model.name for model in self.models]
+        known = {name for model in self.models for name in model.names()}
+        chosen = select(globs, known, models)
+        for model in self.models:
+            model.excluded = frozenset(chosen.intersection(model.names()))
 
     def parameter_names(self) -> dict[int, str]:
         """id(parameter) -> full name, for the parameters of all tracked models."""

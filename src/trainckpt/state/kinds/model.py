@@ -17,23 +17,41 @@ from trainckpt.state.captured import inner_tensors
 from trainckpt.state.kinds import fsdp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator, Mapping
 
     from trainckpt.state.captured import Captured, Saved
 
 
 class ModelState:
-    """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it."""
+    """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it.
+
+    Attributes:
+        excluded: Full names of parameters and buffers that are not captured.
+    """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.wrapped = module
         self.module = unwrap(module)
+        self.excluded: frozenset[str] = frozenset()
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, by its full name `<tracked name>/<module path>`."""
         for path, parameter in fsdp.parameters(self.module):
             yield self._full(path), parameter
+
+    def names(self) -> list[str]:
+        """Of every parameter and buffer, once."""
+        buffers = [self._full(path) for path, _ in self.module.named_buffers()]
+        return [*(name for name, _ in self.parameters()), *buffers]
+
+    def left_out(self, values: Mapping[str, Any], stored: Container[str]) -> list[str]:
+        """Tensors that are not in a snapshot and need not be: excluded then, or now."""
+        tree = values.get(self.name)
+        then = tree.get("excluded", ()) if isinstance(tree, dict) else ()
+        excused = {*self.excluded, *then}
+        names = (name for name in self.tensors() if name not in stored)
+        return [name for name in names if name.partition("#")[0] in excused]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer by its full name, as it is stored: whole or sharded."""
@@ -47,16 +65,20 @@ class ModelState:
     def capture(self, out: Captured) -> None:
         """Add parameters, buffers, extra state and the tied names."""
         for name, parameter in self.parameters():
-            for inner, tensor in inner_tensors(parameter, name).items():
-                out.add(inner, tensor, f"{self.name} parameters")
+            if name not in self.excluded:
+                for inner, tensor in inner_tensors(parameter, name).items():
+                    out.add(inner, tensor, f"{self.name} parameters")
         for path, buffer in self.module.named_buffers():
-            for inner, tensor in inner_tensors(buffer, self._full(path)).items():
-                out.add(inner, tensor, f"{self.name} buffers")
+            if self._full(path) not in self.excluded:
+                for inner, tensor in inner_tensors(buffer, self._full(path)).items():
+                    out.add(inner, tensor, f"{self.name} buffers")
         extra = {
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
             for path, module in self._with_extra().items()
         }
         out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
+        if self.excluded:
+            out.values[self.name]["excluded"] = sorted(self.excluded)
 
     def problems(self) -> list[str]:
         """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
@@ -71,15 +93,7 @@ class ModelState:
         """What makes the saved model another one than this: names, shapes, types, ties."""
         live, prefix = self.tensors(), f"{self.name}/"
         stored = {name for name in saved.shapes if name.startswith(prefix)}
-        found = [f"{name} is new: the snapshot has no such tensor" for name in live.keys() - stored]
-        found += [f"{name} is gone: only the snapshot has it" for name in stored - live.keys()]
-        for name in sorted(live.keys() & stored):
-            mine, theirs = live[name], saved.tensors.get(name)
-            if theirs is None or theirs.shape != sharded.local(mine).shape:
-                found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
-                             f"{list(mine.shape)} now")  # fmt: skip
-            elif mine.dtype != theirs.dtype:
-                found.append(f"{name} is {theirs.dtype} in the snapshot, {mine.dtype} now")
+        found = compare({n: t for n, t in live.items() if n not in saved.left}, stored, saved)
         extra_then = saved.values[self.name]["extra"].keys()
         for path in extra_then ^ self._with_extra().keys():
             when = "in the snapshot only" if path in extra_then else "now only"
@@ -93,13 +107,13 @@ class ModelState:
     def apply_parameters(self, saved: Saved) -> None:
         """Copy the saved parameters into the live ones."""
         for name, parameter in self.parameters():
-            _copy(inner_tensors(parameter, name), saved)
+            copy(inner_tensors(parameter, name), saved)
 
     @torch.no_grad()
     def apply_buffers(self, saved: Saved) -> None:
         """Copy this rank's buffers and extra state back; after DDP has been constructed."""
         for path, buffer in self.module.named_buffers():
-            _copy(inner_tensors(buffer, self._full(path)), saved)
+            copy(inner_tensors(buffer, self._full(path)), saved)
         for path, module in self._with_extra().items():
             module.set_extra_state(saved.decode(saved.values[self.name]["extra"][path]))
 
@@ -159,8 +173,26 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def _copy(live: dict[str, torch.Tensor], saved: Saved) -> None:
+def compare(live: Mapping[str, torch.Tensor], stored: set[str], saved: Saved) -> list[str]:
+    """Which names, shapes and types differ, one sentence each."""
+    found = [f"{name} is new: the snapshot has no such tensor" for name in live.keys() - stored]
+    found += [f"{name} is gone: only the snapshot has it" for name in stored - live.keys()]
+    for name in sorted(live.keys() & stored):
+        mine, theirs = live[name], saved.tensors.get(name)
+        if theirs is None or theirs.shape != sharded.local(mine).shape:
+            found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
+                         f"{list(mine.shape)} now")  # fmt: skip
+        elif mine.dtype != theirs.dtype:
+            found.append(f"{name} is {theirs.dtype} in the snapshot, {mine.dtype} now")
+    return found
+
+
+@torch.no_grad()
+def copy(live: Mapping[str, torch.Tensor], saved: Saved) -> None:
+    """Copy what was saved into live tensors; what had been left out of it is left as it is."""
     for name, tensor in live.items():
+        if name in saved.left:
+            continue
         held = sharded.local(tensor)
         _once(held).copy_(_once(held, saved.tensors[name]))
 
