@@ -21,6 +21,7 @@ NAMES = [
     "TierUnavailable",
     "TrainckptError",
     "UnusableSnapshot",
+    "load",
 ]
 
 

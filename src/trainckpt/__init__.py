@@ -27,6 +27,7 @@ from trainckpt.lifecycle.stopped import Stopped
 
 if TYPE_CHECKING:
     from trainckpt.lifecycle.checkpointer import Checkpointer
+    from trainckpt.lifecycle.load import load
 
 __all__ = [
     "Checkpointer",
@@ -41,11 +42,15 @@ __all__ = [
     "TierUnavailable",
     "TrainckptError",
     "UnusableSnapshot",
+    "load",
 ]
 __version__ = VERSION
 
 # Loaded when first asked for: they import torch, which takes seconds that `trainckpt list` has not.
-_LATER = {"Checkpointer": "trainckpt.lifecycle.checkpointer"}
+_LATER = {
+    "Checkpointer": "trainckpt.lifecycle.checkpointer",
+    "load": "trainckpt.lifecycle.load",
+}
 
 if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
 

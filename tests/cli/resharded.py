@@ -7,14 +7,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trainckpt import Checkpointer
+from trainckpt import Checkpointer, load
+from trainckpt.tiers.local import LocalTier
+
+
+def plain(seed=0):
+    """A model with uneven rows."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
 
 def make(world, seed=0):
-    """A model with uneven rows, sharded over all ranks; equal on any number of them."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    """The same, sharded over all ranks; equal on any number of them."""
+    model = plain(seed)
     mesh = init_device_mesh("cpu", (world,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -33,3 +39,26 @@ def train_sharded(rank, place):
             optimizer.step()
             optimizer.zero_grad()
     return {n: p.full_tensor().tolist() for n, p in model.named_parameters()}
+
+
+def load_sharded(rank, place):
+    """Load into another sharded model; its whole parameters, and whether this rank read all."""
+    model = make(torch.distributed.get_world_size(), seed=9)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
+    read = []
+    reading = LocalTier.read_into
+
+    def note(tier, key, first_byte, into):
+        read.append(key.rpartition("/")[2])
+        reading(tier, key, first_byte, into)
+
+    LocalTier.read_into = note
+    load(place, into=model, only="0.weight")
+    others = {f"rank{r:05d}.safetensors" for r in range(2) if r != rank}
+    LocalTier.read_into = reading
+    load(place, into={"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    first = model[0].weight
+    assert optimizer.state[first]["exp_avg"].placements == first.placements
+    whole = {n: p.full_tensor().tolist() for n, p in model.named_parameters()}
+    return whole, bool(others & {*read})

@@ -16,6 +16,8 @@ from trainckpt.state.kinds import ddp, fsdp, gradients, rng, tracked_file
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
+# Parts of the values that are no tracked object's.
+OWN = frozenset({DDP, FSDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART})
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,8 +33,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     `loaders_to_come` says which are still missing.
     """
     live = {*registry.names(), *(m.name for m in registry.models)}
-    own = {DDP, FSDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART}
-    then = {name for name in saved.values if name not in own} - loaders_to_come(registry, saved)
+    then = {name for name in saved.values if name not in OWN} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
     found += differences(registry, saved)
