@@ -6,11 +6,10 @@ it follows from the layout the tensor was saved in: no list of regions is search
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.layout import Box, Stretch, whole
+from trainckpt.format.layout import Box, Counts, Stretch, whole
 from trainckpt.format.shard_file import region_key
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import Region
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """One part to read.
 
     Attributes:
@@ -51,7 +49,7 @@ def plan_restore(
     Raises:
         UnusableSnapshot: a tensor is not in the manifest, or the box does not lie in it.
     """
-    stretches = _Stretches(manifest)
+    planner = _Planner(manifest)
     reads: list[Read] = []
     for name, asked in wanted.items():
         entry = manifest.tensors.get(name)
@@ -61,8 +59,9 @@ def plan_restore(
             reads.append(Read(donor, name, None, asked))
         else:
             box = asked or whole(entry.shape)
-            reads += _parts(name, entry, entry.layout, box, stretches.of(entry.layout))
-    return tuple(sorted(reads, key=lambda read: read.file))
+            reads += planner.reads(name, entry, entry.layout, box)
+    reads.sort(key=lambda read: read.file)
+    return tuple(reads)
 
 
 def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: str) -> Region:
@@ -87,39 +86,56 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
     return held
 
 
-class _Stretches:
-    """Layout -> how what its replicas hold alike is divided over them."""
+class _Planner:
+    """Finds where boxes lie; tensors of one shape and layout are looked up once."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._made: dict[Layout, Stretch] = {}
+        self._met: dict[tuple[int, Counts, Box], list[tuple[int, Box, Box]]] = {}
+        self._stretches: dict[Layout, Stretch] = {}
         self._sizes: dict[Layout, dict[str, int]] = {}
         for name, entry in manifest.tensors.items():
             if entry.layout is not None and entry.layout.num_replicas > 1:
                 self._sizes.setdefault(entry.layout, {})[name] = entry.num_bytes
 
-    def of(self, layout: Layout) -> Stretch:
-        if layout not in self._made:
-            self._made[layout] = Stretch(self._sizes.get(layout, {}), layout.num_replicas)
-        return self._made[layout]
+    def reads(self, name: str, entry: TensorEntry, layout: Layout, wanted: Box) -> list[Read]:
+        """All parts of one tensor."""
+        if 0 in entry.shape:
+            return [Read(layout.base, name, whole(entry.shape), whole(entry.shape))]
+        key = (id(layout), entry.shape, wanted)
+        if layout.num_replicas > 1:
+            return list(self._from_replicas(name, entry, layout, wanted))
+        if key not in self._met:
+            _check(name, entry, wanted)
+            self._met[key] = [
+                (layout.rank_at(coordinate), box, box.common(wanted))
+                for coordinate, box in layout.overlapping(entry.shape, wanted)
+            ]
+        return [Read(rank, name, box, part) for rank, box, part in self._met[key]]
+
+    def _from_replicas(
+        self, name: str, entry: TensorEntry, layout: Layout, wanted: Box
+    ) -> Iterator[Read]:
+        _check(name, entry, wanted)
+        if layout not in self._stretches:
+            self._stretches[layout] = Stretch(self._sizes[layout], layout.num_replicas)
+        stretch = self._stretches[layout]
+        for coordinate, box in layout.overlapping(entry.shape, wanted):
+            common = box.common(wanted)
+            low = common.offset[0] - box.offset[0] if box.shape else 0
+            high = low + common.shape[0] if box.shape else 1
+            for replica, first, last in stretch.holders(name, box, low, high):
+                rank = layout.with_replica(coordinate, replica)
+                if not box.shape:
+                    yield Read(rank, name, box, common)
+                    continue
+                offset = (box.offset[0] + first, *box.offset[1:])
+                held = Box(offset, (last - first, *box.shape[1:]))
+                yield Read(rank, name, held, held.common(common))
 
 
-def _parts(
-    name: str, entry: TensorEntry, layout: Layout, wanted: Box, stretch: Stretch
-) -> Iterator[Read]:
+def _check(name: str, entry: TensorEntry, wanted: Box) -> None:
+    """Refuse a box that does not lie in the tensor."""
     if len(wanted.shape) != len(entry.shape) or any(
         o + n > of for o, n, of in zip(wanted.offset, wanted.shape, entry.shape, strict=True)
     ):
         raise UnusableSnapshot(f"{name[:100]} is {list(entry.shape)}, too small for {wanted}")
-    if 0 in entry.shape:
-        yield Read(layout.base, name, whole(entry.shape), whole(entry.shape))
-    for coordinate, box in layout.overlapping(entry.shape, wanted):
-        common = box.common(wanted)
-        low = common.offset[0] - box.offset[0] if box.shape else 0
-        high = low + common.shape[0] if box.shape else 1
-        for replica, first, last in stretch.holders(name, box, low, high):
-            rank = layout.with_replica(coordinate, replica)
-            if not box.shape:
-                yield Read(rank, name, box, common)
-                continue
-            held = Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
-            yield Read(rank, name, held, held.common(common))
