@@ -68,3 +68,21 @@ def test_a_file_with_a_misspelled_or_broken_line_is_refused(tmp_path, text):
     (tmp_path / "trainckpt.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=r"trainckpt\.toml"):
         read_options({}, {}, tmp_path)
+
+
+@pytest.mark.parametrize("value", ["model/frozen.*, head.*", ["model/frozen.*", "head.*"]])
+def test_tensors_to_leave_out_are_globs_with_commas_or_a_list(value, tmp_path):
+    assert read_options({"exclude": value}, {}).exclude == ("model/frozen.*", "head.*")
+    assert read_options({"exclude": "none"}, {}).exclude == ()
+    (tmp_path / "trainckpt.toml").write_text('exclude = ["a.*"]\ninit_from = "none"\n')
+    found = read_options({}, {}, tmp_path)
+    assert (found.exclude, found.init_from) == (("a.*",), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("exclude", "a,,b"), ("exclude", 3), ("exclude", ["a", 3]), ("init_from", 3)],
+)
+def test_what_names_neither_tensors_nor_a_run_is_refused(name, value):
+    with pytest.raises(ConfigurationError, match=rf"{name}=.*\(argument\) is not an option"):
+        read_options({name: value}, {})

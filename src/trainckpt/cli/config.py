@@ -50,6 +50,8 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _plain(value: Any, origin: str, default: Any) -> Any:
     """A value as JSON has it; of one that was parsed, the text it was parsed from."""
+    if value == ():
+        return None
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     typed = default if origin == DEFAULT else os.environ.get(origin)

@@ -17,10 +17,12 @@ from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.initial import Initial, read_initial
 from trainckpt.lifecycle.last_save import LastSave
+from trainckpt.lifecycle.load import put
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
-from trainckpt.lifecycle.resume import Beginning, begin, record_parent
+from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
 from trainckpt.lifecycle.saver import Facts, Saver
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.state.capture import capture
@@ -122,7 +124,10 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     here = fingerprint(crew.world.size)
     parent = str(beginning.manifest.name) if beginning.manifest else None
     log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
-    record_parent(crew.channel, log, parent, {KEEP_LAST: crew.options.keep_last})
+    initial = _read_initial(crew, beginning)
+    record_parent(crew.channel, log, parent, _chosen(crew, initial))
+    if initial is not None:
+        put(initial.loading)
     facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
     saver = Saver(
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, crew.position.window_start
@@ -131,25 +136,67 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
-        exactness, reasons = compare(then, here, [*crew.problems, *_other_layout(beginning)])
+        exactness, reasons = compare(then, here, [*crew.problems, *_other_state(beginning)])
         departure.exactness = exactness
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
         say_where(crew.tier.url, beginning, exactness, reasons)
-        if crew.data_world is not None:
-            logger.info("the data is dealt to %s", crew.data_world)
+        _say_what_was_chosen(crew, initial)
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
     policy = Policy(crew.options.every, crew.position.step, time.monotonic())
     return Attempt(beginning, log, saver, departure, policy)
 
 
-def _other_layout(beginning: Beginning) -> list[str]:
+def _read_initial(crew: Crew, beginning: Beginning) -> Initial | None:
+    """At step 0, with `init_from`: the weights to begin with, read and compared on all ranks."""
+    if beginning.manifest is not None or crew.options.init_from is None:
+        return None
+    begun_s = time.monotonic()
+    try:
+        return read_initial(crew.options.init_from, crew.registry, crew.channel)
+    except BaseException as error:
+        if crew.world.rank == 0:
+            record_refusal(crew.tier, beginning.record, error, time.monotonic() - begun_s)
+        raise
+
+
+def _chosen(crew: Crew, initial: Initial | None) -> dict[str, Any]:
+    """What the attempt's record says of the options."""
+    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last}
+    if initial is not None:
+        found["init_from"] = initial.source
+    if crew.options.exclude:
+        found["exclude"] = list(crew.options.exclude)
+    if crew.data_world is not None:
+        found["data_ranks"] = crew.data_world.size
+    return found
+
+
+def _say_what_was_chosen(crew: Crew, initial: Initial | None) -> None:
+    if initial is not None:
+        logger.info("weights and buffers are those of %s", initial.source)
+    excluded = sum(len(model.excluded) for model in crew.registry.models)
+    if excluded:
+        globs = ", ".join(crew.options.exclude)
+        logger.info("%d tensors are not saved, by exclude: %s", excluded, globs)
+    if crew.data_world is not None:
+        logger.info("the data is dealt to %s", crew.data_world)
+
+
+def _other_state(beginning: Beginning) -> list[str]:
+    """Why the state is not the one that was saved, one reason each."""
     saved = beginning.saved
-    if saved is None or saved.exact:
+    if saved is None:
         return []
+    left = sorted(saved.left)
+    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+    names = f"{', '.join(left[:3])}{more}"
+    found = [f"excluded, so left as the script made them: {names}"] if left else []
+    if saved.exact:
+        return found
     then, now = saved.worlds
-    found = ["the tensors lie over the ranks in another way"]
+    found += ["the tensors lie over the ranks in another way"]
     if beginning.rewound:
         found.append(f"the window of {beginning.rewound} micro-batches so far begins anew")
     if then != now:
@@ -164,6 +211,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
         crew.watch.start(attempt, is_first=crew.world.rank == 0)
 
     try:
+        crew.registry.exclude(crew.options.exclude)
         capture(crew.registry)  # what cannot be stored is refused now, not at the first save
         return begin(crew.tier, crew.channel, crew.registry, mode, on_claimed=claimed)
     except BaseException:

@@ -235,7 +235,7 @@ def _refuse(contents: Contents, differences: Sequence[str]) -> None:
         raise StateMismatch(
             f"the objects are not those of {contents.source}",
             sorted(differences),
-            hint="choose with only=..., or load(...) into a dict and copy what fits",
+            hint="load what fits: trainckpt.load(RUN, into=module, only=...)",
         )
 
 

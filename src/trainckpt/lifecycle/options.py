@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.format.duration import SECONDS, parse_duration
+from trainckpt.format.duration import parse_duration
+from trainckpt.format.globs import parse_globs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,6 +59,8 @@ class Options:
         on_stop: "exit" raises `Stopped`; "return" ends the loops instead.
         exit_code: Of `Stopped`: saved, start me again.
         resume: "auto", "required" or "never".
+        init_from: "RUN[@SNAPSHOT]" whose weights a new run begins with; None: the script's own.
+        exclude: Globs of the models' tensors that are not saved.
         origins: Option -> where its value came from.
     """
 
@@ -71,6 +74,8 @@ class Options:
     on_stop: str
     exit_code: int
     resume: str
+    init_from: str | None
+    exclude: tuple[str, ...]
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -98,12 +103,20 @@ def read_options(
                 value, origin = found, where
         try:
             values[name] = parse(value)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             raise ConfigurationError(
-                f"{name}={value!r} ({origin}) is not an option", hint=f"use {wanted}"
+                f"{name}={shown(value)} ({origin}) is not an option", hint=f"use {wanted}"
             ) from None
         origins[name] = origin
     return Options(**values, origins=origins)
+
+
+def shown(value: object) -> str:
+    """A value in a message: on one line, and not longer than that."""
+    try:
+        return repr(value)[:200]
+    except ValueError:  # a number of too many digits
+        return "a number"
 
 
 def _parse_every(value: Any) -> Every:
@@ -117,12 +130,10 @@ def _parse_every(value: Any) -> Every:
         raise ValueError(text)
     number, unit = float(match[1]), match[2]
     if unit in ("step", "steps"):
-        if number != int(number) or number < 1:
+        if number != int(number) or not 1 <= number < 2**63:
             raise ValueError(text)
         return Every(steps=int(number), text=text)
-    if unit not in SECONDS or number <= 0:
-        raise ValueError(text)
-    return Every(seconds=number * SECONDS[unit], text=text)
+    return Every(seconds=parse_duration(text), text=text)
 
 
 def _parse_seconds(value: Any) -> float | None:
@@ -139,6 +150,16 @@ def _parse_budget(value: Any) -> Budget:
     if match[2] == "percent":
         return Budget(min(float(match[1]) / 100, 1.0), None, str(value))
     return Budget(None, int(float(match[1]) * _BYTES[(match[2] or "b").lower()]), str(value))
+
+
+def _optional_text(value: Any) -> str | None:
+    if value in (None, "", "none"):
+        return None
+    return str(os.fspath(value))
+
+
+def _optional_globs(value: Any) -> tuple[str, ...]:
+    return () if value in (None, "", "none") else parse_globs(value)
 
 
 def _optional_number(value: Any) -> int | None:
@@ -170,7 +191,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not readable: {error}") from error
     unknown = sorted(found.keys() - TABLE.keys())
     if unknown:
@@ -196,4 +217,6 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),
     "exit_code": (75, _number(1, 255), "a number from 1 to 255"),
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
+    "init_from": (None, _optional_text, '"RUN" or "RUN@SNAPSHOT", or "none"'),
+    "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
 }

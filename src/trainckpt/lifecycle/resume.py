@@ -125,7 +125,7 @@ def begin(
         return _try_in_order(tier, channel, registry, beginning, told)
     except BaseException as error:
         if channel.world.rank == 0:
-            _record_refusal(tier, record, error, time.monotonic() - begun_s)
+            record_refusal(tier, record, error, time.monotonic() - begun_s)
         raise
 
 
@@ -202,10 +202,10 @@ def _choose(
     return choices.Choice([chosen.name])
 
 
-def _record_refusal(
+def record_refusal(
     tier: LocalTier, record: AttemptRecord, error: BaseException, seconds: float
 ) -> None:
-    """The attempt ends before it began: launchers swallow exit codes, so its record says why."""
+    """Rank 0: the attempt ends before it began. Exit codes get lost, so its record says why."""
     code = error.code if isinstance(error, SystemExit) else 1
     code = error.exit_code if isinstance(error, TrainckptError) else code
     outcome: dict[str, Any] = {
