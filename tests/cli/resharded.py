@@ -60,5 +60,9 @@ def load_sharded(rank, place):
     assert optimizer.param_groups[0]["lr"] == 0.01
     first = model[0].weight
     assert optimizer.state[first]["exp_avg"].placements == first.placements
+    new = make(torch.distributed.get_world_size(), seed=4)
+    with Checkpointer(f"{place}-new", model=new, init_from=place):
+        for name, parameter in new.named_parameters():
+            assert torch.equal(parameter.full_tensor(), model.get_parameter(name).full_tensor())
     whole = {n: p.full_tensor().tolist() for n, p in model.named_parameters()}
     return whole, bool(others & {*read})

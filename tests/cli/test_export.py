@@ -11,7 +11,9 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import trainckpt
+from tests.cli.test_show import golden
 from trainckpt.cli.main import main
+from trainckpt.format import layout
 
 
 class Model(nn.Module):
@@ -135,6 +137,28 @@ def test_everything_has_full_names(trained, tmp_path, capsys):
     exported(capsys, run, tmp_path / "m.safetensors", "--all")
     found = load_file(tmp_path / "m.safetensors")
     assert {"model/mask", "optimizer/model/embedding.weight/exp_avg", "rng/torch"} <= found.keys()
+
+
+def test_two_ranks_and_the_first_format_are_exported_whole(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(layout, "UNCUT_BYTES", 64)  # as the golden files were written
+    run = golden(tmp_path, "two")
+    assert main(["export", str(run), str(tmp_path / "m.safetensors")]) == 78
+    assert "complex128, a type that safetensors does not have" in capsys.readouterr().err
+    tensors = json.loads((run / "snapshots/s2m1~1.1/manifest.json").read_text())["tensors"]
+    models = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
+    models.remove("as_complex128")
+    said = exported(capsys, run, tmp_path / "m.safetensors", "--tensors", ",".join(models))
+    found = load_file(tmp_path / "m.safetensors")
+    assert found.keys() == models
+    shapes = {n: list(t.shape) for n, t in found.items() if not t.is_complex()}
+    assert shapes == {n: tensors[f"model/{n}"][1] for n in shapes}
+    assert found["as_complex64"].dtype == torch.complex64
+    assert any("older snapshot" in note for note in said["notes"])
+    exported(capsys, run, tmp_path / "all.safetensors", "--all")
+    names = load_file(tmp_path / "all.safetensors").keys()
+    own = {name for name, entry in tensors.items() if entry[2] == "rank"} - {"values.json"}
+    assert {n.removesuffix("@rank1") for n in names} == tensors.keys() - {"values.json"}
+    assert {f"{n}@rank1" for n in own} >= {n for n in names if n.endswith("@rank1")} != set()
 
 
 def test_of_several_models_one_has_to_be_chosen(tmp_path, capsys):

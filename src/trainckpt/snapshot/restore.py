@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, shard_file
-from trainckpt.snapshot.restore_plan import find, plan_restore
+from trainckpt.snapshot.restore_plan import Planner, find, plan_restore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +54,7 @@ class Reader:
     def __init__(self, tier: Tier, manifest: Manifest) -> None:
         self._tier = tier
         self._manifest = manifest
+        self._planner = Planner(manifest)
         self._headers: dict[int, tuple[int, dict[str, Region]]] = {}
 
     def read(
@@ -70,7 +71,7 @@ class Reader:
             UnusableSnapshot: anything is missing or does not match its digest; names the file.
             TierUnavailable: the tier refused to give it.
         """
-        reads = plan_restore(self._manifest, wanted, donor=donor)
+        reads = plan_restore(self._manifest, wanted, donor=donor, planner=self._planner)
         found = [
             (file, first, read, region)
             for file, of_file in groupby(reads, key=lambda read: read.file)

@@ -37,7 +37,11 @@ class Read(NamedTuple):
 
 
 def plan_restore(
-    manifest: Manifest, wanted: Mapping[str, Box | None], *, donor: int
+    manifest: Manifest,
+    wanted: Mapping[str, Box | None],
+    *,
+    donor: int,
+    planner: Planner | None = None,
 ) -> tuple[Read, ...]:
     """Decide what to read, sorted by file.
 
@@ -45,11 +49,12 @@ def plan_restore(
         manifest: Of the snapshot.
         wanted: Tensor -> box; None: the whole tensor.
         donor: The rank of the snapshot whose own tensors are read, where they are each rank's own.
+        planner: Of this manifest, for whoever asks more than once.
 
     Raises:
         UnusableSnapshot: a tensor is not in the manifest, or the box does not lie in it.
     """
-    planner = _Planner(manifest)
+    planner = planner or Planner(manifest)
     reads: list[Read] = []
     for name, asked in wanted.items():
         entry = manifest.tensors.get(name)
@@ -86,7 +91,7 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
     return held
 
 
-class _Planner:
+class Planner:
     """Finds where boxes lie; tensors of one shape and layout are looked up once."""
 
     def __init__(self, manifest: Manifest) -> None:
