@@ -38,8 +38,8 @@ def names(*texts):
         ([None, UNDECIDED, UNDECIDED], [], {3: INF, 2: INF, 1: INF}),
         # a new start: nothing before counts
         ([None, None], ["s5~1.5"], {2: INF}),
-        # records lost: the snapshots still say that there were attempts
-        ([], ["s1~1.1", "s2~3.1"], {3: INF, 2: INF, 1: INF}),
+        # records lost: the snapshots still say which attempts there were
+        ([], ["s1~1.1", "s2~3.1"], {3: INF, 1: INF}),
         # a record that cannot be: its own successor, or no name
         (["s1~2.1"], [], {1: INF}),
         (["s1~1.1"], [], {1: INF}),

@@ -12,7 +12,7 @@ from typing import Any
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 
-MAX_BYTES = 16_000_000
+MAX_BYTES = 4_000_000  # hosts of 50,000 ranks
 UNDECIDED = "undecided"  # the attempt has not chosen its snapshot yet
 
 # state
@@ -73,7 +73,26 @@ class AttemptRecord:
             attempt,
             parent,
             strict.field(body, "state", str, what),
-            outcome if isinstance(outcome, dict) else None,
+            _checked(outcome, what) if isinstance(outcome, dict) else None,
             newest,
             {key: value for key, value in body.items() if key not in own},
         )
+
+
+def _checked(outcome: dict[str, Any], what: str) -> dict[str, Any]:
+    """The outcome, its parts of the types that readers compare and compute with."""
+    for keys, kinds in _OUTCOME:
+        for key in keys:
+            if (value := outcome.get(key)) is not None and type(value) not in kinds:
+                raise UnusableSnapshot(f"{what}: {key} is {str(value)[:60]!r}")
+    code = outcome.get("exit_code")
+    if code is not None and not -(2**31) <= code < 2**31:
+        raise UnusableSnapshot(f"{what}: {str(code)[:60]} is no exit code")
+    return outcome
+
+
+_OUTCOME: tuple[tuple[tuple[str, ...], tuple[type, ...]], ...] = (
+    (("outcome", "snapshot", "reason", "died_while", "exactness", "kind"), (str,)),
+    (("exit_code", "lost_micro_batches"), (int,)),
+    (("seconds",), (int, float)),
+)

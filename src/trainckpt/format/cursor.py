@@ -47,7 +47,7 @@ class Cursor:
         """Read back what `to_json` wrote; raises `UnusableSnapshot` for anything else."""
         names = [field.name for field in fields(cls)]
         if not isinstance(data, dict) or any(
-            type(data.get(name)) is not int or data[name] < 0 for name in names
+            type(data.get(name)) is not int or not 0 <= data[name] < 2**63 for name in names
         ):
             raise UnusableSnapshot(f"not a cursor: {str(data)[:200]}")
         return cls(**{name: data[name] for name in names})

@@ -20,6 +20,7 @@ from trainckpt.format.layout import Layout, replicated
 from trainckpt.format.shard_file import ITEM_BYTES
 
 MAX_BYTES = 256_000_000
+LATEST_S = 2.5e11  # the year 9892: what calendars can say
 SPLIT = "split"  # one copy, its regions spread over the files
 RANK = "rank"  # every rank has its own, in its own file
 
@@ -185,7 +186,7 @@ def load(data: bytes, what: str) -> Manifest:
     body = strict.unsealed(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
     window = body.get("window")
-    world = strict.count(body, "world", what)
+    world, created = strict.count(body, "world", what), _created(body, what)
     files = _files(body, world, what)
     tensors = _tensors(body, world, what)
     parent = body.get("parent")
@@ -203,7 +204,7 @@ def load(data: bytes, what: str) -> Manifest:
         world=world,
         files=files,
         tensors=tensors,
-        created=float(strict.field(body, "created", (float, int), what)),
+        created=created,
         kind=strict.field(body, "kind", str, what),
         tags=tuple(str(tag) for tag in tags),
         reason=strict.field(body, "reason", str, what),
@@ -211,9 +212,16 @@ def load(data: bytes, what: str) -> Manifest:
         writer=str(body.get("writer", "")),
         window=Cursor.from_json(window) if window is not None else None,
     )
-    if world != len(files):
+    if world != len(files) or not world:
         raise UnusableSnapshot(f"{what} names {len(files)} files for {world} ranks")
     return manifest
+
+
+def _created(body: dict[str, Any], what: str) -> float:
+    found = strict.field(body, "created", (float, int), what)
+    if not abs(found) < LATEST_S:
+        raise UnusableSnapshot(f"{what}: {str(found)[:60]} is no time")
+    return float(found)
 
 
 def _files(body: dict[str, Any], world: int, what: str) -> Files:

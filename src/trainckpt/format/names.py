@@ -21,7 +21,9 @@ NOTICES = "notices"
 SNAPSHOTS = "snapshots"
 MANIFEST = "manifest.json"
 
-_FOLDER = re.compile(r"s(\d{1,15})(?:m(\d{1,15}))?~(\d{1,9})\.(\d{1,9})")
+_FOLDER = re.compile(r"s([0-9]{1,15})(?:m([0-9]{1,15}))?~([0-9]{1,9})\.([0-9]{1,9})")
+_RECORD = re.compile(r"([1-9][0-9]{0,8})\.json")
+MAX_ATTEMPT = 10**9 - 1
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -57,7 +59,14 @@ class SnapshotName:
         if match is None:
             return None
         step, micro, attempt, sequence = (int(part or 0) for part in match.groups())
-        return cls(attempt, sequence, step, micro)
+        found = cls(attempt, sequence, step, micro)
+        return found if str(found) == text else None
+
+
+def recorded_attempt(name: str) -> int | None:
+    """Whose record a file in the folder of attempts is, or None if it is none."""
+    match = _RECORD.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def shard_file_name(rank: int) -> str:

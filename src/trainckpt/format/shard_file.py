@@ -202,7 +202,7 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int) -> ShardHeade
     entries = strict.parse(head[8:], f"the header of {what}", max_bytes=MAX_HEADER_BYTES)
     metadata = strict.field(entries, "__metadata__", dict, what)
     facts = strict.parse(
-        strict.field(metadata, METADATA_KEY, str, what).encode(),
+        strict.field(metadata, METADATA_KEY, str, what).encode(errors="surrogatepass"),
         f"the metadata of {what}",
         max_bytes=MAX_HEADER_BYTES,
     )

@@ -9,6 +9,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.digest import digest
 
 MAX_NESTING = 64
+MAX_DEPTH = 300  # of any JSON; a value of 64 containers takes three levels for each
 
 
 def canonical(value: Any) -> bytes:
@@ -41,9 +42,14 @@ def parse(data: bytes | bytearray | memoryview, what: str, *, max_bytes: int) ->
     if len(data) > max_bytes:
         raise UnusableSnapshot(f"{what} is {len(data)} bytes, more than {max_bytes}")
     try:
-        return json.loads(bytes(data), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        raw = bytes(data)
+        text = raw.decode(json.detect_encoding(raw))
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:
         raise UnusableSnapshot(f"{what} is not valid JSON: {str(error)[:200]}") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+        raise UnusableSnapshot(f"{what} is nested more than {MAX_DEPTH} deep")
+    return value
 
 
 def field(data: Any, key: str, kind: type | tuple[type, ...], what: str) -> Any:
@@ -74,6 +80,20 @@ def counts(values: Any, what: str) -> tuple[int, ...]:
     ):
         raise UnusableSnapshot(f"{what}: {str(values)[:60]!r} is not a list of sizes")
     return tuple(values)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _no_constant(text: str) -> Any:

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from trainckpt.format.duration import MOST_S
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def granted_s(environment: Mapping[str, str] | None = None) -> float | None:
     if "TORCHELASTIC_RUN_ID" not in environment or SUPERVISOR_VARIABLE in environment:
         return None
     text = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-    return float(text) if text.isdecimal() and int(text) else TORCHRUN_S
+    granted = float(text) if text.isdecimal() else 0.0
+    return granted if 0 < granted <= MOST_S else TORCHRUN_S
 
 
 def margin_s(seconds_left: float) -> float:

@@ -31,7 +31,10 @@ ALIVE_S = 15.0
 STOP_WITHIN_S = 2.0
 SUFFIX = ".heartbeat"
 _PRIVATE = 0o600
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# A pipe that somebody put there holds up nobody.
+_NO_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+)
 
 
 class Heartbeat:

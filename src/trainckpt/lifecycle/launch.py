@@ -69,13 +69,14 @@ def describe(
         environment: Of rank 0; None is this process's.
     """
     environment = os.environ if environment is None else environment
+    local = environment.get("LOCAL_WORLD_SIZE", "")
     return {
         "argv": redact_arguments(sys.orig_argv),
         "cwd": os.getcwd(),  # noqa: PTH109 - a record, not a path to open
         "env": redact_environment(environment),
         "launch": {
             "kind": kind_of_launch(environment),
-            "nproc": int(environment.get("LOCAL_WORLD_SIZE", len(everyone))),
+            "nproc": int(local) if re.fullmatch("[0-9]{1,9}", local) else len(everyone),
         },
         "world": len(everyone),
         "hosts": [host for host, _ in everyone],
@@ -178,7 +179,7 @@ def evidence_of_restart(environment: Mapping[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     for name in ("TRAINCKPT_RESTART", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         count = environment.get(name, "")
-        if count.isdecimal() and int(count) > 0:
+        if re.fullmatch("[0-9]{1,9}", count) and int(count) > 0:
             return f"{name}={count}"
     return ""
 

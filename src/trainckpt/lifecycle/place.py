@@ -45,12 +45,17 @@ def open_other_place(run: str | os.PathLike[str]) -> LocalTier:
         )
     if not path:
         raise ConfigurationError("the run's place is empty", hint="name a directory")
-    return LocalTier(Path(path).expanduser())
+    return open_directory(path)
 
 
 def open_directory(path: str) -> LocalTier:
     """The tier at a path, whatever the environment says."""
-    return LocalTier(Path(path).expanduser())
+    if "\0" in path:
+        raise ConfigurationError(f"the run's place is no path: {path[:100]!r}")
+    try:
+        return LocalTier(Path(path).expanduser())
+    except RuntimeError as error:
+        raise ConfigurationError(f"{path[:100]}: {error}", hint="name a directory") from error
 
 
 def notices_folder(tier: LocalTier) -> Path:

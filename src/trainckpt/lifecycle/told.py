@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
+from trainckpt.format.duration import MOST_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,10 +95,29 @@ def read_told(folder: Path) -> dict[int, Told]:
     """What the ranks of this host have told, by rank; an unreadable file has said nothing."""
     found = {}
     for path in folder.glob("rank*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            told = Told(**json.loads(path.read_bytes()[:MAX_BYTES]))
-            found[told.rank] = told
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+            with path.open("rb") as file:
+                told = Told(**json.loads(file.read(MAX_BYTES)))
+            if _is_readable(told):
+                found[told.rank] = told
     return found
+
+
+def _is_readable(told: Told) -> bool:
+    """Whether every field is of its type and in range: it came from a file."""
+    numbers = [told.rank, told.pid]
+    numbers += [number for number in (told.attempt, told.exit_code) if number is not None]
+    words = [told.host, told.run, told.state, *([] if told.how is None else [told.how])]
+    return (
+        all(type(number) is int and -(2**31) <= number < 2**31 for number in numbers)
+        and all(type(word) is str and "\0" not in word for word in words)
+        and type(told.asked) is bool
+        and (told.grace_s is None or _is_wait(told.grace_s))
+    )
+
+
+def _is_wait(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MOST_S  # type: ignore[operator]
 
 
 def imported(folder: Path, besides: int | None = None) -> bool:

@@ -13,9 +13,10 @@ Threads: the watcher's only. Floor 1. Uses: preemption.notice. Used by: lifecycl
 from __future__ import annotations
 
 import json
-import math
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.format.duration import MOST_S
 from trainckpt.preemption.notice import Notice
 
 if TYPE_CHECKING:
@@ -68,10 +69,13 @@ class NoticeFiles:
             if self._looked_at.get(path.name) == seen:
                 return None
             self._looked_at[path.name] = seen
-            with path.open("rb") as file:
-                notice = _parse(json.loads(file.read(MAX_BYTES)))
+            data = b""  # opening a pipe would wait for its other end
+            if S_ISREG(stat.st_mode):
+                with path.open("rb") as file:
+                    data = file.read(MAX_BYTES)
+            notice = _parse(json.loads(data))
         except (OSError, ValueError, RecursionError) as error:
-            self.bad[path.name] = f"{type(error).__name__}: {error}"
+            self.bad[path.name] = f"{type(error).__name__}: {str(error)[:200]}"
             return None
         self._reported.add(path.name)
         self.bad.pop(path.name, None)
@@ -94,6 +98,6 @@ def _seconds(value: Any) -> float | None:
     if value is None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    if not number or not 0 <= value <= MOST_S:
         raise ValueError(f"seconds_left is no duration: {value!r}")
     return float(value)

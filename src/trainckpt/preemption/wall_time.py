@@ -9,12 +9,12 @@ Threads: the watcher's only. Floor 1. Uses: preemption.notice. Used by: lifecycl
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.format.duration import MOST_S
 from trainckpt.preemption.notice import Notice
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def wall_time_end(
         left_s = float(environment.get(SLURM_VARIABLE, "")) - now_wall
     except ValueError:
         left_s = 0.0
-    if 0 < left_s < math.inf:
+    if 0 < left_s <= MOST_S:
         ends.append(now_mono + left_s)
     return min(ends, default=None)
 

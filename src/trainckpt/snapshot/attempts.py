@@ -66,28 +66,35 @@ def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
     """Every record, by number. A damaged one is an attempt that said nothing, with the reason."""
     found = {}
     for name in tier.list(names.ATTEMPTS):
-        stem, dot, suffix = name.partition(".")
-        if not (stem.isdecimal() and dot and suffix == "json"):
+        number = names.recorded_attempt(name)
+        if number is None:
             continue
         try:
             data = tier.read(f"{names.ATTEMPTS}/{name}", max_bytes=MAX_BYTES)
-            found[int(stem)] = AttemptRecord.load(data, name)
+            record = AttemptRecord.load(data, name)
+            why = "" if record.attempt == number else f"{name} is that of {record.attempt}"
         except UnusableSnapshot as error:
-            found[int(stem)] = AttemptRecord(int(stem), facts={"damaged": error.message})
+            why = error.message
+        found[number] = AttemptRecord(number, facts={"damaged": why}) if why else record
     return found
 
 
 def newest(tier: Tier) -> int:
     """Number of the newest attempt that was claimed, 0 if none; reads no record."""
-    stems = (name.removesuffix(".json") for name in tier.list(names.ATTEMPTS))
-    return max((int(stem) for stem in stems if stem.isdecimal()), default=0)
+    numbers = map(names.recorded_attempt, tier.list(names.ATTEMPTS))
+    return max((number for number in numbers if number is not None), default=0)
 
 
 def claim(tier: Tier, build: Callable[[int], AttemptRecord]) -> AttemptRecord:
     """Claim the next attempt number by creating its record."""
     for _ in range(CLAIM_TRIES):
         numbers = read_attempts(tier).keys() | _snapshot_attempts(tier)
-        record = build(max(numbers, default=0) + 1)
+        if (last := max(numbers, default=0)) >= names.MAX_ATTEMPT:
+            raise UnusableSnapshot(
+                f"{tier.url} holds an attempt {last}, which no other can follow",
+                hint="remove what bears that number, or name another place for a new run",
+            )
+        record = build(last + 1)
         if tier.create(record_key(record.attempt), record.dump()):
             return record
     raise TierUnavailable(f"{CLAIM_TRIES} other attempts were claimed in {tier.url} meanwhile")

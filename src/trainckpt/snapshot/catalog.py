@@ -69,18 +69,18 @@ def ancestry(
     whatever its predecessor does.
     """
     reach: dict[int, float] = {}
-    at = max([*attempts, *(name.attempt for name in found)], default=0)
-    limit = float("inf")
-    while at > 0:
-        reach[at] = limit
-        record = attempts.get(at)
+    begun, most = None, float("inf")  # from which attempt the one above began, and how far
+    for at in sorted({*attempts, *(name.attempt for name in found)}, reverse=True):
+        if at < 1 or (begun is not None and at > begun):
+            continue
+        reach[at] = most if at == begun else float("inf")
+        begun, record = None, attempts.get(at)
         if record is None or record.parent == UNDECIDED:
-            at, limit = at - 1, float("inf")
             continue
         parent = SnapshotName.parse(record.parent) if record.parent else None
         if parent is None or parent.attempt >= at:
             break
-        at, limit = parent.attempt, parent.sequence
+        begun, most = parent.attempt, parent.sequence
     return reach
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
 from trainckpt.format.layout import Box, replicated, whole
 from trainckpt.state import sharded
 from trainckpt.state.capture import DDP, FSDP
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     Wrap = Callable[[torch.Tensor], torch.Tensor]
 
+CANNOT_BE_DIVIDED = "is another one on each rank, so it cannot be divided anew"
 OF_THE_WINDOW = frozenset({gradients.PART, FSDP, DDP})
 
 
@@ -49,6 +51,12 @@ class Targets:
     wanted: dict[str, Box | None] = field(default_factory=dict)
     wraps: dict[str, Wrap] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    def want(self, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
+        """What is saved of a live tensor: the part of it that this rank has now."""
+        if entry.layout is None and not self.exact and sharded.is_sharded(tensor):
+            self.problems.append(f"{name} {CANNOT_BE_DIVIDED}")
+        self.wanted[name] = _live_box(tensor, entry)
 
 
 def find_targets(
@@ -81,7 +89,7 @@ def find_targets(
     found = Targets(exact)
     for name, tensor in live.items():
         if name in entries and _fits(tensor, entries[name]):
-            found.wanted[name] = _live_box(tensor, entries[name])
+            found.want(name, tensor, entries[name])
     seek = _Seeker(registry, entries, found)
     for optimizer in registry.optimizers:
         seek.optimizer(optimizer, values.get(optimizer.name), registry.parameter_names())
@@ -121,10 +129,11 @@ class _Seeker:
                 self.node(node, None)
         for name, parameter in optimizer.untracked(names).items():
             if name in self._entries and _fits(parameter, self._entries[name]):
-                self._found.wanted[name] = _live_box(parameter, self._entries[name])
+                self._found.want(name, parameter, self._entries[name])
 
     def node(self, node: dict[str, Any], parameter: torch.Tensor | None) -> None:
         """One stored tensor."""
+        _check(node)
         for part in node.get("parts", ()):
             self._entry(part)
             self._found.wanted[part] = None
@@ -144,9 +153,7 @@ class _Seeker:
         elif described and parameter is None:
             box, wrap = self._as_it_was(described, entry, name)
         if described and entry.layout is None and not self._found.exact:
-            self._found.problems.append(
-                f"{name} is another one on each rank, so it cannot be divided anew"
-            )
+            self._found.problems.append(f"{name} {CANNOT_BE_DIVIDED}")
         self._found.wanted[name] = box
         if wrap is not None:
             self._found.wraps[name] = wrap
@@ -162,9 +169,13 @@ class _Seeker:
                 f"{name} is sharded over the mesh {described['mesh']!r}, which no parameter has now"
             )
             return None, None
+        if len(described["placements"]) != mesh.ndim:
+            raise UnusableSnapshot(f"{name[:100]} is not sharded as its mesh {described['mesh']}")
         layout = sharded.layout_said(described, mesh) if entry.layout else None
         box = None
         if layout is not None:
+            if any(d is not None and d >= len(described["shape"]) for d in layout.dims):
+                raise UnusableSnapshot(f"{name[:100]} has no dimension that is sharded")
             coordinate = layout.coordinate(torch.distributed.get_rank())
             box = _as_stored(layout.box(tuple(described["shape"]), coordinate), entry)
         return box, lambda held: sharded.rebuild(held, mesh, described)
@@ -174,6 +185,18 @@ class _Seeker:
         if entry is None:
             raise UnusableSnapshot(f"the tensor {str(name)[:100]} is missing from the snapshot")
         return entry
+
+
+def _check(node: dict[str, Any]) -> None:
+    """Raise `UnusableSnapshot` unless what the node says beside its name can be read."""
+    what, described = f"the tensor {str(node['$tensor'])[:100]}", node.get("sharded")
+    if "parts" in node:
+        strict.field(node, "parts", list, what)
+    if described is not None:
+        strict.field(described, "mesh", str, what)
+        strict.field(described, "placements", list, what)
+        for key in ("shape", "stride"):
+            strict.counts(strict.field(described, key, list, what), what)
 
 
 def _like(pattern: torch.Tensor) -> Wrap:
@@ -193,9 +216,10 @@ def _lies_as_it_did(tensor: torch.Tensor, entry: TensorEntry, world: int) -> boo
 
 
 def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:
-    """Whether the saved tensor has the shape of the live one."""
-    held = tensor if entry.layout is not None else sharded.local(tensor)
-    return _as_stored(whole(tuple(held.shape)), entry).shape == entry.shape
+    """Whether the saved tensor has the shape of the live one; of each rank's own none is known."""
+    if entry.layout is None:
+        return True
+    return _as_stored(whole(tuple(tensor.shape)), entry).shape == entry.shape
 
 
 def _as_stored(box: Box, entry: TensorEntry) -> Box:

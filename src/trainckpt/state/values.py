@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ JSON = Any
 # dtype name -> dtype, of this torch; a name in a file is only ever looked up here.
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 MAX_DEPTH = 64
+_NUMBERS = re.compile(r"[<>=|]?[biufc][0-9]{1,2}")
 
 
 class UnknownValue(ConfigurationError):
@@ -255,6 +257,8 @@ _DECODERS: dict[Any, Any] = {
 def _numpy_dtype(text: Any) -> Any:
     import numpy as np
 
+    if not _NUMBERS.fullmatch(str(text)):  # NumPy evaluates parts of other descriptions
+        raise ValueError(text)
     dtype = np.dtype(str(text))
     if dtype.kind not in "biufc":
         raise ValueError(text)

@@ -77,9 +77,9 @@ def take_max_restarts(
         else:
             kept.append(options[at])
             at += 1
-    if not text.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise ConfigurationError(
-            f"--max-restarts {text!r} is not a number", hint="--max-restarts 3, for example"
+            f"--max-restarts {text[:60]!r} is not a number", hint="--max-restarts 3, for example"
         )
     return kept, int(text)
 

@@ -55,22 +55,31 @@ def read_ends(folder: Path) -> list[End]:
     """Every end that was seen, first ones first; what only torchrun found comes last."""
     found: dict[int, End] = {}
     for body in _lines(folder / ENDS):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            found[body["pid"]] = End(int(body["pid"]), int(body["code"]), float(body["at"]))
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            at = float(body["at"])
+            if math.isfinite(at):
+                pid = _number(body["pid"])
+                found[pid] = End(pid, _number(body["code"]), at)
     failures: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         failures = json.loads((folder / FAILURES).read_bytes())
     for body in failures if isinstance(failures, list) else []:
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            rank, pid, code = int(body["rank"]), int(body["pid"]), int(body["code"])
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            rank, pid, code = (_number(body[key]) for key in ("rank", "pid", "code"))
             found[pid] = replace(found.get(pid, End(pid, code, math.inf)), rank=rank)
     return sorted(found.values(), key=lambda end: end.at)
+
+
+def _number(value: Any) -> int:
+    if not -(2**31) <= (number := int(value)) < 2**31:
+        raise ValueError(number)
+    return number
 
 
 def _lines(path: Path) -> list[Any]:
     found = []
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
     return found

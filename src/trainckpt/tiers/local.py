@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
@@ -69,9 +70,12 @@ class LocalTier:
         path = self._path(key)
         with translated("look at", path):
             try:
-                return path.stat().st_size
+                found = path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+        if not S_ISREG(found.st_mode):  # opening a pipe would wait for its other end
+            raise UnusableSnapshot(f"{key} is not a file")
+        return found.st_size
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """All bytes of `key`, which must not be more than `max_bytes`."""

@@ -1,0 +1,1 @@
+"""A coverage-guided fuzzer of everything that is parsed. `python -m tests.fuzz --help`."""
