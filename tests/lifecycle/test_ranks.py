@@ -88,8 +88,8 @@ def test_another_number_of_ranks_goes_on_from_the_same_step(finished, tmp_path):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
     for world, steps in ((1, 8), (3, 9)):
-        before = int(usable(place)[-1][1])
-        results = run_ranks(ranks.train, world, str(place), 2, steps)
+        before = int(usable(place)[-1][1:].split("~")[0])
+        results = run_ranks(ranks.train, world, str(place), world, steps)
         assert [step for _, step in results] == [before] * world
         assert usable(place)[-1].startswith(f"s{steps}~")
 
