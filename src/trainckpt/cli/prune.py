@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
+from trainckpt.format import names
 from trainckpt.format.attempt import UNDECIDED
 from trainckpt.lifecycle import heartbeat, place, source
 from trainckpt.lifecycle.choice import KEEP_LAST, READING
@@ -40,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     newest = attempts.newest(tier)
     records = attempts.read_attempts(tier)
     candidates = source.read_candidates(tier)
-    live = {number: r for number, r in records.items() if heartbeat.is_alive(tier, number)}
+    live = _live(tier, records)
     waits = arguments.abandoned and any(r.parent == UNDECIDED for r in live.values())
     keep_last = arguments.keep_last or _keep_last(records)
     doomed = sweep.plan_sweep(
@@ -64,6 +65,13 @@ def execute(arguments: argparse.Namespace) -> int:
 
 _WAITS = "abandoned branches stay: a live attempt has not chosen yet what it begins from"
 _INTERRUPTED = "a new attempt began meanwhile, so the rest stays; run the same command again"
+
+
+def _live(tier: LocalTier, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
+    """Attempts that gave a sign of life in the last 15 s; most have no heartbeat to look at."""
+    there = set(tier.list(names.ATTEMPTS))
+    beating = {n: r for n, r in records.items() if heartbeat.path_of(tier, n).name in there}
+    return {n: record for n, record in beating.items() if heartbeat.is_alive(tier, n)}
 
 
 def _keep_last(records: Mapping[int, AttemptRecord]) -> int:
@@ -91,13 +99,13 @@ def _row(tier: LocalTier, doomed: sweep.Doomed) -> dict[str, Any]:
     }
 
 
-def _delete(tier: LocalTier, names: list[SnapshotName], newest: int) -> int:
+def _delete(tier: LocalTier, doomed: list[SnapshotName], newest: int) -> int:
     """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
-    for done, name in enumerate(names):
+    for done, name in enumerate(doomed):
         if attempts.newest(tier) != newest:
             return done
         prune.prune(tier, [name])
-    return len(names)
+    return len(doomed)
 
 
 def _tell(

@@ -21,6 +21,7 @@ from torch import nn
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.globs import matches, parse_globs, select
 from trainckpt.lifecycle.contents import Contents, models_in
+from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.source import open_source
 from trainckpt.ranks.world import current_world
 from trainckpt.state import apply
@@ -84,8 +85,8 @@ def load(
         run_or_snapshot: "RUN", "RUN@s1200", "RUN@tag" or "RUN@latest"; "RUN" is the latest.
         into: None: return the tensors. A module: load its parameters and all of its buffers; it may
             be wrapped in DDP, compiled, or sharded with DTensors, of which each rank reads its
-            part. A dict: objects under the names by which they were tracked; an optimizer is
-            loaded whole, together with its model.
+            part; what was excluded from the snapshot stays as it is. A dict: objects under the
+            names by which they were tracked; an optimizer is loaded whole, with its model.
         only: A glob, or several: which tensors. One with a `/` is matched with full names
             ("optimizer/*/exp_avg"), one without with the paths inside the models
             ("blocks.*.weight"); `*` stands for dots and slashes too. With `into` only tensors of
@@ -129,6 +130,9 @@ def read_into(contents: Contents, into: Any, globs: Globs, world: World) -> Load
     if only is None:
         left = {n for model in registry.models for n in model.left_out(own, entries)}
         saved = replace(saved, left=frozenset(left))
+        if left:
+            logger.warning("not in %s, excluded, so left as they are: %s", contents.source,
+                           ", ".join(sorted(left)))  # fmt: skip
     found = apply.differences(registry, saved) if only is None else compare(only, stored, saved)
     _refuse(contents, found)
     return Loading(registry, saved, only)
