@@ -1,4 +1,4 @@
-"""`mesh` and `data_dims`: how many ranks see different data, checked against the loader's sampler."""
+"""`mesh` and `data_dims`: how many ranks see different data, checked against the samplers."""
 
 from __future__ import annotations
 
