@@ -81,7 +81,7 @@ def write(place, world):
     files, tensors = [], {}
     for rank, one in enumerate(captured):
         layouts = stage.split_layouts(one, equal, world)
-        regions = stage.describe(one)
+        regions = stage.describe(one, layouts)
         planned = plan_save(regions, layouts, rank=rank)
         shard = stage.stage(one, planned, rank=rank, world=world)
         files.append(write_shard(tier, name, rank, shard.head, shard.blocks).file)

@@ -70,7 +70,7 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
     parsed, files, tables = SnapshotName.parse(name), [], []
     for rank, one in enumerate(ranks):
         split = stage.split_layouts(one, equal, world)
-        regions = stage.describe(one)
+        regions = stage.describe(one, split)
         shard = stage.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
         files.append(write_shard(tier, parsed, rank, shard.head, shard.blocks).file)
         table = {

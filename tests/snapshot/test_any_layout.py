@@ -115,3 +115,19 @@ def test_tied_tensors_are_written_once_by_whoever_holds_them(tmp_path):
     layout = Layout((2, 2), (2, 1), 0, (None, 0), (0, 1))
     manifest = layouts.save(tier, 4, {"model/a": table}, {"model/a": layout})
     assert manifest.num_bytes <= 1.02 * table.nbytes + 4 * (4096 + 8)
+
+
+def test_parts_whose_replicas_differ_are_each_rank_s_own_and_read_back_by_it(tmp_path):
+    """Gradients of an open window under tensor parallelism: no other rank has the same."""
+    tier, whole = LocalTier(tmp_path), torch.arange(21.0).view(7, 3)
+    layout = Layout((2, 2), (2, 1), 0, (None, 0), (0, 1))
+
+    def own(rank):
+        box = layout.box((7, 3), layout.coordinate(rank))
+        return {"t": layouts.part(whole, box) + 100 * rank}
+
+    manifest = layouts.save(tier, 4, {"t": whole}, {"t": layout}, own)
+    assert manifest.tensors["t"].placement == RANK
+    for rank in range(4):
+        found = layouts.restore(tier, manifest, {"t": None}, donor=rank)
+        assert same(found["t"], own(rank)["t"])

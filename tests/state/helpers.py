@@ -23,7 +23,8 @@ def registry(**tracked):
 def shard_of(source, memory=None):
     """The state of a registry as one rank's shard file in memory."""
     captured = capture(source)
-    planned = plan_save(stage.describe(captured), captured.layouts(1), rank=0)
+    layouts = captured.layouts(1)
+    planned = plan_save(stage.describe(captured, layouts), layouts, rank=0)
     return stage.stage(captured, planned, rank=0, world=1, memory=memory)
 
 

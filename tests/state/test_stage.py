@@ -109,7 +109,7 @@ def test_a_tensor_of_which_a_part_was_not_read_is_refused():
 
 def streamed(model):
     captured = capture(registry(model=model))
-    return stream(captured, describe(captured), rank=0, world=1)
+    return stream(captured, describe(captured, ()), rank=0, world=1)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 5 * 2**20])

@@ -180,7 +180,7 @@ class Saver:
         if verdict["error"]:
             raise SaveFailed(verdict["error"])
         layouts = stage.split_layouts(captured, set(verdict["equal"]), world.size)
-        regions = stage.describe(captured)
+        regions = stage.describe(captured, layouts)
         planned = plan_save(regions, layouts, rank=world.rank)
         shard = self._shard(captured, planned, last=last)
         entries = {

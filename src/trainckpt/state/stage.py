@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from trainckpt.format.layout import Box, Layout
+    from trainckpt.state.captured import Placed
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -126,11 +127,17 @@ class Stream:
             yield bytes_of(buffer)[:filled]
 
 
-def describe(captured: Captured) -> list[Region]:
-    """What this rank holds of every captured tensor, values included; places not yet given."""
+def describe(captured: Captured, layouts: Collection[str]) -> list[Region]:
+    """What this rank holds of every captured tensor, values included; places not yet given.
+
+    Of what has no layout it holds a tensor of its own, whole: no other rank's part belongs to it.
+    """
     text = strict.canonical(captured.values)
     captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return [_held(name, tensor, captured) for name, tensor in captured.tensors.items()]
+    return [
+        _held(name, tensor, captured.placed.get(name) if name in layouts else None)
+        for name, tensor in captured.tensors.items()
+    ]
 
 
 def group_digests(captured: Captured, rank: int, world: int) -> dict[str, tuple[str, int, str]]:
@@ -299,10 +306,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(block).cast("B")
 
 
-def _held(name: str, tensor: torch.Tensor, captured: Captured) -> Region:
+def _held(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:
     box, of = whole(tuple(tensor.shape)), tuple(tensor.shape)
-    if name in captured.placed:
-        box, of = captured.placed[name].box, captured.placed[name].shape
+    if placed is not None:
+        box, of = placed.box, placed.shape
     dtype = _NAMES.get(tensor.dtype)
     if dtype is not None:
         return Region(name, dtype, box.offset, box.shape, of)
