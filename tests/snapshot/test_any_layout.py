@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from tests.snapshot import layouts
+from trainckpt.errors import SaveFailed
 from trainckpt.format.layout import Layout, replicated
-from trainckpt.format.manifest import RANK
+from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
 from trainckpt.snapshot import catalog
+from trainckpt.snapshot.tables import check_whole, merge_tables
 from trainckpt.tiers.local import LocalTier
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0), (0, 4), (1, 1), (2, 5), (5, 3), (13, 8), (64, 64, 3),
@@ -131,3 +133,23 @@ def test_parts_whose_replicas_differ_are_each_rank_s_own_and_read_back_by_it(tmp
     for rank in range(4):
         found = layouts.restore(tier, manifest, {"t": None}, donor=rank)
         assert same(found["t"], own(rank)["t"])
+
+
+def test_a_ranks_own_tensor_may_be_of_another_type_than_the_first_ranks(tmp_path):
+    tier = LocalTier(tmp_path)
+    kinds = [torch.float32, torch.int64]
+    manifest = layouts.save(tier, 2, {}, {}, lambda rank: {"t": torch.ones(3, dtype=kinds[rank])})
+    for rank in range(2):
+        found = layouts.restore(tier, manifest, {"t": None}, donor=rank)
+        assert same(found["t"], torch.ones(3, dtype=kinds[rank]))
+
+
+def test_a_tensor_of_which_a_rank_has_no_part_is_no_snapshot():
+    """One that is divided, and one whose replicas know nothing of each other."""
+    plain = {"a": TensorEntry("F32", (8,), SPLIT, replicated(4))}
+    stages = [Layout((2,), (1,), base, (0,), (0,)) for base in (0, 2)]
+    ours = [{**plain, f"b{i}": TensorEntry("F32", (8,), SPLIT, s)} for i, s in enumerate(stages)]
+    merged = merge_tables(ours)
+    check_whole(merged, [(ours[0], [0, 1]), (ours[1], [2, 3])])
+    with pytest.raises(SaveFailed, match="rank 1 has no part of b0"):
+        check_whole(merged, [(ours[0], [0]), (plain, [1]), (ours[1], [2, 3])])

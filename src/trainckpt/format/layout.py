@@ -93,6 +93,12 @@ class Layout:
         """The inverse of `coordinate`."""
         return self.base + sum(c * s for c, s in zip(coordinate, self.strides, strict=True))
 
+    def has(self, rank: int) -> bool:
+        """Whether a rank is one of the mesh."""
+        found = self.coordinate(rank)
+        inside = all(0 <= c < n for c, n in zip(found, self.mesh, strict=True))
+        return inside and self.rank_at(found) == rank
+
     def replica(self, coordinate: Counts) -> int:
         """Which of the replicas a rank is, row-major over the dimensions that do not divide."""
         index = 0

@@ -32,9 +32,15 @@ from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import Receipt, write_shard
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
+from trainckpt.snapshot.tables import (
+    check_whole,
+    merge_tables,
+    table_from_json,
+    table_to_json,
+)
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
+from trainckpt.state.captured import VALUES
 from trainckpt.state.weight import weigh
 
 if TYPE_CHECKING:
@@ -269,11 +275,15 @@ class Saver:
             ]
             reports = [own, *others]
             errors = [report["error"] for report in reports if "error" in report]
+            if not errors:
+                try:
+                    tensors = self._all_tensors(reports, entries)
+                except SaveFailed as error:
+                    errors = [error.message]
             if errors:
                 self._discard(manifest.name)
                 changed = any(report.get("changed") for report in reports)
                 return {"error": "; ".join(errors), "changed": changed}
-            tensors = self._all_tensors(reports, entries)
             files = Files.of([Receipt.from_json(report["receipt"]).file for report in reports])
             commit(self._tier, replace(manifest, files=files, tensors=tensors))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
@@ -281,8 +291,12 @@ class Saver:
         return {"ok": True}
 
     def _publish(self, entries: dict[str, TensorEntry]) -> str:
-        """Let rank 0 see which tensors this rank has; the same table is told once an attempt."""
-        table = canonical(table_to_json(entries))
+        """Let rank 0 see which tensors this rank has; the same table is told once an attempt.
+
+        Without the values, whose length differs from save to save: rank 0 has its own.
+        """
+        told = {name: entry for name, entry in entries.items() if name != VALUES}
+        table = canonical(table_to_json(told))
         name = digest(table)
         key = f"tensors/{name}"
         if self._channel.world.rank and self._background.peek(f"{key}/here") is None:
@@ -293,12 +307,15 @@ class Saver:
         self, reports: Sequence[dict[str, Any]], own: dict[str, TensorEntry]
     ) -> dict[str, TensorEntry]:
         """Rank 0: the tensors of all ranks. Most tables are alike, and are read once."""
-        tables = {reports[0]["table"]: own}
-        for report in reports:
+        tables, told_by = {reports[0]["table"]: own}, dict[str, list[int]]()
+        for rank, report in enumerate(reports):
             if report["table"] not in tables:
                 told = self._background.get(f"tensors/{report['table']}", RANKS_TIMEOUT_S)
                 tables[report["table"]] = table_from_json(told, len(reports))
-        return merge_tables(list(tables.values()))
+            told_by.setdefault(report["table"], []).append(rank)
+        merged = merge_tables(list(tables.values()))
+        check_whole(merged, [(tables[name], ranks) for name, ranks in told_by.items()])
+        return merged
 
     def _discard(self, name: SnapshotName) -> None:
         """Every rank has written or failed, and nothing is committed: make room for the next."""

@@ -82,11 +82,12 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
         held = regions.get(key)
     if held is None:
         raise UnusableSnapshot(f"{what} does not hold {read.tensor[:100]}")
-    if read.region is None:
+    if read.region is None:  # a rank's own: the manifest says of what type the first rank's is
         fits = held.is_whole
     else:
-        fits = (held.box, held.of) == (read.region, entry.shape)
-    if not fits or held.dtype != entry.dtype or held.tensor != read.tensor:
+        said = (read.region, entry.shape, entry.dtype)
+        fits = (held.box, held.of, held.dtype) == said
+    if not fits or held.tensor != read.tensor:
         raise UnusableSnapshot(f"{read.tensor[:100]} in {what} is not what the manifest says")
     return held
 

@@ -12,7 +12,7 @@ from trainckpt.format.layout import Layout
 from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 WHAT = "a table of tensors"
 
@@ -57,3 +57,29 @@ def merge_tables(tables: Sequence[Mapping[str, TensorEntry]]) -> dict[str, Tenso
                     hint="make all device meshes of a run parts of one `init_device_mesh`",
                 )
     return merged
+
+
+def check_whole(
+    merged: Mapping[str, TensorEntry], tables: Iterable[tuple[Mapping[str, TensorEntry], list[int]]]
+) -> None:
+    """Refuse tensors of which a rank that should hold a part knows nothing.
+
+    Args:
+        merged: All tensors of all ranks.
+        tables: Each with the ranks that told it.
+
+    Raises:
+        SaveFailed: such a snapshot could never be read.
+    """
+    for table, ranks in tables:
+        missing: dict[Layout, str] = {}
+        for name, entry in merged.items():
+            if entry.layout is not None and name not in table:
+                missing.setdefault(entry.layout, name)
+        for layout, name in missing.items():
+            for rank in ranks:
+                if layout.has(rank):
+                    raise SaveFailed(
+                        f"rank {rank} has no part of {name[:100]}, which others divide with it",
+                        hint="give every rank the same parameters and optimizer state",
+                    )
