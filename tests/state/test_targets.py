@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.state.helpers import registry
 from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
+from trainckpt.state.sharded import _with_the_rest, layout_of
 from trainckpt.state.targets import find_targets
 
 
@@ -40,3 +43,27 @@ def test_what_all_ranks_had_is_divided_as_it_is_now(sharded):
     found = find_targets(sharded, {}, entries, world=1, then=2)
     assert found.problems == []
     assert found.wanted["model/weight"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ([1, 3, 5, 7], [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ([4, 5, 6, 7], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([0, 3], [0, 3]),
+        ([0, 4, 2, 6], [0, 4, 2, 6]),
+    ],
+)
+def test_a_flattened_part_of_a_mesh_is_seen_alike_by_all_ranks(ranks, expected):
+    """Two of the dimensions (2, 2, 2) made one; what is no part is left as it is."""
+    root = torch.arange(8).reshape(2, 2, 2)
+    assert _with_the_rest(torch.tensor(ranks), root).tolist() == expected
+
+
+def test_flattened_and_named_parts_of_a_mesh_have_a_layout_of_the_whole_world(sharded):
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+    for part in (mesh["dp"], mesh["dp", "cp"]._flatten("dp_cp")):
+        found = layout_of(fully_shard(nn.Linear(4, 3), mesh=part).weight)
+        assert found.dims[-1] == 0
+        assert found.num_replicas == 1

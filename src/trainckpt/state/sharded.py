@@ -8,6 +8,8 @@ in no regular order) is kept as each rank's own instead.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,10 +114,16 @@ def _from_local(
 
 
 def _layout(mesh: DeviceMesh, placements: Any) -> Layout | None:
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    return _found(mesh, root, tuple(map(_spell, placements)))
+
+
+@lru_cache(maxsize=256)  # asked for every tensor of every save, and takes a millisecond
+def _found(mesh: DeviceMesh, root: DeviceMesh, placements: tuple[str, ...]) -> Layout | None:
     dims: list[int | None] = []
     strided = []
-    for m, placement in enumerate(placements):
-        spelled = _SPELLED.fullmatch(_spell(placement))
+    for m, text in enumerate(placements):
+        spelled = _SPELLED.fullmatch(text)
         if spelled is None or spelled[3]:
             return None
         dims.append(int(spelled[1]) if spelled[1] else None)
@@ -124,19 +132,39 @@ def _layout(mesh: DeviceMesh, placements: Any) -> Layout | None:
     # FSDP over tensor parallel: the strided dimension divides what those to its right have left.
     order = [m for m in range(len(dims)) if m not in strided] + strided[::-1]
     ranks = mesh.mesh
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     names, all_names = mesh.mesh_dim_names, root.mesh_dim_names
     if root is not mesh and names and all_names and set(names) < set(all_names):
         at = [all_names.index(name) for name in names]
         rest = [m for m in range(root.ndim) if m not in at]
         ranks = root.mesh.permute([*rest, *at])
-        dims = [*(None for _ in rest), *dims]
-        order = [*range(len(rest)), *(m + len(rest) for m in order)]
+    elif root is not mesh:
+        ranks = _with_the_rest(ranks, root.mesh)
+    added = ranks.dim() - len(dims)
+    dims = [*(None for _ in range(added)), *dims]
+    order = [*range(added), *(m + added for m in order)]
     strides = _strides(ranks)
     if strides is None:
         return None
     base = int(ranks.flatten()[0])
     return Layout(tuple(ranks.shape), strides, base, tuple(dims), tuple(order))
+
+
+def _with_the_rest(ranks: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """The root's ranks, its dimensions that are not in the mesh first: one was flattened, say.
+
+    The mesh's own ranks where they are no such part of the root.
+    """
+    places = torch.isin(root, ranks).nonzero()
+    if len(places) != ranks.numel():
+        return ranks
+    rest = [m for m in range(root.dim()) if len(set(places[:, m].tolist())) == 1]
+    inside = [m for m in range(root.dim()) if m not in rest]
+    extents = [root.shape[m] for m in rest]
+    if prod(extents) * ranks.numel() != root.numel():
+        return ranks
+    every = root.permute([*rest, *inside]).reshape(*extents, *ranks.shape)
+    here = every[tuple(int(places[0, m]) for m in rest)]
+    return every if torch.equal(here, ranks) else ranks
 
 
 def _strides(ranks: torch.Tensor) -> tuple[int, ...] | None:
