@@ -31,6 +31,8 @@ check: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.boundary --json benchmarks/results/boundary.json
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/loader.json
+	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json
+	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
 
 campaign: $(VENV)/.dev
 	$(BIN)/python -m tests.campaign --budget 8m --append benchmarks/results/campaign.jsonl
