@@ -164,7 +164,8 @@ def test_worlds_can_change_again_and_again_in_one_epoch():
     trained = 2
     for ranks, batch in ((2, 3), (4, 1)):
         one = elsewhere(state, dealt(ranks, ranks - 1, batch=batch))
-        next(iter(one))
+        running = iter(one)
+        next(running)
         one.mark_window()
         state = one.state()
         trained += ranks * batch
@@ -406,3 +407,22 @@ def test_samplers_that_know_nothing_of_ranks_are_named_in_several_processes():
     assert "each of 4 processes reads all" in found(plain, dealt(2, shuffle=False), (4, 2))[0]
     assert found(plain, dealt(2, shuffle=False), (1, 2)) == []
     assert found(dealt(4), dealt(2), (4, 2)) == []
+
+
+def test_a_loader_that_rests_goes_on_with_any_number_of_ranks():
+    """An evaluation's, which each process reads whole: none of its batches is to be dealt."""
+    one = tracked(DataLoader(d.Plain(), 2))
+    ids(one)
+    one.mark_window()
+    for other in (DataLoader(d.Plain(), 2), dealt(3, shuffle=False)):
+        assert tracked(other).differences_elsewhere(one.state(), (2, 3)) == []
+        assert len(ids(elsewhere(one.state(), other))) > 0
+
+
+def test_a_pass_that_a_break_has_left_is_no_window_s_place():
+    """Of a loader without boundaries of its own: the next pass begins at its beginning."""
+    one = tracked(dealt(2))
+    for _ in one:
+        break
+    one.mark_window()
+    assert one.state()["window"]["in_pass"] is False

@@ -129,8 +129,7 @@ class TrackedLoader:
         """Return the position as of the batches returned so far; never changed later."""
         if self._pending is not None:
             return {**self._pending, "window": self._window()}
-        if self.on_boundary is None and self._holder is not None and self._holder() is None:
-            self.leave_pass()  # nobody holds the iterator: the loop was left by a break
+        self._leave_if_dropped()
         return self._described()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -157,6 +156,7 @@ class TrackedLoader:
         source, pending = self._source, self._pending
         if isinstance(source.dealer, str) or (pending is not None and pending.get("elsewhere")):
             return  # nobody could deal it; or this is the window's start that was loaded
+        self._leave_if_dropped()
         self._mark = Mark(
             self.in_pass,
             self.exhausted,
@@ -197,6 +197,10 @@ class TrackedLoader:
             processes: How many the run had and has. If given, samplers that know nothing of ranks
                 are named where several processes use them.
         """
+        mark = state.get("window")
+        rests = mark is not None and not (mark["in_pass"] or mark["begun"])
+        if rests and self.on_boundary is None:
+            processes = None  # no batch of it is to be dealt: an evaluation's, say
         return window.differences(self.name, state, self._source.dealer, processes)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
@@ -213,6 +217,11 @@ class TrackedLoader:
                 "is not kept"
             )
         return found
+
+    def _leave_if_dropped(self) -> None:
+        """Nobody holds the iterator of a pass without boundaries: a break has left its loop."""
+        if self.on_boundary is None and self._holder is not None and self._holder() is None:
+            self.leave_pass()
 
     def leave_pass(self) -> None:
         """The running pass will not go on: the epoch it belonged to is over."""

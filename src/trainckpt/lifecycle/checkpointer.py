@@ -230,8 +230,7 @@ class Checkpointer:
         self._registry.add_loader(name, tracked, loader)
         self._loaders.append((loader, tracked))
         self._note(tracked.problems())
-        if first:
-            self._position.watch_loader(tracked)
+        self._position.watch_loader(tracked)
         self._arrival.register_late(self._registry.loaders[-1], tracked if first else None)
         return tracked
 

@@ -41,7 +41,8 @@ class Position:
         self._step_at_boundary = 0
         self._epoch = self._batches = self._evaluations = 0
         self._micro_batches = self._samples = 0
-        self._loader: TrackedLoader | None = None
+        self._loader: TrackedLoader | None = None  # the first one
+        self._loaders: list[TrackedLoader] = []
         self._seen_batches = self._seen_samples = self._seen_passes = 0
         self._outside = False  # a micro-batch begun by `ckpt.boundary()`, without a loader
         self._window = (0, 0, 0, 0, 0, 0)  # where the open window began
@@ -93,9 +94,11 @@ class Position:
         scaler.update = counted
 
     def watch_loader(self, loader: TrackedLoader) -> None:
-        """Read batches and samples from this loader."""
-        self._loader = loader
-        self._mark_seen()
+        """Read batches and samples from the first loader; tell all where a window begins."""
+        self._loaders.append(loader)
+        if self._loader is None:
+            self._loader = loader
+            self._mark_seen()
 
     def restore(
         self, cursor: Cursor, *, window: Cursor | None = None, arrived: bool = False
@@ -186,8 +189,8 @@ class Position:
             self._epoch, self.step, self._batches, self._micro_batches, self._samples,
             self._evaluations,
         )  # fmt: skip
-        if self._loader is not None:
-            self._loader.mark_window()
+        for loader in self._loaders:
+            loader.mark_window()
 
     def _mark_seen(self) -> None:
         if self._loader is not None:
