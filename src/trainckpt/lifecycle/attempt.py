@@ -15,6 +15,7 @@ from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.choice import KEEP_LAST
+from trainckpt.lifecycle.contents import models_in
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.initial import Initial, read_initial
@@ -28,6 +29,8 @@ from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.state.capture import capture
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.arrival import Arrival
@@ -136,7 +139,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
-        exactness, reasons = compare(then, here, [*crew.problems, *_other_state(beginning)])
+        other = _other_state(beginning, _own_objects(crew))
+        exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
@@ -184,24 +188,53 @@ def _say_what_was_chosen(crew: Crew, initial: Initial | None) -> None:
         logger.info("the data is dealt to %s", crew.data_world)
 
 
-def _other_state(beginning: Beginning) -> list[str]:
-    """Why the state is not the one that was saved, one reason each."""
+def _own_objects(crew: Crew) -> list[str]:
+    """Names of tracked objects of the script's own kinds, which may count micro-batches."""
+    kinds = {generic.name: type(generic.target) for generic in crew.registry.generics}
+    return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
+
+
+def _other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
+    """Why the state is not the one that was saved, one reason each.
+
+    Args:
+        beginning: From where the attempt begins.
+        own_objects: What the script tracks beside what torch defines.
+    """
     saved = beginning.saved
     if saved is None:
         return []
-    left = sorted(saved.left)
-    more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-    names = f"{', '.join(left[:3])}{more}"
-    found = [f"excluded, so left as the script made them: {names}"] if left else []
+    left = saved.left
+    found = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
     if saved.exact:
         return found
     then, now = saved.worlds
     found += ["the tensors lie over the ranks in another way"]
     if beginning.rewound:
         found.append(f"the window of {beginning.rewound} micro-batches so far begins anew")
+        if own_objects:
+            found.append(f"inside that window still, not at its start: {_some(own_objects)}")
     if then != now:
         found.append(f"{now} ranks instead of {then}: the global batch may change with them")
+        if apart := _of_each_rank(beginning):
+            what = f"{now} of {then} go on" if now < then else "new ranks take another's"
+            found.append(f"each rank had its own, {what}: {_some(apart)}")
     return found
+
+
+def _of_each_rank(beginning: Beginning) -> list[str]:
+    """Tensors of models that were not alike on all ranks."""
+    if beginning.manifest is None or beginning.saved is None:
+        return []
+    models = models_in(beginning.saved.values)
+    tensors = beginning.manifest.tensors.items()
+    return [n for n, e in tensors if e.layout is None and n.partition("/")[0] in models]
+
+
+def _some(names: Collection[str]) -> str:
+    """The first three, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(sorted(names)[:3])}{more}"
 
 
 def _begin(crew: Crew, mode: str) -> Beginning:

@@ -1,0 +1,40 @@
+"""What a resume in another layout says of the state that is not the one it would have been."""
+
+from __future__ import annotations
+
+from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.cursor import Cursor
+from trainckpt.format.layout import replicated
+from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle.attempt import _other_state
+from trainckpt.lifecycle.resume import Beginning
+from trainckpt.state.captured import Saved
+
+
+def reasons(then, now, *, micro=0, objects=()):
+    """Of a model whose buffer and one parameter differ from rank to rank."""
+    tensors = {
+        "model/w": TensorEntry("F32", (2,), SPLIT, replicated(then)),
+        "model/b": TensorEntry("F32", (2,), RANK),
+        "model/mean": TensorEntry("F32", (2,), RANK),
+        "rng/torch": TensorEntry("U8", (2,), RANK),
+    }
+    window, cursor = Cursor(step=3, micro_batches=6), Cursor(3, 3, micro, 0, 6 + micro)
+    name = SnapshotName(1, 1, 3, micro)
+    manifest = Manifest("r", name, None, cursor, then, (), tensors, 0.0, window=window)
+    values = {"model": {"tied": {}, "extra": {}}, "rng": {}}
+    saved = Saved({}, values, exact=False, worlds=(then, now))
+    return _other_state(Beginning("r", AttemptRecord(2), manifest, saved), objects)
+
+
+def test_tensors_that_each_rank_had_for_itself_are_named_where_ranks_come_or_go():
+    assert "each rank had its own, 2 of 4 go on: model/b, model/mean" in reasons(4, 2)
+    assert "each rank had its own, new ranks take another's: model/b, model/mean" in reasons(2, 4)
+    assert not any("its own" in reason for reason in reasons(2, 2))
+
+
+def test_the_script_s_objects_that_cannot_go_back_to_the_window_s_start_are_named():
+    found = reasons(2, 1, micro=1, objects=["position", "metrics"])
+    assert "inside that window still, not at its start: metrics, position" in found
+    assert not any("inside" in reason for reason in reasons(2, 1, objects=["position"]))
