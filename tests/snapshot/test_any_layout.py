@@ -153,3 +153,17 @@ def test_a_tensor_of_which_a_rank_has_no_part_is_no_snapshot():
     check_whole(merged, [(ours[0], [0, 1]), (ours[1], [2, 3])])
     with pytest.raises(SaveFailed, match="rank 1 has no part of b0"):
         check_whole(merged, [(ours[0], [0]), (plain, [1]), (ours[1], [2, 3])])
+
+
+def test_an_empty_part_has_the_type_of_the_whole_also_where_that_is_stored_as_bytes(tmp_path):
+    tier, layout = LocalTier(tmp_path), Layout((3,), (1,), 0, (0,), (0,))
+    kinds = [torch.complex64, torch.float8_e4m3fnuz, torch.uint8, torch.float32]
+    tensors = {f"t{i}": torch.ones(1, 4).to(kind) for i, kind in enumerate(kinds)}
+    manifest = layouts.save(tier, 3, tensors, dict.fromkeys(tensors, layout))
+    for rank, rows in ((0, 1), (2, 0)):
+        wanted = {}
+        for name, entry in manifest.tensors.items():
+            wanted[name] = layout.box(entry.shape, (rank,))
+        found = layouts.restore(tier, manifest, wanted)
+        for name, kind in zip(tensors, kinds, strict=True):
+            assert (found[name].shape, found[name].dtype) == ((rows, 4), kind)
