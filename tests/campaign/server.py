@@ -53,6 +53,8 @@ def serve() -> dict | None:
             answer, task = launch(request)
             if task is not None:
                 return task
+            for pid in answer["pids"]:
+                codes.pop(pid, None)  # numbers come round again: this one is alive
         print(json.dumps(answer), flush=True)
     return None
 
