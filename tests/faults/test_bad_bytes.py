@@ -173,7 +173,7 @@ def rewritten(run, **changes):
           "files": [{"name": "../s2~1.1/x", "bytes": 1, "digest": "0" * 32, "header": "0" * 32}]},
          "outside its folder"),
         ({"world": 0, "files": {"bytes": [], "digests": "", "headers": ""}},
-         "names 0 files for 0 ranks"),
+         "is no mesh of 0 ranks"),
         ({"tensors": {}}, "is not in the manifest"),
     ],
 )  # fmt: skip

@@ -29,6 +29,7 @@ _SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
         (_LOADER + r"base_seed", "base seed of the workers", WORKERS),
         (r"rng[./]([\w:]+)", "{0} RNG", RNG),
         (_LOADER + r"rng_before\.(\w+)", "{0} RNG before the epoch's iterator", LOADER),
+        (_LOADER + r"window\.order\.rng\.(\w+)", "{0} RNG before the epoch's iterator", LOADER),
         (_LOADER + r"before\.\w+\.(.+)", "data loader: {0} before the epoch's iterator", LOADER),
         (_LOADER + r"own\.(.+)", "data loader: {0}", LOADER),
         (_LOADER + r"facts\.(.+)", "data loader: {0}", LOADER),
