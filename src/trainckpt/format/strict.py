@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from trainckpt.errors import UnusableSnapshot
@@ -44,7 +45,12 @@ def parse(data: bytes | bytearray | memoryview, what: str, *, max_bytes: int) ->
     try:
         raw = bytes(data)
         text = raw.decode(json.detect_encoding(raw))
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        value = json.loads(
+            text,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_no_twins,
+        )
     except (ValueError, RecursionError) as error:
         raise UnusableSnapshot(f"{what} is not valid JSON: {str(error)[:200]}") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
@@ -98,6 +104,14 @@ def _is_too_deep(value: Any) -> bool:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """A number beyond all floats would become infinite, which canonical JSON cannot spell."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
