@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -58,3 +59,14 @@ def test_a_sampler_that_deals_to_another_number_is_refused_with_both(tmp_path):
 def test_one_without_the_other_or_an_unknown_name_is_refused(tmp_path, given):
     with pytest.raises(ConfigurationError, match="data_dims"):
         trainckpt.Checkpointer(tmp_path / "run", model=nn.Linear(2, 2), **given)
+
+
+def test_a_refused_loader_leaves_no_handler_behind(tmp_path):
+    """Nobody else ends a Checkpointer that could not set out."""
+    before = signal.getsignal(signal.SIGTERM)
+    ckpt = trainckpt.Checkpointer(
+        tmp_path / "run", model=nn.Linear(2, 2), loader=loader(3), mesh=MESH, data_dims="dp"
+    )
+    with pytest.raises(ConfigurationError, match="to 3 ranks"):
+        ckpt.resume()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -111,9 +111,6 @@ def set_out(crew: Crew, mode: str) -> Attempt:
         TrainckptError: as `Checkpointer.resume` says, on every rank alike.
     """
     with crew.teller.refusals():
-        if crew.data_world is not None:
-            for original, tracked in crew.loaders:
-                crew.data_world.check(tracked.name, original)
         beginning = _begin(crew, mode)
         try:
             return _make_ready(crew, beginning)
@@ -244,6 +241,9 @@ def _begin(crew: Crew, mode: str) -> Beginning:
         crew.watch.start(attempt, is_first=crew.world.rank == 0)
 
     try:
+        if crew.data_world is not None:
+            for original, tracked in crew.loaders:
+                crew.data_world.check(tracked.name, original)
         crew.registry.exclude(crew.options.exclude)
         capture(crew.registry)  # what cannot be stored is refused now, not at the first save
         return begin(crew.tier, crew.channel, crew.registry, mode, on_claimed=claimed)
