@@ -13,7 +13,6 @@ failure is logged, older snapshots stand.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -296,11 +295,11 @@ class Saver:
         Without the values, whose length differs from save to save: rank 0 has its own.
         """
         told = {name: entry for name, entry in entries.items() if name != VALUES}
-        table = canonical(table_to_json(told))
-        name = digest(table)
+        table = table_to_json(told)
+        name = digest(canonical(table))
         key = f"tensors/{name}"
         if self._channel.world.rank and self._background.peek(f"{key}/here") is None:
-            self._background.put_all({key: json.loads(table), f"{key}/here": True})
+            self._background.put_all({key: table, f"{key}/here": True})
         return name
 
     def _all_tensors(
