@@ -253,7 +253,7 @@ def test_a_notice_while_a_snapshot_is_read_stops_at_the_first_boundary(start, tm
 
 
 def test_a_notice_to_one_rank_is_kept_until_the_other_is_there_too(start, tmp_path):
-    """It comes when rank 1 has not made its Checkpointer; once both train they stop at one place."""
+    """It comes when rank 1 has not made its Checkpointer; then both stop at one place."""
     port = free_port()
     ranks = [start(rank=rank, port=port, hang_on=1, late_s=1.0) for rank in range(2)]
     ranks[0].until("made")
