@@ -73,7 +73,7 @@ def check(package: str, relied: Iterable[Relied]) -> None:
 def _is_there(one: Relied) -> bool:
     module, _, inner = one.owner.partition(":")
     try:
-        owner = importlib.import_module(module)
+        owner: Any = importlib.import_module(module)
     except ImportError:
         return False
     for part in inner.split("."):
