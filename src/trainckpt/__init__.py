@@ -26,6 +26,7 @@ from trainckpt.lifecycle import told as _told  # noqa: F401 - so a supervisor le
 from trainckpt.lifecycle.stopped import Stopped
 
 if TYPE_CHECKING:
+    from trainckpt import lightning
     from trainckpt.lifecycle.checkpointer import Checkpointer
     from trainckpt.lifecycle.load import load
 
@@ -51,10 +52,13 @@ _LATER = {
     "Checkpointer": "trainckpt.lifecycle.checkpointer",
     "load": "trainckpt.lifecycle.load",
 }
+_TRAINERS = frozenset({"lightning"})  # modules; each imports its framework
 
 if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
 
     def __getattr__(name: str) -> Any:
+        if name in _TRAINERS:
+            return import_module(f"trainckpt.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(_LATER[name]), name)
@@ -63,4 +67,4 @@ if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let an
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_TRAINERS})

@@ -60,7 +60,26 @@ def check(package: str, relied: Iterable[Relied]) -> None:
     Raises:
         ConfigurationError: something is not; one sentence names all of it.
     """
-    gone = [one for one in relied if not _is_there(one)]
+    _refuse(package, [one for one in relied if not _is_there(one)])
+
+
+def check_object(package: str, value: object, relied: Iterable[tuple[str, str]]) -> None:
+    """Look at what is made in constructors: on an object, not on its class.
+
+    Args:
+        package: The distribution's name, whose version is told.
+        value: Has all of it, directly or further in.
+        relied: (path of attributes such as "loop.progress", what it is for).
+
+    Raises:
+        ConfigurationError: something is not there; one sentence names all of it.
+    """
+    owner = type(value).__qualname__
+    gone = [Relied(owner, path, why) for path, why in relied if not _has(value, path)]
+    _refuse(package, gone)
+
+
+def _refuse(package: str, gone: list[Relied]) -> None:
     if gone:
         told = "; ".join(f"{one.owner}.{one.name}, which {one.why}" for one in gone)
         version = importlib.metadata.version(package)
@@ -68,6 +87,14 @@ def check(package: str, relied: Iterable[Relied]) -> None:
             f"{package} {version} is built in another way than trainckpt knows: it lacks {told}",
             hint=f"use a version of {package} named in docs/versions.md",
         )
+
+
+def _has(value: object, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
 
 
 def _is_there(one: Relied) -> bool:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
 
 
+_KEPT = "_trainckpt_keeps_its_state"
+
+
 class ModelState:
     """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it.
 
@@ -156,10 +159,15 @@ class ModelState:
 def keeps_own_state(module: nn.Module) -> bool:
     """Whether the script's own class decides what its `state_dict` holds."""
     kind = type(module)
-    if kind.__module__.split(".")[0] == "torch":
+    if kind.__module__.split(".")[0] == "torch" or _KEPT in vars(module):
         return False
     own = ("state_dict", "_save_to_state_dict")
     return any(getattr(kind, name) is not getattr(nn.Module, name) for name in own)
+
+
+def kept_elsewhere(module: nn.Module) -> None:
+    """An integration tracks this module's own state beside the model it is in."""
+    object.__setattr__(module, _KEPT, True)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

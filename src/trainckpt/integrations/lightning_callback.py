@@ -1,0 +1,264 @@
+"""The callback for Lightning's Trainer: resumes a fit, and holds the boundary in its loaders.
+
+    setup              looks at Lightning, refuses what cannot be exact, keeps Lightning's signal
+                       handlers from being installed, and puts itself around the Trainer's stage
+    the stage begins   model, optimizers and process group are there: resume. The training loaders
+                       are made and tracked; the first one's fetch is the boundary
+    first boundary     everything is put back once more: what lies before it (zeroed gradients,
+                       hooks, validation at the start) has changed nothing
+    the stage ends     close: the final snapshot
+
+A stop thus falls where the next batch is fetched, when all that belongs to the last one is over:
+validation, epoch ends and other callbacks included.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.integrations import lightning_launch
+from trainckpt.integrations.lightning_hooks import HookState, modules_of
+from trainckpt.integrations.lightning_needs import (
+    check_lightning,
+    is_a,
+    part_of,
+    refuse,
+    refuse_fetcher,
+)
+from trainckpt.integrations.lightning_results import MetricState, mark_metrics
+from trainckpt.integrations.lightning_state import LoopState
+from trainckpt.lifecycle.checkpointer import Checkpointer
+from trainckpt.lifecycle.stopped import Stopped
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.format.cursor import Cursor
+
+
+def _base() -> type[Any]:
+    """The class that every Trainer loaded here takes for a callback."""
+    package = sys.modules.get("pytorch_lightning")
+    if package is None:
+        from lightning.pytorch import Callback
+
+        return Callback
+    kind: type[Any] = package.Callback
+    other = sys.modules.get("lightning.pytorch")
+    return kind if other is None else type("Callback", (other.Callback, kind), {})
+
+
+class _Returned(BaseException):
+    """Stopped, with on_stop="return": leaves the loops, and nobody sees it."""
+
+
+class TrainckptCallback(_base()):  # type: ignore[misc]
+    """Saves a fit and resumes it at the exact micro-batch, when the same script is run again.
+
+    Args:
+        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
+        **options: Options (docs/options.md), and further objects to track, each under its name.
+
+    Raises:
+        ConfigurationError: from `Trainer.fit`, if something cannot work; says what to do.
+    """
+
+    def __init__(self, run: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        super().__init__()
+        self._run, self._options = run, options
+        self._ckpt: Checkpointer | None = None
+        self._used = False
+        self._knows_fetcher = False
+        self._training: list[Any] = []
+        self._validating: list[TrackedLoader] = []
+        self._undo = ExitStack()
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The Checkpointer of the running fit, for `save`, `track_file` and the like."""
+        if self._ckpt is None:
+            raise ConfigurationError(
+                "there is no Checkpointer yet",
+                hint="ask for it while Trainer.fit runs, in on_train_start or later",
+            )
+        return self._ckpt
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the run is; in a hook, of the micro-batch being trained."""
+        return self.checkpointer.cursor
+
+    # ---- Lightning's hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Refuse what cannot be exact, and step around the stage. Of a fit, nothing else."""
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        if self._used:
+            raise ConfigurationError(
+                "this TrainckptCallback was in a fit before, and a run has one fit",
+                hint="make a new Trainer with a new TrainckptCallback, in another place",
+            )
+        check_lightning(trainer)
+        refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
+        self._used = True
+        self._replace(trainer._signal_connector, "register_signal_handlers", _nothing)
+        self._replace(trainer, "_run_stage", partial(self._around, trainer, trainer._run_stage))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Validation loaders that are made later would come too late to be tracked."""
+        if self._ckpt is not None:
+            self._make_validation_loaders(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Lightning leaves a pass at its last batch, without asking whether there is another."""
+        if self._ckpt is not None:
+            self._enter_epoch(trainer.current_epoch)
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Its pass goes no further."""
+        self._leave_validation()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Its pass goes no further, whether it reached the end or a limit."""
+        self._leave_validation()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """All is saved: checkpoint callbacks, which come after this one, need not save again."""
+        if isinstance(exception, Stopped):
+            for callback in trainer.callbacks:
+                if is_a(callback, "Checkpoint"):
+                    self._replace(callback, "on_exception", _nothing)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Leave the Trainer as it was."""
+        self._undo.close()
+
+    # ---- the stage
+
+    def _around(self, trainer: Any, stage: Callable[[], Any]) -> Any:
+        with self._undo:
+            self._ckpt = ckpt = Checkpointer(self._run, **self._tracked(trainer), **self._options)
+            lightning_launch.take_over_requeue(trainer, self._undo)
+            ckpt._position.manage_epochs()
+            try:
+                with ckpt:
+                    self._make_loaders(trainer, ckpt)
+                    found = stage()
+                    self._enter_epoch(trainer.current_epoch)
+                    return found
+            except _Returned:
+                return None
+            except Stopped:
+                lightning_launch.leave_together(trainer)
+                raise
+
+    def _tracked(self, trainer: Any) -> dict[str, Any]:
+        """Everything a Trainer has, by the name it is saved under."""
+        module, strategy = trainer.lightning_module, trainer.strategy
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        beside = modules_of(trainer)
+        for averaged in beside.values():
+            mark_metrics(averaged)
+        found: dict[str, Any] = {
+            "model": strategy.model,
+            "optimizer": _one_or_all(trainer.optimizers),
+            "scheduler": _one_or_all(schedulers),
+            "metrics": MetricState(module),
+            "hooks": HookState(trainer, self),
+            "trainer": LoopState(trainer),
+            **beside,
+        }
+        if scaler is not None:
+            found["scaler"] = scaler
+        mesh = getattr(strategy, "_device_mesh", None)
+        if mesh is not None:
+            found.update(mesh=mesh, data_dims=("data_parallel",))
+        return found
+
+    def _make_loaders(self, trainer: Any, ckpt: Checkpointer) -> None:
+        wrap = partial(self._wrap, trainer, ckpt, trainer.strategy.process_dataloader)
+        self._replace(trainer.strategy, "process_dataloader", wrap)
+        fit = trainer.fit_loop
+        if fit._combined_loader is not None:  # estimated_stepping_batches was asked for
+            fit._combined_loader.reset()
+            fit._combined_loader = None
+        fit.setup_data()
+        if ckpt.resumed_from is not None:
+            # Validation at the start would change nothing, and may take long.
+            self._replace(trainer, "num_sanity_val_steps", 0)
+            self._make_validation_loaders(trainer)
+
+    def _make_validation_loaders(self, trainer: Any) -> None:
+        if trainer.enable_validation:
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+
+    def _wrap(
+        self, trainer: Any, ckpt: Checkpointer, process: Callable[[Any], Any], loader: Any
+    ) -> Any:
+        loader = process(loader)
+        data = part_of(trainer, "trainer.connectors.data_connector")
+        data._auto_add_worker_init_fn(
+            loader, trainer.global_rank
+        )  # Lightning would ask the wrapper
+        if trainer.training:
+            return self._wrap_for_training(trainer, ckpt, loader)
+        if any(loader is one for one in self._training):
+            return loader
+        try:
+            tracked = ckpt.loader(loader)
+        except ConfigurationError:  # it begins anew with each validation
+            return loader
+        self._validating.append(tracked)
+        return tracked
+
+    def _wrap_for_training(self, trainer: Any, ckpt: Checkpointer, loader: Any) -> TrackedLoader:
+        tracked = ckpt.loader(loader)
+        if tracked.on_boundary is not None and not self._training:
+            tracked.on_boundary = partial(self._at_boundary, trainer, tracked.on_boundary)
+        self._training.append(loader)
+        return tracked
+
+    def _at_boundary(self, trainer: Any, boundary: Callable[[], None]) -> None:
+        if not self._knows_fetcher:
+            refuse_fetcher(trainer)
+            self._knows_fetcher = True
+        try:
+            boundary()
+        except StopIteration:
+            raise _Returned from None
+
+    def _enter_epoch(self, epoch: int) -> None:
+        position = self.checkpointer._position
+        if position.cursor.epoch != epoch:
+            position.enter_epoch(epoch)
+
+    def _leave_validation(self) -> None:
+        for loader in self._validating:
+            loader.leave_pass()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Give one object an attribute of its own, until the fit is over."""
+        own = vars(owner)
+        if name in own:
+            self._undo.callback(setattr, owner, name, own[name])
+        else:
+            self._undo.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+
+def _nothing(*_: Any) -> None:
+    """Instead of what Lightning would do."""
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    return items[0] if len(items) == 1 else items

@@ -1,0 +1,157 @@
+"""What trainckpt needs of Lightning, and the set-ups it cannot make exact: refused at attach time.
+
+A refusal is one sentence and what to do; it comes from `Trainer.fit`, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.integrations.adapter import Relied, check, check_object
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_RELIED_ON = (
+    ("trainer.trainer:Trainer", "_run_stage", "is where a resume and the final snapshot belong"),
+    ("trainer.connectors.signal_connector:_SignalConnector", "register_signal_handlers",
+     "would take the signals away"),
+    ("strategies.strategy:Strategy", "process_dataloader", "is where loaders are wrapped"),
+    ("trainer.connectors.data_connector", "_auto_add_worker_init_fn", "seeds the workers"),
+    ("loops.fit_loop:_FitLoop", "setup_data", "makes the training loaders"),
+    ("loops.evaluation_loop:_EvaluationLoop", "setup_data", "makes the validation loaders"),
+    ("loops.loop:_Loop", "restarting", "must stay false"),
+    ("loops.progress:_BaseProgress", "load_state_dict", "puts counters back"),
+    ("trainer.connectors.logger_connector.result", "_ResultMetric", "sums up what is logged"),
+    ("trainer.connectors.logger_connector.result", "_Sync", "reduces what is logged"),
+    ("trainer.connectors.logger_connector.result:_Metadata", "sync", "says how it is reduced"),
+)  # fmt: skip
+_RELIED_ON_IN_A_TRAINER = (
+    ("fit_loop.epoch_progress.current.processed", "counts epochs"),
+    ("fit_loop.epoch_loop.batch_progress.current.ready", "counts micro-batches"),
+    ("fit_loop.epoch_loop._batches_that_stepped", "is the step that loggers see"),
+    ("fit_loop.epoch_loop._results", "holds what self.log has summed up so far"),
+    ("fit_loop.epoch_loop.val_loop", "validates"),
+    ("fit_loop._combined_loader", "holds the training loaders"),
+    ("fit_loop._data_fetcher", "fetches the batches"),
+    ("_logger_connector._first_loop_iter", "is part of what loggers see"),
+    ("_logger_connector._callback_metrics", "holds what callbacks and schedulers monitor"),
+    ("_signal_connector", "handles signals"),
+    ("num_sanity_val_steps", "is put off in a resume"),
+    ("strategy.launcher", "says who started the ranks"),
+)
+
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+LAUNCHERS = ("_SubprocessScriptLauncher", "NoneType")
+_CHANGE_THE_MODEL = {
+    "StochasticWeightAveraging": "use WeightAveraging or EMAWeightAveraging instead",
+    "BaseFinetuning": "freeze and unfreeze with requires_grad, and give the optimizer all "
+    "parameters from the start",
+    "ModelPruning": "prune after training",
+}
+
+
+def root_of(trainer: Any) -> str:
+    """Return the package a Trainer comes from: "lightning.pytorch" or "pytorch_lightning"."""
+    for kind in type(trainer).__mro__:
+        root, _, rest = kind.__module__.partition(".trainer.")
+        if rest and kind.__name__ == "Trainer":
+            return root
+    raise ConfigurationError(
+        f"{type(trainer).__qualname__} is not a Trainer of Lightning",
+        hint="pass the callback to lightning.Trainer(callbacks=[...])",
+    )
+
+
+def part_of(trainer: Any, module: str) -> Any:
+    """Return a module of the package a Trainer comes from."""
+    return importlib.import_module(f"{root_of(trainer)}.{module}")
+
+
+def is_a(value: object, *names: str) -> bool:
+    """Whether one of the classes of `value` has one of these names."""
+    return any(kind.__name__ in names for kind in type(value).__mro__)
+
+
+def check_lightning(trainer: Any) -> None:
+    """Look at every attribute that is relied on.
+
+    Raises:
+        ConfigurationError: this version of Lightning lacks one.
+    """
+    root = root_of(trainer)
+    package = root.partition(".")[0]
+    check(package, [Relied(f"{root}.{owner}", name, why) for owner, name, why in _RELIED_ON])
+    check_object(package, trainer, _RELIED_ON_IN_A_TRAINER)
+
+
+def refuse(trainer: Any, callbacks: Sequence[Any]) -> None:
+    """Refuse what cannot be exact.
+
+    Args:
+        trainer: About to fit.
+        callbacks: Our own among its callbacks.
+
+    Raises:
+        ConfigurationError: says what it is and what to do instead.
+    """
+    if len(callbacks) > 1:
+        raise ConfigurationError(
+            f"the Trainer has {len(callbacks)} TrainckptCallbacks, and a run has one place",
+            hint="keep one of them",
+        )
+    if trainer.ckpt_path is not None:
+        raise ConfigurationError(
+            f"ckpt_path={str(trainer.ckpt_path)!r} and TrainckptCallback both say where to go on",
+            hint="leave ckpt_path out: the same script goes on by itself. To begin a new run from "
+            "that file's weights, load them into the module before fit",
+        )
+    _refuse_strategy(trainer)
+    for callback in trainer.callbacks:
+        for name, instead in _CHANGE_THE_MODEL.items():
+            if is_a(callback, name):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} changes optimizers or parameters while it trains, "
+                    "which a resume cannot make again",
+                    hint=instead,
+                )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigurationError(
+            "reload_dataloaders_every_n_epochs makes new loaders while it trains, whose position "
+            "nobody knows",
+            hint="make the loader once, and let its sampler or dataset change with set_epoch",
+        )
+
+
+def _refuse_strategy(trainer: Any) -> None:
+    strategy = trainer.strategy
+    supported = type(strategy).__name__ in STRATEGIES
+    launcher = type(strategy.launcher).__name__
+    if not supported or launcher not in LAUNCHERS:
+        name = type(strategy).__name__ if not supported else f"the launcher {launcher}"
+        raise ConfigurationError(
+            f"{name} is not supported: state of its own would be lost",
+            hint='use one device, strategy="ddp", or ModelParallelStrategy (FSDP2)',
+        )
+
+
+def refuse_fetcher(trainer: Any) -> None:
+    """Refuse loops that fetch batches ahead, or leave fetching to the script.
+
+    Raises:
+        ConfigurationError: says what to do instead.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if is_a(fetcher, "_DataLoaderIterDataFetcher"):
+        raise ConfigurationError(
+            "training_step(dataloader_iter) fetches by itself, so nobody sees where a micro-batch "
+            "ends",
+            hint="take the batch as an argument: training_step(self, batch, batch_idx)",
+        )
+    if fetcher.length is None:
+        raise ConfigurationError(
+            "the training loader has no length, so Lightning fetches one batch ahead of training",
+            hint="give its dataset a __len__, or say limit_train_batches=<batches an epoch>",
+        )
