@@ -26,7 +26,7 @@ from trainckpt.lifecycle import told as _told  # noqa: F401 - so a supervisor le
 from trainckpt.lifecycle.stopped import Stopped
 
 if TYPE_CHECKING:
-    from trainckpt import lightning
+    from trainckpt import lightning as lightning
     from trainckpt.lifecycle.checkpointer import Checkpointer
     from trainckpt.lifecycle.load import load
 
