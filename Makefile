@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench campaign clean
+.PHONY: demo test slurm check bench campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,8 +19,12 @@ demo: $(VENV)/.core
 	$(BIN)/trainckpt prove --nproc 2 --stops 2 -- examples/char_gpt.py --size small \
 	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev slurm
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# By apt, where this is root; otherwise the tests that need it are skipped.
+slurm:
+	@sh tests/slurm/install.sh
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -22,8 +22,10 @@ from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.lifecycle.fingerprint import EXACT
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.requeue import LINGER_S, Requeue
 from trainckpt.lifecycle.stopped import Stopped
 from trainckpt.lifecycle.told import LEFT
+from trainckpt.preemption.slurm import COMMAND_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 
 BARRIER_TIMEOUT_S = 60.0
+ASKED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
 EXIT_AFTER_S = 5.0
 RECORD_WITHIN_S = 2.0
 SAVE_IN_FLIGHT_S = 5.0  # an exception waits so long for a save that is nearly there
@@ -100,6 +103,7 @@ class Departure:
         self._barrier("stopped")
         for _, loader in self._loaders:
             loader.shutdown()
+        self._ask_to_be_queued_again(reason)
         self._stop_watching()
         if self._options.on_stop == "return":
             return
@@ -174,9 +178,19 @@ class Departure:
         self._teller.tell(state=LEFT, how=how, exit_code=code)
         self._recorded.set()
 
-    def _barrier(self, name: str) -> None:
+    def _ask_to_be_queued_again(self, reason: str) -> None:
+        """In a Slurm job; a script that goes on after the stop decides for itself."""
+        requeue = Requeue.of(os.environ)
+        if requeue is None or self._options.requeue == "never" or self._options.on_stop != "exit":
+            return
+        self._watch.deadline.met()  # from here on there is nothing left to lose
+        if self._channel.world.rank == 0:
+            requeue.ask(reason)
+        self._barrier("asked", ASKED_WITHIN_S)
+
+    def _barrier(self, name: str, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         try:
-            self._channel.barrier(name, BARRIER_TIMEOUT_S)
+            self._channel.barrier(name, timeout_s)
         except NoAgreement as error:
             logger.warning("leaving without the others: %s", error.message)
 

@@ -21,6 +21,7 @@ from trainckpt.format.globs import parse_globs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+AUTO = "auto"
 TOML_FILE = "trainckpt.toml"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -61,6 +62,7 @@ class Options:
         resume: "auto", "required" or "never".
         init_from: "RUN[@SNAPSHOT]" whose weights a new run begins with; None: the script's own.
         exclude: Globs of the models' tensors that are not saved.
+        requeue: "auto" asks Slurm to queue the job again after a stop of its; "never" does not.
         origins: Option -> where its value came from.
     """
 
@@ -76,6 +78,7 @@ class Options:
     resume: str
     init_from: str | None
     exclude: tuple[str, ...]
+    requeue: str
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -219,4 +222,5 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
     "init_from": (None, _optional_text, '"RUN" or "RUN@SNAPSHOT", or "none"'),
     "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
+    "requeue": (AUTO, _one_of(AUTO, "never"), '"auto" or "never"'),
 }

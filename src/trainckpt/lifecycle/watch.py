@@ -23,11 +23,11 @@ from trainckpt.lifecycle.announce import Announced
 from trainckpt.lifecycle.deadline import Deadline, granted_s
 from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.notice_sources import further_sources
 from trainckpt.lifecycle.told import LEFT
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.preemption.wall_time import WallTime, process_start_s, wall_time_end
 from trainckpt.ranks.watcher import Watcher, end_with_71
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 EARLY_LOOK_S = 0.05
 EARLY_LIMIT_S = 30.0
-WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
 
 
 class Watch:
@@ -67,7 +66,7 @@ class Watch:
         self._agreement, self._channel, self._tier = agreement, channel, tier
         self._outlook = outlook
         self.grace_s = options.grace or granted_s()
-        self._wall_time_s = options.wall_time
+        self._options = options
         self._teller = teller
         self._heartbeat: Heartbeat | None = None
         self._signals = SignalSource(seconds_left=self.grace_s)
@@ -85,7 +84,8 @@ class Watch:
     def start(self, attempt: int, *, is_first: bool) -> None:
         """Begin to act on notices. Main thread, all ranks; `is_first` on rank 0."""
         notices = NoticeFiles(place.notices_folder(self._tier), attempt)
-        sources = [self._heard, Announced(notices, self._was_asked), *self._wall_time()]
+        others = [notices, *further_sources(self._options, self.grace_s, self._channel.world)]
+        sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)
             self._heartbeat.start()
@@ -123,14 +123,6 @@ class Watch:
         self.watcher.stop()
         if self._heartbeat is not None:
             self._heartbeat.stop()
-
-    def _wall_time(self) -> list[Announced]:
-        now_s, started_s = time.monotonic(), process_start_s()
-        ends_s = wall_time_end(self._wall_time_s, os.environ, time.time(), now_s, started_s)
-        if ends_s is None:
-            return []
-        lead_s = self.grace_s or min(WALL_TIME_LEAD_S, (ends_s - started_s) / 4)
-        return [Announced(WallTime(ends_s, lead_s), self._was_asked)]
 
     def _was_asked(self) -> None:
         """The supervisor cannot see such a notice; it must not start the run again after it."""

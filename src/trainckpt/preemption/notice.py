@@ -11,6 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+# Reasons that begin so: the machine is about to go, or is not well. Nobody wanted the run to end.
+AWS, GCE, AZURE, GPU = "AWS", "GCE", "Azure", "GPU"
+OF_MACHINE = tuple(f"{who} " for who in (AWS, GCE, AZURE, GPU))
+
 
 @dataclass(frozen=True)
 class Notice:

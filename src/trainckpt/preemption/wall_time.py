@@ -20,6 +20,7 @@ from trainckpt.preemption.notice import Notice
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+REASON = "wall time"
 SLURM_VARIABLE = "SLURM_JOB_END_TIME"
 STARTED_VARIABLE = "TRAINCKPT_STARTED"  # on the monotonic clock, which one host has in common
 
@@ -59,7 +60,7 @@ class WallTime:
         if self._reported or left_s > self._lead_s:
             return []
         self._reported = True
-        return [Notice(reason="wall time", seconds_left=max(0.0, left_s))]
+        return [Notice(reason=REASON, seconds_left=max(0.0, left_s))]
 
     def stop(self) -> None:
         """Nothing to put back."""

@@ -1,0 +1,215 @@
+"""Slurm: when the job ends, whether it was preempted or cancelled, and asking to be queued again.
+
+What Slurm tells the processes of a step (`srun`), and what is right after the save:
+
+    preempted       SIGTERM at the start of the partition's GraceTime, SIGKILL at its end    requeue
+    time limit      the signal of `sbatch --signal=USR1@120`, that long before the end       requeue
+    `scontrol requeue` by somebody   SIGTERM, SIGKILL after KillWait; queued already         leave
+    `scancel`       the same, but the job is wanted gone                                     leave
+
+The signal alone does not say which it was; `scontrol show job` does. A job whose processes leave
+by themselves while Slurm waits for the end of their grace time has completed, and is not queued
+again: so we ask for that first, after the commit, and leave then. Where that is refused and the
+job is preempted, the processes linger until they are killed.
+
+`parse_job` and `decide` are pure; `Scontrol` is the only place that runs a command.
+
+Floor 1. Uses: preemption.notice, preemption.wall_time. Used by: lifecycle.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.format.duration import MOST_S
+from trainckpt.preemption.notice import Notice
+from trainckpt.preemption.wall_time import REASON as WALL_TIME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+REQUEUE, LINGER, LEAVE = "requeue", "linger", "leave"
+FROM_SLURM = ("SIGTERM", "SIGUSR1", WALL_TIME)
+COMMAND_S = 30.0
+_FIELD = re.compile(r"(?:^|\s)(JobState|PreemptTime|EndTime|StartTime)=(\S*)")
+_ID = re.compile(r"[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm's controller says of a job.
+
+    Attributes:
+        state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on.
+        is_preempted: A grace time runs, or has run out.
+        starts_at, ends_at: Seconds since the epoch; None: not known, or unlimited.
+    """
+
+    state: str
+    is_preempted: bool = False
+    starts_at: float | None = None
+    ends_at: float | None = None
+
+
+def job_to_requeue(environment: Mapping[str, str]) -> str | None:
+    """What to name to `scontrol requeue`: the job, or this one task of an array; None: no job.
+
+    An array's own id stands for all of its tasks, and SLURM_JOB_ID of its last task is that id.
+    A heterogeneous job is requeued by its leader.
+    """
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
+    array, task, leader, job = (_number(environment.get(name, "")) for name in names)
+    return f"{array}_{task}" if array and task else leader or job
+
+
+def parse_job(text: str) -> Job | None:
+    """The first job of `scontrol --oneliner show job`, times as seconds since the epoch.
+
+    None where the text shows none.
+    """
+    fields: dict[str, str] = {}
+    for name, value in _FIELD.findall(text.partition("\n")[0]):
+        fields.setdefault(name, value)
+    if "JobState" not in fields:
+        return None
+    return Job(
+        fields["JobState"],
+        is_preempted=_time(fields.get("PreemptTime", "")) is not None,
+        starts_at=_time(fields.get("StartTime", "")),
+        ends_at=_time(fields.get("EndTime", "")),
+    )
+
+
+def decide(reason: str, job: Job | None, *, of_machine: bool = False) -> str:
+    """What to do after the save: `REQUEUE`, `LINGER` or `LEAVE`.
+
+    Args:
+        reason: Of the stop. Whoever pressed Ctrl-C, or wrote a notice, decides about the next
+            start.
+        job: What Slurm says; None: it did not answer.
+        of_machine: The machine is about to go, or is not well: the job is wanted all the same.
+    """
+    if reason not in FROM_SLURM and not of_machine:
+        return LEAVE
+    if job is None:
+        return LINGER if reason == "SIGTERM" else REQUEUE
+    return REQUEUE if job.state in ("RUNNING", "TIMEOUT") else LEAVE
+
+
+def after_refusal(reason: str, job: Job | None) -> str:
+    """What to do where Slurm did not queue the job again: `LINGER` or `LEAVE`."""
+    preempted = job.is_preempted if job is not None else reason == "SIGTERM"
+    return LINGER if preempted else LEAVE
+
+
+class Scontrol:
+    """Slurm's own command. Any thread; each call may take up to half a minute."""
+
+    def __init__(self, job: str, environment: Mapping[str, str] | None = None) -> None:
+        self._job = job
+        self._environment = {
+            **(os.environ if environment is None else environment),
+            "SLURM_TIME_FORMAT": "%s",
+        }
+
+    def show(self) -> Job | None:
+        """What the controller says of the job; None if it does not answer."""
+        code, said = self._call("--oneliner", "show", "job", self._job)
+        return parse_job(said) if code == 0 else None
+
+    def requeue(self) -> str:
+        """Queue the job again, which ends its processes. Why it was refused, or ""."""
+        code, said = self._call("requeue", self._job)
+        return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
+
+    def _call(self, *words: str) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                ["scontrol", *words],  # noqa: S607 - wherever the site has put it
+                env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=COMMAND_S, check=False, errors="replace",
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return -1, f"scontrol cannot be run: {error}"
+        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+
+class JobEnd:
+    """The end of the job as a notice, where no variable tells it; a `NoticeSource`.
+
+    Slurm's controller is asked once at the start, and once more when the time has come, since a
+    limit can be raised. For one rank of the job: a thousand would be too many.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[], Job | None],
+        lead_s: Callable[[float], float],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        date: Callable[[], float] = time.time,
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            show: Asks the controller; called in a thread.
+            lead_s: How long before the end to say so, given the seconds the job has in all.
+            clock: Seconds that only go forward.
+            date: Seconds since the epoch.
+        """
+        self._show, self._lead_of, self._clock, self._date = show, lead_s, clock, date
+        self._ends_s: float | None = None  # on `clock`
+        self._lead_s = 0.0
+        self._has_asked_again = self._reported = False
+        self._asking = threading.Thread()
+
+    def start(self) -> None:
+        """Ask, in a thread."""
+        self._ask()
+
+    def fileno(self) -> int | None:
+        """None: the clock is looked at once a second."""
+        return None
+
+    def poll(self) -> list[Notice]:
+        """One notice, once no more than the lead is left and the limit was not raised."""
+        if self._asking.is_alive() or self._ends_s is None or self._reported:
+            return []
+        left_s = self._ends_s - self._clock()
+        if left_s > self._lead_s:
+            self._has_asked_again = False
+            return []
+        if not self._has_asked_again:
+            self._has_asked_again = True
+            self._ask()
+            return []
+        self._reported = True
+        return [Notice(reason=WALL_TIME, seconds_left=max(0.0, left_s))]
+
+    def stop(self) -> None:
+        """Nothing to put back."""
+
+    def _ask(self) -> None:
+        self._asking = threading.Thread(target=self._look, name="trainckpt-slurm", daemon=True)
+        self._asking.start()
+
+    def _look(self) -> None:
+        job, date_s = self._show(), self._date()
+        if job is None or job.ends_at is None or not 0 < job.ends_at - date_s <= MOST_S:
+            return
+        self._lead_s = self._lead_of(job.ends_at - (job.starts_at or date_s))
+        self._ends_s = self._clock() + job.ends_at - date_s
+
+
+def _number(text: str) -> str | None:
+    return text if _ID.fullmatch(text) else None
+
+
+def _time(text: str) -> float | None:
+    return float(text) if _ID.fullmatch(text) else None
