@@ -52,7 +52,7 @@ _LATER = {
     "Checkpointer": "trainckpt.lifecycle.checkpointer",
     "load": "trainckpt.lifecycle.load",
 }
-_TRAINERS = frozenset({"lightning"})  # modules; each imports its framework
+_TRAINERS = frozenset({"accelerate", "lightning"})  # modules; each imports its framework
 
 if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
 

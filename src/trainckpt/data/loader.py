@@ -46,7 +46,8 @@ class TrackedLoader:
     10 with the bits they would have had, then the next pass begins as it would have begun.
 
     Args:
-        loader: A torch DataLoader, or any iterable with state_dict and load_state_dict.
+        loader: A torch DataLoader, any iterable with state_dict and load_state_dict, or what an
+            integration makes of its framework's loader (see sources.py).
         name: What messages call it.
         on_boundary: Called first in every `__next__`.
         before_first_fetch: Called once after each `load_state`, before the first batch.

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-_INTEGERS = ("seed", "epoch")
+_INTEGERS = ("seed", "epoch", "initial_seed")
+# Of frameworks: read, and seen to be pure functions of what is kept here.
+_PURE = frozenset(
+    {
+        "accelerate.data_loader.BatchSamplerShard",
+        "accelerate.data_loader.SeedableRandomSampler",
+        "transformers.trainer_pt_utils.LengthGroupedSampler",
+    }
+)
 
 
 def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]:
@@ -68,7 +76,12 @@ def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
     own = getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
     named = {"sampler": own, "batch sampler's sampler": inner, "batch sampler": batch_sampler}
     if isinstance(own, BatchSampler):  # batch_size=None: whole index lists go to the dataset
-        named["sampler's sampler"] = own.sampler
+        named["sampler's sampler"] = getattr(own, "sampler", None)
+        batch_sampler = own
+    dealt = getattr(batch_sampler, "batch_sampler", None)  # one that deals another's over ranks
+    if dealt is not None:
+        named["dealt batch sampler"] = dealt
+        named["dealt batch sampler's sampler"] = getattr(dealt, "sampler", None)
     return _distinct(named)
 
 
@@ -78,12 +91,17 @@ def parts(saved: dict[str, Any]) -> set[str]:
 
 
 def unproven_samplers(loader: DataLoader[Any]) -> list[str]:
-    """Return the class names of samplers that are not torch's own and have no state_dict."""
+    """Return the class names of samplers that nobody has read and that have no state_dict."""
     return [
         type(sampler).__qualname__
         for _, sampler in samplers_of(loader)
-        if not type(sampler).__module__.startswith("torch.") and not has_state(sampler)
+        if not _is_known(type(sampler)) and not has_state(sampler)
     ]
+
+
+def _is_known(kind: type[Any]) -> bool:
+    module = kind.__module__
+    return module.startswith("torch.") or f"{module}.{kind.__qualname__}" in _PURE
 
 
 def has_state(thing: Any) -> bool:
@@ -131,7 +149,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
         own,
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
-        own.sampler if isinstance(own, BatchSampler) else None,
+        getattr(own, "sampler", None) if isinstance(own, BatchSampler) else None,
     )
     told: set[int] = set()
     for sampler in samplers:

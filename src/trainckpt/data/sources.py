@@ -4,6 +4,7 @@
     iterable  a plain DataLoader over an IterableDataset: by the dataset's own state_dict
               (num_workers=0), else by loading and dropping what was consumed, which is not exact
     stateful  anything with its own state_dict and load_state_dict, such as torchdata's
+    ahead     what an integration makes of a framework's loader, which fetches ahead: see ahead.py
 
 The order when a pass goes on where it was saved, which `LoaderSource.resume` obeys:
 main randomness as before the iterator was made; samplers likewise; the iterator; fast-forward;
@@ -20,7 +21,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,9 +37,17 @@ from trainckpt.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from trainckpt.data.ahead import AheadSource
 
-def source_of(loader: Iterable[Any], name: str) -> LoaderSource | StatefulSource:
+Source: TypeAlias = "LoaderSource | StatefulSource | AheadSource"
+
+
+def source_of(loader: Iterable[Any], name: str) -> Source:
     """Return how this loader is tracked; ConfigurationError if it cannot be."""
+    own = getattr(type(loader), "__trainckpt_source__", None)
+    if own is not None:  # an integration knows better
+        source: Source = own(loader, name)
+        return source
     if has_state(loader) and not _is_torch_method(loader, "state_dict"):
         return StatefulSource(loader)
     if not isinstance(loader, DataLoader):

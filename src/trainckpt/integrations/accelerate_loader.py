@@ -1,0 +1,216 @@
+"""A loader that Accelerate prepared, as one that can be tracked.
+
+Accelerate reads one batch ahead, to know which is the last. Its own code goes on doing that; for
+the length of a pass it reads from our iterator in place of the DataLoader's. See `data.ahead`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainckpt.data.ahead import AheadSource
+from trainckpt.data.sampler import length, samplers_of
+from trainckpt.errors import ConfigurationError
+from trainckpt.integrations.adapter import Relied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_LOADERS = "accelerate.data_loader"
+RELIED = (
+    Relied(f"{_LOADERS}:DataLoaderShard", "adjust_state_dict_for_prefetch", "reads one ahead"),
+    Relied(f"{_LOADERS}:DataLoaderShard", "set_epoch", "tells the samplers the epoch"),
+    Relied(f"{_LOADERS}:DataLoaderDispatcher", "__iter__", "reads on rank 0 alone"),
+    Relied(f"{_LOADERS}:BatchSamplerShard", "__len__", "deals batches over the ranks"),
+)
+# (class.method, names its code must use): attributes made in __init__ are not on the class
+_USED = (
+    ("DataLoaderAdapter.__init__", ("base_dataloader",)),
+    ("DataLoaderShard.__init__", ("rng_types", "skip_batches", "iteration")),
+    ("DataLoaderShard.__iter__", ("base_dataloader", "rng_types", "iteration", "__iter__")),
+    ("BatchSamplerShard.__len__", ("process_index", "num_processes", "even_batches")),
+)
+
+
+def missing_names() -> list[str]:
+    """Return what Accelerate's loaders no longer use, as "function: name"."""
+    import accelerate.data_loader
+
+    found = []
+    for path, names in _USED:
+        kind, method = path.split(".")
+        code = vars(getattr(accelerate.data_loader, kind))[method].__code__
+        found += [f"{path}: {name}" for name in names if name not in code.co_names]
+    return found
+
+
+class PreparedLoader:
+    """What `Checkpointer.loader` is given in place of a loader that Accelerate prepared.
+
+    Args:
+        shard: The prepared loader.
+        name: What messages call it.
+
+    Raises:
+        ConfigurationError: its position cannot be kept exactly; says why and what to do.
+    """
+
+    def __init__(self, shard: Any, name: str = "the loader") -> None:
+        refuse_loader(shard, name)
+        _make_generators(shard)
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.shard)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "shard":  # not constructed yet: copy or pickle is asking
+            raise AttributeError(attribute)
+        return getattr(self.shard, attribute)
+
+    def __trainckpt_source__(self, name: str) -> AheadSource:
+        return AheadSource(ShardReader(self.shard), self.shard.base_dataloader, name)
+
+
+class ShardReader:
+    """Accelerate's DataLoaderShard, reading through our iterator; see `data.ahead.Reader`."""
+
+    elsewhere = (
+        "Accelerate deals the batches over its processes, and nobody else can deal the rest of an "
+        "epoch over another number of them; resume with as many processes as the run had"
+    )
+
+    def __init__(self, shard: Any) -> None:
+        self.shard = shard
+
+    def read(self, open_it: Callable[[], Iterator[Any]], *, resumed: bool) -> Iterator[Any]:
+        """One pass. A pass that goes on is already in step with the other ranks' generators."""
+        shard = self.shard
+        under, rng_types = shard.base_dataloader, shard.rng_types
+
+        def opened() -> Iterator[Any]:
+            shard.base_dataloader, shard.rng_types = under, rng_types
+            return open_it()
+
+        shard.base_dataloader = _Underneath(under, opened)
+        if resumed:
+            shard.rng_types = None
+        try:
+            yield from iter(shard)
+        finally:
+            shard.base_dataloader, shard.rng_types = under, rng_types
+
+    def was_over(self) -> None:
+        """All of the pass was read: what is left is to count it."""
+        self.shard.iteration += 1
+
+    def state(self) -> dict[str, Any]:
+        """Passes that were read to the end: Accelerate's own epoch."""
+        return {"iteration": self.shard.iteration}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take that back."""
+        self.shard.iteration = state["iteration"]
+
+    def facts(self) -> dict[str, Any]:
+        """How batches are dealt over processes."""
+        dealt = dealt_over(self.shard)
+        return {
+            "processes": getattr(dealt, "num_processes", 1),
+            "split_batches": bool(getattr(dealt, "split_batches", False)),
+            "even_batches": bool(getattr(dealt, "even_batches", True)),
+        }
+
+
+class _Underneath:
+    """Stands for the DataLoader while a pass begins: gives our iterator for its own."""
+
+    def __init__(self, loader: DataLoader[Any], opened: Callable[[], Iterator[Any]]) -> None:
+        self._loader = loader
+        self._opened = opened
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._opened()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._loader, attribute)
+
+
+def _make_generators(shard: Any) -> None:
+    # Accelerate's seedable sampler makes its generator at its first pass, and seeds it at each:
+    # made now, the loader looks the same before and after.
+    for _, sampler in samplers_of(shard.base_dataloader):
+        if hasattr(sampler, "initial_seed") and sampler.generator is None:
+            sampler.generator = torch.Generator().manual_seed(sampler.initial_seed)
+
+
+def dealt_over(shard: Any) -> Any:
+    """Return the batch sampler that deals over processes; None in one process."""
+    import accelerate.data_loader
+
+    under = shard.base_dataloader
+    for sampler in (under.batch_sampler, under.sampler):
+        if isinstance(sampler, accelerate.data_loader.BatchSamplerShard):
+            return sampler
+    return None
+
+
+def refuse_loader(shard: Any, name: str) -> None:
+    """Raise ConfigurationError if this loader's position cannot be kept exactly."""
+    import accelerate.data_loader as kinds
+
+    if issubclass(type(shard), kinds.DataLoaderDispatcher):
+        raise ConfigurationError(
+            f"{name} is read by process 0 alone, which sends batches to the others "
+            "(dispatch_batches=True, or an IterableDataset), so no process knows its own position",
+            hint="use a map-style dataset, and leave dispatch_batches=None or False",
+        )
+    if not issubclass(type(shard), kinds.DataLoaderShard):
+        raise ConfigurationError(
+            f"{name} is a {type(shard).__qualname__}, which accelerator.prepare did not return",
+            hint="loader = accelerator.prepare(loader), then ckpt.loader(loader)",
+        )
+    under = shard.base_dataloader
+    if isinstance(under.dataset, IterableDataset):
+        raise ConfigurationError(
+            f"{name} reads an IterableDataset, whose position Accelerate does not keep",
+            hint="use a map-style dataset",
+        )
+    if type(under) is not DataLoader:
+        raise ConfigurationError(
+            f"{name} is read through a {type(under).__qualname__}, which keeps no worker's "
+            "randomness",
+            hint="leave use_stateful_dataloader=False: trainckpt keeps the position itself",
+        )
+    if shard.skip_batches or isinstance(under.batch_sampler, kinds.SkipBatchSampler):
+        raise ConfigurationError(
+            f"{name} comes from skip_first_batches, and would skip them in every epoch",
+            hint="pass the prepared loader itself: trainckpt goes on at the right batch",
+        )
+    _refuse_uneven(shard, name)
+
+
+def _refuse_uneven(shard: Any, name: str) -> None:
+    dealt = dealt_over(shard)
+    if dealt is None or dealt.even_batches:
+        return
+    other, lengths = copy.copy(dealt), set()
+    for rank in range(dealt.num_processes):
+        other.process_index = rank
+        lengths.add(length(other))
+    if len(lengths) > 1:
+        raise ConfigurationError(
+            f"{name} gives the processes different numbers of batches "
+            f"({sorted(map(str, lengths))}), so some would wait for others at a stop",
+            hint="leave even_batches=True, or use drop_last=True",
+        )

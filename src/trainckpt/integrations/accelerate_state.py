@@ -1,0 +1,156 @@
+"""What an Accelerator holds: the objects to track, and what it remembers beside them."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from trainckpt.data import sampler
+from trainckpt.errors import ConfigurationError
+from trainckpt.integrations.adapter import Relied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RELIED = (
+    Relied("accelerate:Accelerator", "_do_sync", "counts the micro-batches of a window"),
+    Relied("accelerate:Accelerator", "accumulate", "opens and closes a window"),
+    Relied("accelerate.state:GradientState", "_set_sync_gradients", "ends a window"),
+    Relied("accelerate.optimizer:AcceleratedOptimizer", "step_was_skipped", "knows a skipped step"),
+)
+MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
+_NEVER = {
+    "DEEPSPEED": "use FSDP2 (fsdp_version=2), or DeepSpeed's own save_checkpoint",
+    "MEGATRON_LM": "use FSDP2 (fsdp_version=2), or Megatron's dist_checkpointing",
+    "XLA": "use CPUs or GPUs",
+}
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """Raise ConfigurationError if what it does cannot be saved inside a window."""
+    missing = [name for name in MADE if not hasattr(accelerator, name)]
+    if missing:
+        raise ConfigurationError(
+            f"this Accelerator lacks {', '.join(missing)}, which trainckpt reads",
+            hint="use a version of accelerate named in docs/versions.md",
+        )
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _NEVER:
+        raise ConfigurationError(
+            f"this Accelerator trains with {kind}, which keeps state where trainckpt cannot see it",
+            hint=_NEVER[kind],
+        )
+    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+        raise ConfigurationError(
+            "this Accelerator trains with FSDP1, which flattens parameters and hides gradients",
+            hint="FullyShardedDataParallelPlugin(fsdp_version=2)",
+        )
+    if not accelerator._models and not accelerator._optimizers:
+        raise ConfigurationError(
+            "nothing was prepared yet, so there is nothing to save",
+            hint="call attach after accelerator.prepare(model, optimizer, ...)",
+        )
+
+
+def tracked_of(accelerator: Any) -> dict[str, Any]:
+    """Return everything prepared or registered, by the names that snapshots use."""
+    optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]
+    named = {
+        "model": [_wrapped(model) for model in _distinct(accelerator._models)],
+        "optimizer": _distinct(optimizers),
+        "scheduler": _distinct([getattr(s, "scheduler", s) for s in accelerator._schedulers]),
+        "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
+    }
+    seen = {id(one) for group in named.values() for one in group}
+    own = [getattr(one, "scheduler", one) for one in accelerator._custom_objects]
+    named["registered"] = [one for one in _distinct(own) if id(one) not in seen]
+    return {
+        name: objects[0] if len(objects) == 1 else objects
+        for name, objects in named.items()
+        if objects
+    }
+
+
+def identities(accelerator: Any) -> set[int]:
+    """Return which objects are prepared or registered now."""
+    held = (accelerator._models, accelerator._optimizers, accelerator._schedulers)
+    return {id(one) for group in (*held, accelerator._custom_objects) for one in group}
+
+
+class Remembered:
+    """What an Accelerator remembers from one micro-batch to the next, as one object to track.
+
+    The phase of the window, whether a step was skipped, the number of its next own checkpoint; and
+    of prepared loaders that are not tracked (an evaluation's) their epoch and generators.
+
+    Args:
+        accelerator: Whose.
+        tracked: Gives the prepared loaders whose position is kept elsewhere, the first one first.
+
+    Attributes:
+        tracked_then: The prepared loaders that were tracked when the loaded state was saved.
+    """
+
+    def __init__(self, accelerator: Any, tracked: Callable[[], list[Any]]) -> None:
+        self.tracked_then: list[Any] = []
+        self._accelerator = accelerator
+        self._tracked = tracked
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and generators' states."""
+        accelerator = self._accelerator
+        prepared = {id(loader): i for i, loader in enumerate(accelerator._dataloaders)}
+        tracked = [prepared[id(loader)] for loader in self._tracked()]
+        return {
+            "step": accelerator.step,
+            "sync_gradients": bool(accelerator.gradient_state.sync_gradients),
+            "skipped": [bool(one.step_was_skipped) for one in accelerator._optimizers],
+            "checkpoints": accelerator.project_configuration.iteration,
+            "tracked": tracked,
+            "loaders": {
+                str(i): {
+                    "iteration": getattr(loader, "iteration", 0),
+                    "order": sampler.capture(loader.base_dataloader, stateful=False),
+                }
+                for i, loader in enumerate(accelerator._dataloaders)
+                if i not in tracked
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put them back."""
+        accelerator = self._accelerator
+        accelerator.step = state["step"]
+        accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
+        for one, skipped in zip(accelerator._optimizers, state["skipped"], strict=False):
+            one._is_overflow = skipped
+        accelerator.project_configuration.iteration = state["checkpoints"]
+        for i, loader in enumerate(accelerator._dataloaders):
+            held = state["loaders"].get(str(i))
+            if held is not None:
+                loader.iteration = held["iteration"]
+                sampler.restore(loader.base_dataloader, held["order"])
+        there = dict(enumerate(accelerator._dataloaders))
+        self.tracked_then = [there[i] for i in state["tracked"] if i in there]
+
+
+def _wrapped(model: Any) -> Any:
+    """The DDP around a prepared model, whose hidden state counts too; the model if there is none.
+
+    Accelerate returns the wrapper to the script and keeps only what is inside it.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return model
+    found = model
+    for one in gc.get_objects():
+        # type() and not isinstance(), which asks proxies for their __class__
+        if issubclass(type(one), DistributedDataParallel) and one.module is model:
+            found = one  # the newest, if it was wrapped again
+    return found
+
+
+def _distinct(objects: list[Any]) -> list[Any]:
+    return list({id(one): one for one in objects}.values())

@@ -1,0 +1,187 @@
+"""Accelerate: attached, a run trains what it trains without us, and a stop anywhere is exact."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import trainckpt
+from tests.integrations import accelerated
+from tests.integrations.accelerated import Training, compared, fresh, plain, tracked
+from tests.ranks.processes import context, run_ranks
+from trainckpt.errors import ConfigurationError, StateMismatch
+
+context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.integrations.accelerated"])
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_path):
+    """11 micro-batches an epoch, windows of 4, 4 and 3; losses, samples, phase, state, RNG."""
+    assert compared(tmp_path, [0, 1, 3, 4, 6, 8, 10, 11, 12, 21, 22, 32, 33]) == []
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"use_seedable_sampler": True},
+        {"own": {"drop_last": True}, "items": 23},
+        {"accumulate": 1, "split_batches": True, "non_blocking": True},
+        {"workers": 2, "items": 12},
+        {"workers": 2, "items": 12, "own": {"persistent_workers": True}},
+    ],
+    ids=["seedable", "drop last", "split", "workers", "persistent workers"],
+)
+def test_every_kind_of_loader_goes_on_where_it_was(tmp_path, how):
+    assert compared(tmp_path, [2, 6, 8], **how) == []
+
+
+def test_two_stops_in_one_window_and_a_change_of_epochs_are_exact(tmp_path):
+    want, end = plain()
+    seen = {}
+    for at in (5, 6, 7):
+        assert tracked(tmp_path, seen, strike_at=at) is None
+    tracked(tmp_path, seen, epochs=2)
+    assert tracked(tmp_path, seen) == end
+    assert seen == want
+
+
+def test_a_finished_run_started_again_trains_nothing(tmp_path):
+    seen, again = {}, {}
+    end = tracked(tmp_path, seen)
+    assert tracked(tmp_path, again)[0] == end[0]
+    assert again == {}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
+    how = {"items": 26, "use_seedable_sampler": world == 3}
+    program = functools.partial(accelerated.of_ranks, **how)
+    found = run_ranks(program, world, str(tmp_path), world, [2, 5])
+    assert found == [([], "DistributedDataParallel")] * world
+
+
+def test_its_own_checkpoints_are_what_they_were(tmp_path):
+    """The same files with and without us, and load_state reads them."""
+    files = []
+    for attached in (False, True):
+        training = Training()
+        if attached:
+            ckpt = trainckpt.accelerate.attach(training.accelerator, tmp_path / "run")
+        folder = tmp_path / f"own-{attached}"
+        training.accelerator.save_state(str(folder))
+        files.append({file.name: file.stat().st_size for file in folder.iterdir()})
+        training.accelerator.load_state(str(folder))
+    ckpt.close()
+    assert files[0] == files[1]
+
+
+# ---- wrong use
+
+
+def refused(act, *words):
+    with pytest.raises(ConfigurationError) as caught:
+        act()
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.hint
+
+
+def test_attaching_before_prepare_says_so(tmp_path):
+    accelerator = fresh()
+    attach = functools.partial(trainckpt.accelerate.attach, accelerator, tmp_path)
+    refused(attach, "nothing was prepared", "after accelerator.prepare")
+
+
+def test_attaching_twice_says_so_and_again_after_the_end_is_a_new_attempt(tmp_path):
+    training = Training()
+    attach = functools.partial(trainckpt.accelerate.attach, training.accelerator, tmp_path)
+    ckpt = attach()
+    refused(attach, "attached already", "keep the Checkpointer")
+    ckpt.close()
+    with attach() as again:
+        assert again.attempt == 2
+
+
+def test_loaders_that_cannot_be_restored_are_refused_in_one_sentence(tmp_path):
+    training = Training()
+    accelerator = training.accelerator
+    with trainckpt.accelerate.attach(accelerator, tmp_path) as ckpt:
+        loader = DataLoader(accelerated.Noisy(4))
+        refused(lambda: ckpt.loader(loader), "not prepared", "accelerator.prepare(loader)")
+        stream = accelerator.prepare(DataLoader(accelerated.Stream()))
+        refused(lambda: ckpt.loader(stream), "process 0 alone", "map-style")
+        accelerator.dataloader_config.dispatch_batches = True
+        dispatched = accelerator.prepare(DataLoader(accelerated.Noisy(4)))
+        refused(lambda: ckpt.loader(dispatched), "dispatch_batches", "leave")
+        accelerator.dataloader_config.dispatch_batches = None
+        skipping = accelerator.skip_first_batches(training.loader, 2)
+        accelerator._dataloaders.append(skipping)
+        refused(lambda: ckpt.loader(skipping), "skip_first_batches", "prepared loader itself")
+        accelerator.prepare(torch.nn.Linear(1, 1))
+        refused(lambda: ckpt.loader(training.loader), "after attach", "last accelerator.prepare")
+
+
+def test_ranks_that_would_get_different_numbers_of_batches_are_refused(tmp_path):
+    training = Training(items=22)
+    shard = training.accelerator.prepare(DataLoader(accelerated.Noisy(6), 2))
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+
+    dealt = BatchSamplerShard(shard.batch_sampler, 2, 0, even_batches=False)
+    uneven = DataLoaderShard(accelerated.Noisy(6), batch_sampler=dealt)
+    training.accelerator._dataloaders.append(uneven)
+    with trainckpt.accelerate.attach(training.accelerator, tmp_path) as ckpt:
+        refused(lambda: ckpt.loader(uneven), "different numbers of batches", "even_batches=True")
+
+
+def test_another_model_is_refused_with_every_difference(tmp_path):
+    tracked(tmp_path, {}, strike_at=3)
+    training = Training()
+    training.accelerator._models[0][3] = torch.nn.Linear(8, 2)
+    with pytest.raises(StateMismatch, match=r"model/3\.weight has shape"):
+        trainckpt.accelerate.attach(training.accelerator, tmp_path)
+
+
+def test_kinds_of_training_whose_state_lies_elsewhere_are_refused(tmp_path, monkeypatch):
+    training = Training()
+    attach = functools.partial(trainckpt.accelerate.attach, training.accelerator, tmp_path)
+    for kind, words in {
+        "DEEPSPEED": "FSDP2",
+        "MEGATRON_LM": "dist_checkpointing",
+        "FSDP": "fsdp_version=2",
+    }.items():
+        monkeypatch.setattr(Accelerator, "distributed_type", kind)
+        refused(attach, words)
+
+
+def test_a_name_that_is_tracked_already_is_refused(tmp_path):
+    training = Training()
+    attach = functools.partial(trainckpt.accelerate.attach, training.accelerator, tmp_path)
+    refused(lambda: attach(optimizer=training.optimizer), "tracks what was prepared", "leave it")
+
+
+def test_importing_trainckpt_imports_no_trainer_and_one_is_reached_by_its_name():
+    code = (
+        "import sys, trainckpt\n"
+        "assert not {'accelerate', 'transformers', 'lightning'} & sys.modules.keys()\n"
+        "assert 'accelerate' in dir(trainckpt)\n"
+        "sys.modules['accelerate'] = None\n"
+        "try: trainckpt.accelerate\n"
+        "except trainckpt.ConfigurationError as error: print(error)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "trainckpt.accelerate needs the package accelerate" in told.stdout
+    assert "pip install 'trainckpt[accelerate]'" in told.stdout
