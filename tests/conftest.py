@@ -1,8 +1,51 @@
-"""What holds for all tests: hypothesis never judges the speed of a busy machine."""
+"""What holds for all tests: hypothesis never judges the speed of a busy machine, and a test leaves
+the process as it found it, so that none depends on which ran before it."""
 
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("any-machine")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+THREAD_LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """Handlers, the wakeup descriptor, the environment, the folder, threads, a process group."""
+    before = _process_state()
+    yield
+    gc.collect()
+    after = _process_state()
+    left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not left, f"the test leaves something behind: {left}"
+    for thread in threading.enumerate():
+        if thread.name.startswith("trainckpt-"):
+            thread.join(THREAD_LIMIT_S)
+            assert not thread.is_alive(), f"the test leaves the thread {thread.name} behind"
+
+
+def _process_state():
+    """What other tests in this process would see."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    distributed = sys.modules.get("torch.distributed")
+    return {
+        "handlers": {number.name: signal.getsignal(number) for number in SIGNALS},
+        "wakeup": wakeup,
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "folder": Path.cwd(),
+        "group": bool(distributed and distributed.is_initialized()),
+    }

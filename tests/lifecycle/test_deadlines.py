@@ -176,7 +176,7 @@ def test_a_micro_batch_longer_than_the_deadline_ends_with_71_and_the_older_snaps
 
 def test_a_deadline_that_comes_while_the_record_is_written_waits_for_that(start, tmp_path):
     """The snapshot is committed and the stop is good: 75, and the record says so."""
-    script = start(slow_record_s=2.2, options={"every": "never", "grace": "2 s"})
+    script = start(slow_record_s=5.2, options={"every": "never", "grace": "5 s"})
     script.until("at 3")
     script.signal()
     assert script.end() == 75
@@ -222,9 +222,9 @@ def test_a_stop_at_the_window_s_end_waits_for_it(start, tmp_path):
 def test_a_stop_that_waits_for_its_window_settles_for_a_micro_batch_when_time_runs_out(
     start, tmp_path
 ):
-    """The window is 10 s long, 4 s are left."""
-    script = start(accumulate=200, micro_s=0.05,
-                   options={"every": "never", "stop_at": "window", "grace": "4 s",
+    """The window is 20 s long, 8 s are left."""
+    script = start(accumulate=200, micro_s=0.1,
+                   options={"every": "never", "stop_at": "window", "grace": "8 s",
                             "accumulate": 200})  # fmt: skip
     script.until("at 9")
     script.signal()
