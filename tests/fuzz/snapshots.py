@@ -15,8 +15,7 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import Box, Layout, Stretch, whole
 from trainckpt.format.names import SnapshotName
-from trainckpt.snapshot.restore import span
-from trainckpt.snapshot.restore_plan import Read, find, plan_restore
+from trainckpt.snapshot.restore_plan import Read, find, plan_restore, span
 
 REFUSALS = (TrainckptError,)
 MOST_READS = 2000
@@ -130,7 +129,7 @@ def run_shard(data):
     regions = {region.key: region for region in header.regions}
     for region in header.regions[:20]:
         entry = manifests.TensorEntry(region.dtype, region.of, manifests.SPLIT)
-        begin, end = span(region, region.box)
+        begin, end = span(region.box, region.box, region.dtype)
         assert 0 <= begin <= end <= region.num_bytes
         for read in (Read(0, region.tensor, region.box), Read(0, region.tensor)):
             try:

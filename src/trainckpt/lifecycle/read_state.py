@@ -2,15 +2,21 @@
 
 What was saved by as many ranks in the same layout is read as it was: every rank its own. Else
 each rank reads the boxes it holds now, and takes the values of a donor: the rank of its number,
-or, where there was none, of its number modulo the ranks there were.
+or, where there was none, of its number modulo the ranks there were. What several ranks hold columns
+of is left for `read_together`, once all have come so far.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
+from trainckpt.format.layout import Box
+from trainckpt.ranks import exchange
 from trainckpt.snapshot.restore import Reader
+from trainckpt.snapshot.shared_plan import Sharing
+from trainckpt.snapshot.shared_read import SharedRead
 from trainckpt.state import apply
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.stage import Destination, parse_values
@@ -20,13 +26,70 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.world import World
     from trainckpt.state.registry import Registry
+    from trainckpt.state.targets import Targets
     from trainckpt.tiers.base import Tier
 
 SAME_WAY = "launch as many ranks in the same layout, or keep no sharded tensors in that object"
 
 
-def read_state(tier: Tier, manifest: Manifest, registry: Registry, world: World) -> Saved:
-    """Read, verify, and compare with the live objects, which are not touched.
+@dataclass
+class Reading:
+    """What one rank has read of a snapshot, and what is left to read together with others.
+
+    Attributes:
+        targets: What this rank needs.
+        shared: What is left; empty: everything was read, and compared.
+    """
+
+    reader: Reader
+    registry: Registry
+    world: World
+    values: dict[str, Any]
+    targets: Targets
+    destination: Destination
+    shared: list[SharedRead] = field(default_factory=list)
+
+    def read_alone(self, names: set[str]) -> None:
+        """Read this rank's boxes of these tensors; errors as `read_state`."""
+        wanted = {name: box for name, box in self.targets.wanted.items() if name in names}
+        self.reader.read(wanted, self.destination, donor=self.donor)
+
+    @property
+    def donor(self) -> int:
+        """The rank of the snapshot whose values are taken."""
+        return self.world.rank % self.reader.manifest.world
+
+    def finish(self) -> Saved:
+        """Everything was read: compare with the live objects, which are not touched.
+
+        Raises:
+            StateMismatch: the script's objects differ from the snapshot; lists every difference.
+            UnusableSnapshot: a part is missing.
+        """
+        manifest, targets = self.reader.manifest, self.targets
+        entries = manifest.tensors
+        models = self.registry.models
+        saved = Saved(
+            self.destination.finish({name: entries[name].dtype for name in targets.wanted}),
+            self.values,
+            shapes={name: entry.shape for name, entry in entries.items()},
+            wraps=targets.wraps,
+            exact=targets.exact,
+            is_own=self.donor == self.world.rank,
+            worlds=(manifest.world, self.world.size),
+            left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
+        )
+        apply.check(self.registry, saved, str(manifest.name))
+        return saved
+
+
+def read_state(
+    tier: Tier, manifest: Manifest, registry: Registry, world: World
+) -> tuple[Reading, Saved | None]:
+    """Read and verify what this rank needs and no other rank needs a part of.
+
+    Returns:
+        The reading, and what it read if nothing is left: compared with the live objects.
 
     Raises:
         StateMismatch: the script's objects differ from the snapshot; lists every difference.
@@ -48,16 +111,20 @@ def read_state(tier: Tier, manifest: Manifest, registry: Registry, world: World)
             hint=SAME_WAY,
         )
     destination = Destination(targets.wanted)
-    reader.read(targets.wanted, destination, donor=donor)
-    saved = Saved(
-        destination.finish({name: entries[name].dtype for name in targets.wanted}),
-        values,
-        shapes={name: entry.shape for name, entry in entries.items()},
-        wraps=targets.wraps,
-        exact=targets.exact,
-        is_own=donor == world.rank,
-        worlds=(manifest.world, world.size),
-        left=frozenset(n for m in registry.models for n in m.left_out(values, entries)),
-    )
-    apply.check(registry, saved, str(manifest.name))
-    return saved
+    reading = Reading(reader, registry, world, values, targets, destination)
+    if targets.layouts and world.size > 1 and exchange.is_there():
+        sharing = Sharing(manifest, reader.planner, world.rank)
+        groups = sharing.groups(targets.wanted, targets.layouts)
+        reading.shared = [SharedRead(group, reader) for group in groups]
+    reader.read(alone(targets, reading.shared, manifest), destination, donor=donor)
+    return reading, None if reading.shared else reading.finish()
+
+
+def alone(targets: Targets, shared: list[SharedRead], manifest: Manifest) -> dict[str, Box | None]:
+    """What a rank reads by itself; of what is stored as bytes and shared, only the type."""
+    wanted = dict(targets.wanted)
+    for tensor in (tensor for part in shared for tensor in part.group.tensors):
+        box = wanted.pop(tensor.name)
+        if box is not None and manifest.tensors[tensor.name].dtype == "U8":
+            wanted[tensor.name] = Box(box.offset, (0,) * len(box.shape))
+    return wanted

@@ -198,23 +198,30 @@ class OverStore(Channel):
 
     It keeps alive what it was made of: on the rank that holds the store's server, a script may
     drop its process group before we have left.
+
+    Attributes:
+        store: What it lies in, keys under its prefix.
     """
 
     def __init__(self, world: World, store: Store, prefix: str = "", made_of: Any = None) -> None:
         self.world = world
+        self.store = store
         self._made_of = made_of
-        self._store = store
         self._prefix = prefix
+
+    def full(self, key: str) -> str:
+        """The key as the store has it."""
+        return self._prefix + key
 
     def put(self, key: str, value: Any) -> None:
         """See `Channel`."""
-        self._ask("set", key, lambda: self._store.set(self._prefix + key, _dump(value)))
+        self._ask("set", key, lambda: self.store.set(self._prefix + key, _dump(value)))
 
     def put_all(self, values: Mapping[str, Any]) -> None:
         """See `Channel`."""
         keys = [self._prefix + key for key in values]
         texts = [_dump(value) for value in values.values()]
-        self._ask("set", ", ".join(values), lambda: self._store.multi_set(keys, texts))
+        self._ask("set", ", ".join(values), lambda: self.store.multi_set(keys, texts))
 
     def peek(self, key: str) -> Any:
         """See `Channel`."""
@@ -228,17 +235,17 @@ class OverStore(Channel):
     def propose(self, key: str, value: Any) -> Any:
         """See `Channel`."""
         full, text = self._prefix + key, _dump(value)
-        return json.loads(self._ask("set", key, lambda: self._store.compare_set(full, "", text)))
+        return json.loads(self._ask("set", key, lambda: self.store.compare_set(full, "", text)))
 
     def count(self, key: str, by: int = 1) -> int:
         """See `Channel`."""
-        return int(self._ask("count", key, lambda: self._store.add(self._prefix + key, by)))
+        return int(self._ask("count", key, lambda: self.store.add(self._prefix + key, by)))
 
     def wait(self, key: str, timeout_s: float) -> bool:
         """See `Channel`. A time-out also makes c10d write a warning to stderr."""
         limit = timedelta(seconds=max(timeout_s, 0.001))
         try:
-            self._store.wait([self._prefix + key], limit)
+            self.store.wait([self._prefix + key], limit)
         except RuntimeError as error:
             if _is_timeout(error):
                 return False
@@ -247,16 +254,16 @@ class OverStore(Channel):
 
     def scoped(self, prefix: str) -> Channel:
         """See `Channel`."""
-        return OverStore(self.world, self._store, f"{self._prefix}{prefix}/", self)
+        return OverStore(self.world, self.store, f"{self._prefix}{prefix}/", self)
 
     def connection(self) -> Channel:
         """See `Channel`."""
-        store = self._ask("connect", self._prefix, lambda: own_connection(self._store))
+        store = self._ask("connect", self._prefix, lambda: own_connection(self.store))
         return OverStore(self.world, store, self._prefix, self)
 
     def _read(self, keys: list[str]) -> list[Any]:
-        if self._store.check(keys):
-            return [json.loads(text) for text in self._store.multi_get(keys)]
+        if self.store.check(keys):
+            return [json.loads(text) for text in self.store.multi_get(keys)]
         if len(keys) == 1:
             return [None]
         return [self._read([key])[0] for key in keys]

@@ -7,11 +7,11 @@ by its digest in the header, as it is read. The live objects are not touched her
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, shard_file
-from trainckpt.snapshot.restore_plan import Planner, find, plan_restore
+from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +32,9 @@ class Destination(Protocol):
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
 
+    def take(self, region: Region, part: Box, data: memoryview, into: memoryview) -> None:
+        """The elements of `part` alone, row-major, for another rank; `data` as for `put`."""
+
 
 def read_header(tier: Tier, folder: str, file: FileEntry) -> ShardHeader:
     """The verified header of one shard file."""
@@ -48,13 +51,26 @@ def read_header(tier: Tier, folder: str, file: FileEntry) -> ShardHeader:
     return shard_file.parse(bytes(head), key, file_bytes=file.num_bytes)
 
 
+class Found(NamedTuple):
+    """A region found in the header of a file, and the first byte of it in that file."""
+
+    file: int
+    first_byte: int
+    region: Region
+
+
 class Reader:
-    """Reads parts of one snapshot; each header once."""
+    """Reads parts of one snapshot; each header once.
+
+    Attributes:
+        manifest: Of the snapshot.
+        planner: Of this manifest.
+    """
 
     def __init__(self, tier: Tier, manifest: Manifest) -> None:
         self._tier = tier
-        self._manifest = manifest
-        self._planner = Planner(manifest)
+        self.manifest = manifest
+        self.planner = Planner(manifest)
         self._headers: dict[int, tuple[int, dict[str, Region]]] = {}
 
     def read(
@@ -71,72 +87,82 @@ class Reader:
             UnusableSnapshot: anything is missing or does not match its digest; names the file.
             TierUnavailable: the tier refused to give it.
         """
-        reads = plan_restore(self._manifest, wanted, donor=donor, planner=self._planner)
+        reads = plan_restore(self.manifest, wanted, donor=donor, planner=self.planner)
         found = [
-            (file, first, read, region)
-            for file, of_file in groupby(reads, key=lambda read: read.file)
-            for first, read, region in self._look_up(file, list(of_file))
+            (place, read)
+            for _, of_file in groupby(reads, key=lambda read: read.file)
+            for place, read in self._look_up(list(of_file))
         ]
-        for file, first, read, region in found:
-            key = f"{self._manifest.name.folder}/{self._manifest.files[file].name}"
-            _read(self._tier, key, first, region, read.part or region.box, destination)
+        for place, read in found:
+            self._read(place, read.part or place.region.box, destination)
 
-    def _look_up(self, file: int, reads: Sequence[Read]) -> list[tuple[int, Read, Region]]:
+    def find(self, read: Read) -> Found:
+        """Where the region of one read lies; errors as `read`."""
+        first_byte, regions = self._header(read.file)
+        what = self.manifest.files[read.file].name
+        region = find(read, self.manifest.tensors[read.tensor], regions, what)
+        return Found(read.file, first_byte + region.first_byte, region)
+
+    def read_blocks(
+        self, place: Found, begin: int, end: int, into: memoryview | None = None
+    ) -> tuple[int, memoryview]:
+        """Read and verify the blocks that hold bytes `begin` to `end` of a region.
+
+        Args:
+            place: The region.
+            begin, end: The first byte, and the one behind the last.
+            into: Where to read to, if it has the length of those blocks; else into fresh memory.
+
+        Returns:
+            The first byte read, and the bytes from there on; errors as `read`.
+        """
+        region = place.region
+        block = region.num_bytes
+        if len(region.digest) > digest.NUM_HEX:
+            block = shard_file.block_bytes(region.num_bytes)
+        first = begin // block * block if block else 0
+        last = min(-(-end // block) * block, region.num_bytes) if block else 0
+        if into is None or len(into) != last - first:
+            into = memoryview(bytearray(last - first))
+        key = self._key(place.file)
+        self._tier.read_into(key, place.first_byte + first, into)
+        at = first // block * digest.NUM_HEX if block else 0
+        told = region.digest[at : at + max(1, -(-len(into) // (block or 1))) * digest.NUM_HEX]
+        if digest.digests_by_block(into, block or 1) != told:
+            raise UnusableSnapshot(f"{key}: {region.key[:100]} does not match its digest")
+        return first, into
+
+    def _read(self, place: Found, part: Box, destination: Destination) -> None:
+        region = place.region
+        begin, end = span(region.box, part, region.dtype)
+        is_run = end - begin == shard_file.num_bytes(part.shape, region.dtype)
+        memory = destination.memory_for(region, part) if is_run else None
+        if part.is_empty and region.num_bytes:
+            return  # only the type was wanted
+        if memory is not None and len(memory) != end - begin:
+            raise UnusableSnapshot(
+                f"{self._key(place.file)}: {region.key[:100]} does not fit its tensor"
+            )
+        first, data = self.read_blocks(place, begin, end, memory)
+        if memory is None:
+            destination.put(region, part, data[begin - first : end - first])
+        elif data is not memory:
+            memory[:] = data[begin - first : end - first]
+
+    def _look_up(self, reads: Sequence[Read]) -> list[tuple[Found, Read]]:
         """Where the regions of one file begin, in the order of the file."""
-        first_byte, regions = self._header(file)
-        what = self._manifest.files[file].name
-        found = []
-        for read in reads:
-            region = find(read, self._manifest.tensors[read.tensor], regions, what)
-            found.append((first_byte + region.first_byte, read, region))
-        return sorted(found, key=lambda each: each[0])
+        found = [(self.find(read), read) for read in reads]
+        return sorted(found, key=lambda each: each[0].first_byte)
 
     def _header(self, file: int) -> tuple[int, dict[str, Region]]:
         if file not in self._headers:
-            if file >= len(self._manifest.files):
+            if file >= len(self.manifest.files):
                 raise UnusableSnapshot(f"the snapshot has no file of rank {file}")
-            entry = self._manifest.files[file]
-            header = read_header(self._tier, self._manifest.name.folder, entry)
+            entry = self.manifest.files[file]
+            header = read_header(self._tier, self.manifest.name.folder, entry)
             regions = {region.key: region for region in header.regions}
             self._headers[file] = header.header_bytes, regions
         return self._headers[file]
 
-
-def _read(
-    tier: Tier, key: str, first_byte: int, region: Region, part: Box, destination: Destination
-) -> None:
-    begin, end = span(region, part)
-    block = region.num_bytes
-    if len(region.digest) > digest.NUM_HEX:
-        block = shard_file.block_bytes(region.num_bytes)
-    first = begin // block * block if block else 0
-    last = min(-(-end // block) * block, region.num_bytes) if block else 0
-    is_run = end - begin == shard_file.num_bytes(part.shape, region.dtype)
-    memory = destination.memory_for(region, part) if is_run else None
-    if part.is_empty and region.num_bytes:
-        return  # only the type was wanted
-    if memory is not None and len(memory) != end - begin:
-        raise UnusableSnapshot(f"{key}: {region.key[:100]} does not fit its tensor")
-    exact = memory is not None and (first, last) == (begin, end)
-    data = memory if memory is not None and exact else memoryview(bytearray(last - first))
-    tier.read_into(key, first_byte + first, data)
-    at = first // block * digest.NUM_HEX if block else 0
-    told = region.digest[at : at + max(1, -(-len(data) // (block or 1))) * digest.NUM_HEX]
-    if digest.digests_by_block(data, block or 1) != told:
-        raise UnusableSnapshot(f"{key}: {region.key[:100]} does not match its digest")
-    if memory is None:
-        destination.put(region, part, data[begin - first : end - first])
-    elif not exact:
-        memory[:] = data[begin - first : end - first]
-
-
-def span(region: Region, part: Box) -> tuple[int, int]:
-    """First byte of `part` in a region, and the one behind its last; the hull of its runs."""
-    if part.is_empty:
-        return 0, 0
-    first = last = 0
-    for o, n, at, extent in zip(part.offset, part.shape, region.offset, region.shape, strict=True):
-        first = first * extent + (o - at)
-        last = last * extent + (o - at + n - 1)
-    item = shard_file.ITEM_BYTES[region.dtype]
-    return first * item, (last + 1) * item
+    def _key(self, file: int) -> str:
+        return f"{self.manifest.name.folder}/{self.manifest.files[file].name}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import Box, Counts, Stretch, whole
-from trainckpt.format.shard_file import region_key
+from trainckpt.format.shard_file import ITEM_BYTES, region_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,6 +90,18 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
     if not fits or held.tensor != read.tensor:
         raise UnusableSnapshot(f"{read.tensor[:100]} in {what} is not what the manifest says")
     return held
+
+
+def span(region: Box, part: Box, dtype: str) -> tuple[int, int]:
+    """First byte of `part` in a region, and the one behind its last; the hull of its runs."""
+    if part.is_empty:
+        return 0, 0
+    first = last = 0
+    for o, n, at, extent in zip(part.offset, part.shape, region.offset, region.shape, strict=True):
+        first = first * extent + (o - at)
+        last = last * extent + (o - at + n - 1)
+    item = ITEM_BYTES[dtype]
+    return first * item, (last + 1) * item
 
 
 class Planner:

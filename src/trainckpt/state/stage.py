@@ -250,10 +250,13 @@ class Destination:
         target = tensor
         for d, (o, n, at) in enumerate(zip(part.offset, part.shape, box.offset, strict=True)):
             target = target.narrow(d, o - at, n)
-        flat = torch.frombuffer(data, dtype=_DTYPES[region.dtype])
-        strides = [math.prod(region.shape[d + 1 :]) for d in range(len(region.shape))]
-        target.copy_(flat.as_strided(part.shape, strides))
+        target.copy_(_inside(region, part, data))
         self._filled[region.tensor] += target.numel()
+
+    def take(self, region: Region, part: Box, data: memoryview, into: memoryview) -> None:
+        """The elements of `part` alone, row-major, for another rank; `data` as for `put`."""
+        found = torch.frombuffer(into, dtype=_DTYPES[region.dtype]).view(part.shape)
+        found.copy_(_inside(region, part, data))
 
     def finish(self, dtypes: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """The tensors, once everything was read; raises if a part is missing.
@@ -282,6 +285,13 @@ class Destination:
         if tuple(tensor.shape) != box.shape or tensor.dtype != _DTYPES[region.dtype]:
             raise UnusableSnapshot(f"{name[:100]}: its regions do not belong together")
         return tensor, box
+
+
+def _inside(region: Region, part: Box, data: memoryview) -> torch.Tensor:
+    """A part of a region: `data` begins with its first element and goes on as the region does."""
+    flat = torch.frombuffer(data, dtype=_DTYPES[region.dtype])
+    strides = [math.prod(region.shape[d + 1 :]) for d in range(len(region.shape))]
+    return flat.as_strided(part.shape, strides)
 
 
 def parse_values(raw: torch.Tensor) -> dict[str, Any]:

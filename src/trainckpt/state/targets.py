@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainckpt.format.layout import Layout
     from trainckpt.format.manifest import TensorEntry
     from trainckpt.state.kinds.optimizer import OptimizerState
     from trainckpt.state.registry import Registry
@@ -43,12 +44,14 @@ class Targets:
     Attributes:
         exact: Every tensor lies as it did.
         wanted: Tensor -> box of the whole as it is stored; None: all of it.
+        layouts: Tensor -> how it lies over the ranks now, of those that are not as they were.
         wraps: Tensor -> makes the sharded tensor of what was read.
         problems: What has no place now, one sentence each.
     """
 
     exact: bool
     wanted: dict[str, Box | None] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
     wraps: dict[str, Wrap] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -56,7 +59,18 @@ class Targets:
         """What is saved of a live tensor: the part of it that this rank has now."""
         if entry.layout is None and not self.exact and sharded.is_sharded(tensor):
             self.problems.append(f"{name} {CANNOT_BE_DIVIDED}")
-        self.wanted[name] = _live_box(tensor, entry)
+        self.lies(name, entry, _live_layout(tensor, entry), tuple(tensor.shape))
+
+    def lies(
+        self, name: str, entry: TensorEntry, layout: Layout | None, shape: tuple[int, ...]
+    ) -> None:
+        """Want this rank's part of a tensor of `shape` that lies so; no layout: all of it."""
+        self.wanted[name] = None
+        if layout is not None:
+            box = layout.box(shape, layout.coordinate(torch.distributed.get_rank()))
+            self.wanted[name] = _as_stored(box, entry)
+            if not self.exact:
+                self.layouts[name] = layout
 
 
 def find_targets(
@@ -142,25 +156,25 @@ class _Seeker:
         name, entry = node["$tensor"], self._entry(node["$tensor"])
         described, wrap = node.get("sharded"), None
         shape = tuple(described["shape"]) if described else entry.shape
-        box: Box | None = None
+        layout: Layout | None = None
         alike = parameter is not None and shape == tuple(parameter.shape) and len(shape) > 0
         if self._found.exact:
-            box, wrap = self._as_it_was(described, entry, name)
+            layout, wrap = self._as_it_was(described, entry, name)
         elif alike and parameter is not None and sharded.is_sharded(parameter):
-            box, wrap = _live_box(parameter, entry), _like(parameter)
+            layout, wrap = _live_layout(parameter, entry), _like(parameter)
         elif described and parameter is not None and sharded.is_sharded(parameter):
             wrap = _replicated_like(parameter)
         elif described and parameter is None:
-            box, wrap = self._as_it_was(described, entry, name)
+            layout, wrap = self._as_it_was(described, entry, name)
         if described and entry.layout is None and not self._found.exact:
             self._found.problems.append(f"{name} {CANNOT_BE_DIVIDED}")
-        self._found.wanted[name] = box
+        self._found.lies(name, entry, layout, shape)
         if wrap is not None:
             self._found.wraps[name] = wrap
 
     def _as_it_was(
         self, described: Any, entry: TensorEntry, name: str
-    ) -> tuple[Box | None, Wrap | None]:
+    ) -> tuple[Layout | None, Wrap | None]:
         if not described:
             return None, None
         mesh = self._meshes.get(described["mesh"])
@@ -172,13 +186,10 @@ class _Seeker:
         if len(described["placements"]) != mesh.ndim:
             raise UnusableSnapshot(f"{name[:100]} is not sharded as its mesh {described['mesh']}")
         layout = sharded.layout_said(described, mesh) if entry.layout else None
-        box = None
-        if layout is not None:
-            if any(d is not None and d >= len(described["shape"]) for d in layout.dims):
-                raise UnusableSnapshot(f"{name[:100]} has no dimension that is sharded")
-            coordinate = layout.coordinate(torch.distributed.get_rank())
-            box = _as_stored(layout.box(tuple(described["shape"]), coordinate), entry)
-        return box, lambda held: sharded.rebuild(held, mesh, described)
+        dims = layout.dims if layout else ()
+        if any(d is not None and d >= len(described["shape"]) for d in dims):
+            raise UnusableSnapshot(f"{name[:100]} has no dimension that is sharded")
+        return layout, lambda held: sharded.rebuild(held, mesh, described)
 
     def _entry(self, name: Any) -> TensorEntry:
         entry = self._entries.get(name) if isinstance(name, str) else None
@@ -229,14 +240,11 @@ def _as_stored(box: Box, entry: TensorEntry) -> Box:
     return Box((*box.offset, 0), (*box.shape, entry.shape[-1]))
 
 
-def _live_box(tensor: torch.Tensor, entry: TensorEntry) -> Box | None:
-    """This rank's box of a live tensor, as it is stored; None: all of it."""
+def _live_layout(tensor: torch.Tensor, entry: TensorEntry) -> Layout | None:
+    """How a live tensor lies over the ranks; None: this rank needs all of what is saved."""
     if not sharded.is_sharded(tensor) or entry.layout is None:
         return None
-    layout, shape = sharded.layout_of(tensor), tuple(tensor.shape)
-    if layout is None:
-        return None
-    return _as_stored(layout.box(shape, layout.coordinate(torch.distributed.get_rank())), entry)
+    return sharded.layout_of(tensor)
 
 
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:

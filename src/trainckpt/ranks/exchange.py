@@ -1,0 +1,103 @@
+"""Bytes between ranks, on a process group of our own.
+
+Gloo, whatever the training uses: the bytes come from files and go to memory of the CPU. The group
+is made by its members alone, over the attempt's store, and torch.distributed does not list it: the
+numbering and the collectives of the training's groups are what they would be without it.
+
+Threads: one. Foreign errors leave as `NoAgreement`.
+Floor 1. Uses: torch.distributed, errors, ranks.channel. Used by: lifecycle.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from trainckpt.errors import NoAgreement
+from trainckpt.ranks.channel import OverStore, own_connection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.ranks.channel import Channel
+
+CONNECT_S = 60.0  # for all members to have found each other
+
+
+def is_there() -> bool:
+    """Whether this torch can do it."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_gloo_available()
+        and hasattr(torch.distributed, "ProcessGroupGloo")
+    )
+
+
+class Exchange:
+    """One member's side of a group: point to point, each call in turn on every member."""
+
+    def __init__(
+        self, channel: Channel, key: str, members: Sequence[int], timeout_s: float
+    ) -> None:
+        """Returns once all members have called it.
+
+        Args:
+            channel: Of all ranks.
+            key: Names this group on the channel; used once.
+            members: Ranks, in one order on all of them; this rank is one.
+            timeout_s: How long each `swap` waits for another member.
+
+        Raises:
+            NoAgreement: a member did not come, or cannot be reached.
+        """
+        self._members, self._me = tuple(members), members.index(channel.world.rank)
+        self._timeout = timedelta(seconds=timeout_s)
+        assert isinstance(channel, OverStore)
+        c10d: Any = torch.distributed
+        try:
+            store = c10d.PrefixStore(channel.full(key), own_connection(channel.store))
+            within = timedelta(seconds=min(timeout_s, CONNECT_S))
+            self._group = c10d.ProcessGroupGloo(store, self._me, len(members), within)
+        except (RuntimeError, ValueError) as error:
+            raise self._gone(f"could not reach ranks {list(members)[:20]}", error) from error
+
+    def swap(self, to: int, data: memoryview, source: int, num_bytes: int) -> memoryview:
+        """Send `data` to one member and receive `num_bytes` from another; no bytes: nothing.
+
+        Args:
+            to, source: Places among the members.
+            data: Sent as it is when this returns.
+            num_bytes: As many as that member sends in its own call.
+
+        Raises:
+            NoAgreement: either of them is gone, or did not do its part in time.
+        """
+        received = bytearray(num_bytes)
+        try:
+            works = []
+            if num_bytes:
+                into = torch.frombuffer(received, dtype=torch.uint8)
+                works.append(self._group.recv([into], source, 0))
+            if len(data):
+                out = torch.frombuffer(data, dtype=torch.uint8)
+                works.append(self._group.send([out], to, 0))
+            for work in works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            pair = f"rank {self._members[to]} or rank {self._members[source]}"
+            raise self._gone(f"lost {pair} while they read together", error) from error
+        return memoryview(received)
+
+    def close(self) -> None:
+        """Leave: members that still wait for this one get an error at once."""
+        self._group = None
+
+    def _gone(self, what: str, error: Exception) -> NoAgreement:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        return NoAgreement(
+            f"rank {self._members[self._me]} {what} ({first_line[-200:]})",
+            hint="see how that rank ended; GLOO_SOCKET_IFNAME names the network between hosts",
+        )

@@ -1,0 +1,208 @@
+"""Programs of real ranks: models whose columns are cut, resumed from snapshots of other layouts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.faults.test_bad_bytes import flip
+from trainckpt import Checkpointer
+from trainckpt.errors import TrainckptError
+from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle import read_together
+from trainckpt.ranks.exchange import Exchange
+from trainckpt.snapshot import catalog
+from trainckpt.snapshot.attempts import run_id
+from trainckpt.snapshot.restore import read_header
+from trainckpt.snapshot.shared_read import SharedRead
+from trainckpt.tiers.local import LocalTier
+
+WIDE, ODD = 600, 701
+COLUMNS = {"1.weight": Shard(1), "0.weight": Shard(0), "0.bias": Shard(0)}
+ROWS = dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), Shard(0))
+
+
+def plain():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDE, ODD), nn.Linear(ODD, WIDE))
+
+
+def divided(model, mesh, *ways):
+    """The model with every parameter divided over the mesh: a way for each mesh dimension."""
+    for name, parameter in list(model.named_parameters()):
+        module, _, attribute = name.rpartition(".")
+        placements = [way.get(name, Replicate()) for way in ways]
+        cut = distribute_tensor(parameter.detach(), mesh, placements)
+        setattr(model.get_submodule(module), attribute, nn.Parameter(cut))
+    return model
+
+
+def state(model, optimizer):
+    """Digest of every whole parameter and moment."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")
+        for what, tensor in {"": parameter, **optimizer.state[parameter]}.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            found[name, what] = hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
+    return found
+
+
+def local_bytes(model):
+    """Of this rank's parameters and both moments."""
+    held = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return 3 * sum(tensor.nbytes for tensor in held)
+
+
+def train(place, model, called="model"):
+    """Two steps on made-up gradients, equal on all ranks, each saved; the state after each."""
+    optimizer, states = torch.optim.AdamW(model.parameters(), 0.01), []
+    tracked = {called: model, f"{called} optimizer": optimizer}
+    with Checkpointer(place, every="1 step", keep_last=9, **tracked) as ckpt:
+        for step in range(2):
+            ckpt.boundary()
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                whole = torch.randn(parameter.shape, generator=generator)
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    whole = distribute_tensor(whole, mesh, placements)
+                parameter.grad = whole
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append(state(model, optimizer))
+    return states
+
+
+def save(rank, folder):
+    """By two ranks: FSDP's layout, DDP's, and tensor parallelism's of other columns."""
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        "fsdp": train(f"{folder}/fsdp", divided(plain(), mesh, ROWS)),
+        "ddp": train(f"{folder}/ddp", DistributedDataParallel(plain())),
+        "tp": train(f"{folder}/tp", divided(plain(), mesh, COLUMNS)),
+    }
+
+
+class Noted:
+    """Notes, while it is entered, the bytes this process reads of shard files, and its groups."""
+
+    def __enter__(self):
+        self.num_bytes, self.groups = 0, []
+        self._kept = LocalTier.read_into, read_together.Exchange
+
+        def read_into(tier, key, first_byte, into):
+            if key.endswith(".safetensors"):
+                self.num_bytes += len(into)
+            self._kept[0](tier, key, first_byte, into)
+
+        def exchange(channel, key, members, timeout_s):
+            self.groups.append(tuple(members))
+            return Exchange(channel, key, members, timeout_s)
+
+        LocalTier.read_into, read_together.Exchange = read_into, exchange
+        return self
+
+    def __exit__(self, *_):
+        LocalTier.read_into, read_together.Exchange = self._kept
+
+
+def resume(place, model, called="model"):
+    """What became of it: the step, the state, bytes read for each that was needed, groups."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
+    tracked = {called: model, f"{called} optimizer": optimizer}
+    with Noted() as noted, Checkpointer(place, every="never", **tracked) as ckpt:
+        step, found = ckpt.resumed_from.step, state(model, optimizer)
+    needed = max(local_bytes(model), 1)
+    return step, found, noted.num_bytes / needed, noted.groups
+
+
+def damage(place, name, tensor):
+    """Flip a bit in the middle of one region of a tensor in a snapshot."""
+    tier = LocalTier(place)
+    manifest = catalog.load_manifest(tier, run_id(tier), SnapshotName.parse(name))
+    for file in manifest.files:
+        header = read_header(tier, manifest.name.folder, file)
+        for region in header.regions:
+            if region.tensor == tensor:
+                at = header.header_bytes + region.first_byte + region.num_bytes // 2
+                return flip(tier.root / manifest.name.folder / file.name, at)
+    raise AssertionError(tensor)
+
+
+def resume_in_columns(rank, folder):
+    """Four ranks: every case in turn, in this one process a rank."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    results = {}
+    for kind in ("fsdp", "ddp", "tp"):
+        results[f"tp from {kind}"] = resume(f"{folder}/{kind}", divided(plain(), line, COLUMNS))
+    for kind in ("fsdp", "tp"):
+        shutil_copy(rank, f"{folder}/{kind}", f"{folder}/{kind}-square")
+        model = divided(plain(), square, ROWS, COLUMNS)
+        results[f"tp x fsdp from {kind}"] = resume(f"{folder}/{kind}-square", model)
+    results["rows"] = resume(f"{folder}/fsdp", divided(plain(), line, ROWS))
+    results["pipeline"] = pipeline(rank, f"{folder}/pipeline")
+    return results
+
+
+def shutil_copy(rank, source, target):
+    if rank == 0:
+        shutil.copytree(source, target)
+    torch.distributed.barrier()
+
+
+def pipeline(rank, place):
+    """Two stages of two ranks; only the first one's ranks have something to read together."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    stage = rank // 2
+
+    def model(*ways):
+        half = nn.Sequential(*(m if i == stage else nn.Identity() for i, m in enumerate(plain())))
+        return divided(half, meshes[stage], *ways)
+
+    states = train(place, model(ROWS), f"stage {stage}")
+    ways = {"0.weight": Shard(1)}, {}
+    step, found, ratio, groups = resume(place, model(ways[stage]), f"stage {stage}")
+    return step, found == states[-1], ratio, groups
+
+
+def resume_damaged(rank, place):
+    """Three ranks: a block of what they read together is damaged; then there is nothing older."""
+    mesh = init_device_mesh("cpu", (3,))
+    if rank == 0:
+        damage(place, "s2~1.2", "model/1.weight")
+    torch.distributed.barrier()
+    step, found, *_ = resume(place, divided(plain(), mesh, COLUMNS))
+    torch.distributed.barrier()
+    if rank == 0:
+        damage(place, "s1~1.1", "model/1.weight")
+        for left in Path(place, "snapshots").glob("s1~[!1]*"):
+            shutil.rmtree(left)
+    torch.distributed.barrier()
+    try:
+        resume(place, divided(plain(), mesh, COLUMNS))
+    except TrainckptError as error:
+        return step, found, type(error).__name__, error.message
+    return None
+
+
+def die_while_reading(rank, folder):
+    """Three ranks; the second is gone when the others wait for its bytes."""
+    mesh = init_device_mesh("cpu", (3,))
+    model = divided(plain(), mesh, COLUMNS)
+    if rank == 1:
+        SharedRead.read = lambda *_: os._exit(9)
+    try:
+        resume(f"{folder}/fsdp", model)
+    except TrainckptError as error:
+        return type(error).__name__, error.message
+    return None
