@@ -6,7 +6,8 @@
     compare    all differences at once
     put        only now is anything live touched
 
-Nothing is claimed and nothing is written: the run does not notice. No rank waits for another.
+Nothing is claimed and nothing is written: the run does not notice. No rank waits for another, so
+ranks that hold columns of the same rows each read those rows whole; `resume` reads them together.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def load(
         run_or_snapshot: "RUN", "RUN@s1200", "RUN@tag" or "RUN@latest"; "RUN" is the latest.
         into: None: return the tensors. A module: load its parameters and all of its buffers; it may
             be wrapped in DDP, compiled, or sharded with DTensors, of which each rank reads its
-            part; what was excluded from the snapshot stays as it is. A dict: objects under the
+            part (of columns the whole rows: no rank waits for another); what was excluded from the snapshot stays as it is. A dict: objects under the
             names by which they were tracked; an optimizer is loaded whole, with its model.
         only: A glob, or several: which tensors. One with a `/` is matched with full names
             ("optimizer/*/exp_avg"), one without with the paths inside the models
