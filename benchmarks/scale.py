@@ -30,9 +30,10 @@ from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Files, Manifest, T
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.format.strict import canonical
-from trainckpt.snapshot.restore_plan import plan_restore
+from trainckpt.snapshot.restore_plan import Planner, plan_restore
 from trainckpt.snapshot.save import Receipt
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
+from trainckpt.snapshot.shared_plan import Sharing
 from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
 
 WORLDS = (16, 256, 4096, 16384)
@@ -206,13 +207,24 @@ def commit_side(plan):
 def restore_side(manifest, other, rank):
     """The plan of one rank of another layout."""
     tensors = other.of_stage(other.stage_of(rank))
+    layouts = {n: layout for n, (_, layout) in tensors.items() if layout and n in manifest.tensors}
     wanted = {
         name: layout.box(shape, layout.coordinate(rank)) if layout else None
         for name, (shape, layout) in tensors.items()
         if name in manifest.tensors
     }
-    seconds, reads = timed(lambda: plan_restore(manifest, wanted, donor=rank % manifest.world))
-    return seconds, len(reads)
+
+    def work():
+        planner = Planner(manifest)
+        groups = Sharing(manifest, planner, rank).groups(wanted, layouts)
+        shared = {tensor.name for group in groups for tensor in group.tensors}
+        pieces = [p for group in groups for tensor in group.tensors for p in tensor.share(group.me)]
+        alone = {name: box for name, box in wanted.items() if name not in shared}
+        donor = rank % manifest.world
+        return plan_restore(manifest, alone, donor=donor, planner=planner), pieces, shared
+
+    seconds, (reads, pieces, shared) = timed(work)
+    return seconds, len(reads) + len(pieces), len(shared)
 
 
 def measure(kind, world, rounds):
@@ -229,7 +241,7 @@ def measure(kind, world, rounds):
         rows["save_plan_s"].append(max(each["save_plan_s"] for each in saves))
         rows["commit_s"].append(commit_s)
         rows["manifest_load_s"].append(load_s)
-        rows["restore_plan_s"].append(max(seconds for seconds, _ in restores))
+        rows["restore_plan_s"].append(max(seconds for seconds, *_ in restores))
     return {
         "layout": plan.name,
         "into": other.name,
@@ -237,7 +249,8 @@ def measure(kind, world, rounds):
         **{key: statistics.median(values) for key, values in rows.items()},
         "header_bytes": max(each["header_bytes"] for each in saves),
         "sent_bytes": max(each["sent_bytes"] for each in saves),
-        "reads": max(number for _, number in restores),
+        "reads": max(number for _, number, _ in restores),
+        "tensors_read_together": max(number for *_, number in restores),
         "manifest_bytes": len(data),
         "tensors": len(manifest.tensors),
     }
