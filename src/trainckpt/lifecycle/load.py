@@ -86,8 +86,9 @@ def load(
         run_or_snapshot: "RUN", "RUN@s1200", "RUN@tag" or "RUN@latest"; "RUN" is the latest.
         into: None: return the tensors. A module: load its parameters and all of its buffers; it may
             be wrapped in DDP, compiled, or sharded with DTensors, of which each rank reads its
-            part (of columns the whole rows: no rank waits for another); what was excluded from the snapshot stays as it is. A dict: objects under the
-            names by which they were tracked; an optimizer is loaded whole, with its model.
+            part (of columns the whole rows: no rank waits for another); what was excluded from
+            the snapshot stays as it is. A dict: objects under the names by which they were
+            tracked; an optimizer is loaded whole, with its model.
         only: A glob, or several: which tensors. One with a `/` is matched with full names
             ("optimizer/*/exp_avg"), one without with the paths inside the models
             ("blocks.*.weight"); `*` stands for dots and slashes too. With `into` only tensors of
