@@ -19,6 +19,8 @@ settings.register_profile(
 settings.load_profile("any-machine")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# Variables of launchers and ours; libraries set others when they are first used.
+VARIABLES = ("TRAINCKPT_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_")
 THREAD_LIMIT_S = 20.0
 
 
@@ -45,7 +47,7 @@ def _process_state():
     return {
         "handlers": {number.name: signal.getsignal(number) for number in SIGNALS},
         "wakeup": wakeup,
-        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)},
         "folder": Path.cwd(),
         "group": bool(distributed and distributed.is_initialized()),
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.snapshot.layouts import MESHES, mesh_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.layout import UNCUT_BYTES, Box, Layout, replicated, whole
+from trainckpt.format.layout import UNCUT_BYTES, Box, Layout, Stretch, replicated, whole
 from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import ITEM_BYTES, Region
@@ -121,6 +121,32 @@ def test_a_box_is_read_from_where_it_was_stored_and_no_element_twice(state, seed
         for i, a in enumerate(found):
             assert a.common(box) == a
             assert all(a.common(b).is_empty for b in found[:i] if shape)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(1, 9 * UNCUT_BYTES), min_size=1, max_size=4),
+    st.integers(1, 200), st.integers(1, 60), st.integers(0, 2**32),
+)  # fmt: skip
+def test_the_holders_of_rows_are_those_that_store_them_also_where_there_are_more_than_rows(
+    sizes, replicas, rows, seed
+):
+    random = Random(seed)
+    stretch = Stretch({f"t{i}": size for i, size in enumerate(sizes)}, replicas)
+    low, high = sorted((random.randint(0, rows), random.randint(0, rows)))
+    for i in range(len(sizes)):
+        name, box = f"t{i}", Box((0,), (rows,))
+        stored = [(r, *stretch.rows(name, box, r)) for r in range(replicas)]
+        wanted = {held for held in stored if held[1] < min(held[2], high) and held[2] > low}
+        if low < high:
+            assert wanted == set(stretch.holders(name, box, low, high)) & set(stored)
+            assert wanted <= set(stretch.holders(name, box, low, high))
+
+
+def test_a_billion_replicas_of_a_few_rows_are_not_counted_one_by_one():
+    stretch = Stretch({"t": 10 * UNCUT_BYTES}, 10**9)
+    held = list(stretch.holders("t", Box((0,), (100,)), 0, 100))
+    assert [(first, last) for _, first, last in held] == [(n, n + 1) for n in range(100)]
 
 
 LAYOUT = replicated(2)

@@ -235,7 +235,7 @@ class Stretch:
         if size <= UNCUT_BYTES or rows < 2:
             yield self._owner(at), 0, rows
             return
-        replica = min(max(self._owner(at + low * size // rows) - 1, 0), self._replicas - 1)
+        replica = self._before(at, size, rows, low)
         while replica < self._replicas:
             first, last = self.rows(name, box, replica)
             if first >= high and last > first:
@@ -244,7 +244,12 @@ class Stretch:
                 yield replica, first, last
             if last >= high:
                 return
-            replica += 1
+            replica = max(replica + 1, self._before(at, size, rows, last))
+
+    def _before(self, at: int, size: int, rows: int, row: int) -> int:
+        """A replica shortly before the one that stores `row`: where there are more replicas than
+        rows, those between store none."""
+        return max(self._owner(at + (row + 1) * size // rows) - 2, 0)
 
     def _owner(self, at: int) -> int:
         return min(at * self._replicas // self._total, self._replicas - 1) if self._total else 0

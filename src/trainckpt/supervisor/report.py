@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ENDS, FAILURES = "ends.jsonl", "failures.json"
+MAX_NUMBER = 2**30  # of a process, a rank or an exit code; 128 more must still be a number
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def read_ends(folder: Path) -> list[End]:
 
 
 def _number(value: Any) -> int:
-    if not -(2**31) <= (number := int(value)) < 2**31:
+    if not -MAX_NUMBER <= (number := int(value)) <= MAX_NUMBER:
         raise ValueError(number)
     return number
 
