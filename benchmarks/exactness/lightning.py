@@ -13,7 +13,10 @@ import lightning
 import numpy as np
 import torch
 from benchmarks.exactness.frame import ACCUMULATE, BATCH, EPOCH, EPOCHS
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import trainckpt
@@ -21,6 +24,7 @@ import trainckpt
 SYSTEMS = ["trainckpt", "own"]
 if importlib.util.find_spec("torchdata"):
     SYSTEMS.append("own, StatefulDataLoader")
+FSDP2 = "trainckpt FSDP2"  # where there are several ranks
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("trainckpt").setLevel(logging.WARNING)
@@ -52,6 +56,12 @@ class Toy(lightning.LightningModule):
             nn.Linear(8, 64), nn.BatchNorm1d(64), *wide, nn.Dropout(0.2), nn.Linear(64, 1)
         )
         self.record = record
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for part in (*self.net, self):
+                if next(part.parameters(), None) is not None:
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
@@ -99,14 +109,17 @@ def attempt(case, place, stop, record):
     torch.manual_seed(torch.initial_seed() + 1 + case.rank)
     file = place / "own.ckpt"
     callbacks = [] if stop is None else [StopAt(stop, own_way(file))]
-    if case.system == "trainckpt":
+    if case.system.startswith("trainckpt"):
         ours = trainckpt.lightning.TrainckptCallback(
             place, stop_at="micro-batch", on_stop="return", every="1000 steps"
         )
         callbacks = [ours] if stop is None else [ours, StopAt(stop, by_signal(ours, case))]
+    strategy = "ddp" if case.ranks > 1 else "auto"
+    if case.system == FSDP2:
+        strategy = ModelParallelStrategy(case.ranks, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATE, accelerator="cpu",
-        devices=case.ranks, strategy="ddp" if case.ranks > 1 else "auto", logger=False,
+        devices=case.ranks, strategy=strategy, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         num_sanity_val_steps=2, callbacks=callbacks,
     )  # fmt: skip
@@ -122,6 +135,8 @@ def attempt(case, place, stop, record):
         )  # fmt: skip
     except Leave:
         pass
+    if case.system == FSDP2:
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def loader_class(case):

@@ -6,9 +6,17 @@ Trainer's `fit` returns (on_stop="return").
 
 from __future__ import annotations
 
-import pytest
+import signal
 
-from tests.integrations.toy_lightning import Alternating, StopAt, Toy, fit, loaders
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+import trainckpt
+from tests.integrations.toy_lightning import Alternating, Augmented, StopAt, Toy, fit, loaders
 from tests.state.helpers import frozen
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,6 +28,15 @@ def same(straight, parts):
     assert [note for part in parts for note in part.notes] == straight.notes
     for name, value in straight.end.items():
         assert frozen(parts[-1].end[name]) == frozen(value), name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """More only wait for each other in so small a model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +119,135 @@ def test_workers_and_their_randomness(tmp_path, persistent):
     straight = fit(data=data(), **how)
     parts = [fit(tmp_path, stop=StopAt(14), data=data(), **how), fit(tmp_path, data=data(), **how)]
     same(straight, parts)
+
+
+class Checked(lightning.LightningDataModule):
+    """Knows how often it was asked, and says so in a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def train_dataloader(self):
+        self.asked += 1
+        return loaders()[0]
+
+    def val_dataloader(self):
+        return loaders()[1]
+
+    def state_dict(self):
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state):
+        self.asked = state["asked"] + 10
+
+
+class Hooked(Toy):
+    """A OneCycle schedule of the run's length, and state that only hooks know."""
+
+    counted = 0
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["counted"] = self.counted
+
+    def on_load_checkpoint(self, checkpoint):
+        self.counted = checkpoint["counted"]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.counted += 1
+        self.note("counted", self.counted)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_data_module_hooks_and_a_schedule_of_the_runs_length(tmp_path):
+    straight = fit(tmp_path / "straight", module=Hooked, data=Checked())
+    parts = [
+        fit(tmp_path / "run", stop=StopAt(11), module=Hooked, data=Checked()),
+        fit(tmp_path / "run", seed=99, module=Hooked, data=Checked()),
+    ]
+    same(straight, parts)
+    assert parts[-1].trainer.datamodule.asked > straight.trainer.datamodule.asked
+
+
+def callbacks(folder):
+    """Those that keep state: averaged weights, early stopping, checkpoints at steps and epochs."""
+    return [
+        EMAWeightAveraging(decay=0.5),
+        EarlyStopping("val_loss", patience=1, min_delta=10.0),
+        ModelCheckpoint(folder, "{epoch}-{step}", "val_loss", save_top_k=2),
+        ModelCheckpoint(folder, "every-{step}", every_n_train_steps=2, save_top_k=-1),
+    ]
+
+
+def test_callbacks_keep_their_state_and_checkpoints_of_lightning_are_its_own(tmp_path):
+    folders = [tmp_path / name for name in ("straight", "stopped", "run")]
+    how = {"enable_checkpointing": True, "val_check_interval": 5, "max_epochs": 8}
+    straight = fit(callbacks=callbacks(folders[0]), **how)
+    assert len(straight.seen) < 80, "it stops early"
+    parts = [
+        fit(folders[2], stop=StopAt(4), callbacks=callbacks(folders[1]), **how),
+        fit(folders[2], stop=StopAt(9), callbacks=callbacks(folders[1]), seed=99, **how),
+        fit(folders[2], callbacks=callbacks(folders[1]), seed=99, **how),
+    ]
+    same(straight, parts)
+    assert weights_in(folders[0]) == weights_in(folders[1])
+    again = fit(folders[2], callbacks=callbacks(folders[1]), seed=99, **how)
+    assert again.seen == []
+
+
+def weights_in(folder):
+    """Of every checkpoint of Lightning's, by its name."""
+    kept = {f.name: torch.load(f, weights_only=True)["state_dict"] for f in folder.iterdir()}
+    return {name: frozen(weights) for name, weights in kept.items()}
+
+
+def several(mode):
+    """Two training loaders of different lengths as one."""
+    short = DataLoader(Augmented(8), 2, shuffle=True)
+    both = CombinedLoader([DataLoader(Augmented(20), 2, shuffle=True), short], mode)
+    return both, loaders()[1]
+
+
+class Pairs(Toy):
+    """Learns from a pair of batches."""
+
+    def training_step(self, batches, batch_idx):
+        found = [super(Pairs, self).training_step(b, batch_idx) for b in batches if b is not None]
+        return sum(found)
+
+    def log(self, *args, **kwargs):
+        """Twice under one name is too often."""
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_several_training_loaders(tmp_path, mode):
+    straight = fit(tmp_path / "straight", module=Pairs, data=several(mode))
+    for at in (1, 5):
+        place = tmp_path / str(at)
+        parts = [
+            fit(place, stop=StopAt(at), module=Pairs, data=several(mode)),
+            fit(place, module=Pairs, data=several(mode), seed=99),
+        ]
+        same(straight, parts)
+
+
+def test_it_does_nothing_but_in_a_fit(tmp_path):
+    ours = trainckpt.lightning.TrainckptCallback(tmp_path / "run")
+    trainer = lightning.Trainer(
+        callbacks=[ours], accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.validate(Toy(), loaders()[1], verbose=False)
+    fit(callbacks=[trainckpt.lightning.TrainckptCallback(tmp_path / "run")], fast_dev_run=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_handlers_of_signals_are_given_back(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    fit(tmp_path, stop=StopAt(3))
+    assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]

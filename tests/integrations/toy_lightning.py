@@ -188,7 +188,7 @@ def loaders(workers=0, items=ITEMS, **more):
 
 
 def fit(place=None, *, stop=None, module=None, workers=0, callbacks=(), options=None, data=None,
-        seed=7, **trainer):  # fmt: skip
+        seed=7, ckpt_path=None, **trainer):  # fmt: skip
     """One attempt; place=None: without the callback.
 
     Returns:
@@ -214,7 +214,7 @@ def fit(place=None, *, stop=None, module=None, workers=0, callbacks=(), options=
     pair = {} if given else dict(
         zip(("train_dataloaders", "val_dataloaders"), data or loaders(workers), strict=False)
     )  # fmt: skip
-    trainer.fit(module, datamodule=given, **pair)
+    trainer.fit(module, datamodule=given, ckpt_path=ckpt_path, **pair)
     return SimpleNamespace(
         seen=module.seen, notes=module.notes, end=end_of(trainer, module), trainer=trainer,
         module=module, ours=ours,

@@ -28,6 +28,7 @@ from trainckpt.integrations.lightning_needs import (
     part_of,
     refuse,
     refuse_fetcher,
+    refuse_path,
 )
 from trainckpt.integrations.lightning_results import MetricState, mark_metrics
 from trainckpt.integrations.lightning_state import LoopState
@@ -52,6 +53,9 @@ def _base() -> type[Any]:
     kind: type[Any] = package.Callback
     other = sys.modules.get("lightning.pytorch")
     return kind if other is None else type("Callback", (other.Callback, kind), {})
+
+
+LOADER_HINT = "use a torch DataLoader, or a loader with state_dict and load_state_dict"
 
 
 class _Returned(BaseException):
@@ -109,6 +113,12 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
         self._used = True
         self._replace(trainer._signal_connector, "register_signal_handlers", _nothing)
+        restore = trainer._checkpoint_connector._restore_modules_and_callbacks
+        self._replace(
+            trainer._checkpoint_connector,
+            "_restore_modules_and_callbacks",
+            partial(_restore_from_nowhere, restore),
+        )
         self._replace(trainer, "_run_stage", partial(self._around, trainer, trainer._run_stage))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -222,7 +232,10 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         return tracked
 
     def _wrap_for_training(self, trainer: Any, ckpt: Checkpointer, loader: Any) -> TrackedLoader:
-        tracked = ckpt.loader(loader)
+        try:
+            tracked = ckpt.loader(loader)
+        except ConfigurationError as error:
+            raise ConfigurationError(error.message, hint=LOADER_HINT) from error
         if tracked.on_boundary is not None and not self._training:
             tracked.on_boundary = partial(self._at_boundary, trainer, tracked.on_boundary)
         self._training.append(loader)
@@ -254,6 +267,11 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         else:
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, value)
+
+
+def _restore_from_nowhere(restore: Callable[..., None], path: Any = None, *more: Any) -> None:
+    refuse_path(path)
+    restore(path, *more)
 
 
 def _nothing(*_: Any) -> None:

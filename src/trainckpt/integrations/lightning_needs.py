@@ -40,6 +40,7 @@ _RELIED_ON_IN_A_TRAINER = (
     ("_logger_connector._callback_metrics", "holds what callbacks and schedulers monitor"),
     ("_signal_connector", "handles signals"),
     ("num_sanity_val_steps", "is put off in a resume"),
+    ("_checkpoint_connector._restore_modules_and_callbacks", "would go on from elsewhere"),
     ("strategy.launcher", "says who started the ranks"),
 )
 
@@ -102,13 +103,7 @@ def refuse(trainer: Any, callbacks: Sequence[Any]) -> None:
             f"the Trainer has {len(callbacks)} TrainckptCallbacks, and a run has one place",
             hint="keep one of them",
         )
-    if trainer.ckpt_path is not None:
-        raise ConfigurationError(
-            f"ckpt_path={str(trainer.ckpt_path)!r} and TrainckptCallback both say where to go on",
-            hint="leave ckpt_path out: the same script goes on by itself. To begin a new run from "
-            "that file's weights, load them into the module before fit",
-        )
-    _refuse_strategy(trainer)
+    refuse_strategy(trainer.strategy)
     for callback in trainer.callbacks:
         for name, instead in _CHANGE_THE_MODEL.items():
             if is_a(callback, name):
@@ -125,8 +120,8 @@ def refuse(trainer: Any, callbacks: Sequence[Any]) -> None:
         )
 
 
-def _refuse_strategy(trainer: Any) -> None:
-    strategy = trainer.strategy
+def refuse_strategy(strategy: Any) -> None:
+    """Refuse strategies with state that is not kept, and ranks that nobody outside can signal."""
     supported = type(strategy).__name__ in STRATEGIES
     launcher = type(strategy.launcher).__name__
     if not supported or launcher not in LAUNCHERS:
@@ -134,6 +129,16 @@ def _refuse_strategy(trainer: Any) -> None:
         raise ConfigurationError(
             f"{name} is not supported: state of its own would be lost",
             hint='use one device, strategy="ddp", or ModelParallelStrategy (FSDP2)',
+        )
+
+
+def refuse_path(path: Any) -> None:
+    """Refuse `fit(ckpt_path=...)`, and what Lightning's Slurm plugin finds by itself."""
+    if path is not None:
+        raise ConfigurationError(
+            f"ckpt_path={str(path)!r} and TrainckptCallback both say where to go on",
+            hint="leave ckpt_path out (or move an hpc_ckpt_*.ckpt away): the same script goes on "
+            "by itself. To begin a new run from that file's weights, load them before fit",
         )
 
 
@@ -149,6 +154,12 @@ def refuse_fetcher(trainer: Any) -> None:
             "training_step(dataloader_iter) fetches by itself, so nobody sees where a micro-batch "
             "ends",
             hint="take the batch as an argument: training_step(self, batch, batch_idx)",
+        )
+    loaders = trainer.fit_loop._combined_loader
+    if loaders._mode == "max_size" and len(loaders.flattened) > 1:
+        raise ConfigurationError(
+            'CombinedLoader(mode="max_size") goes on with loaders that have ended',
+            hint='use mode="max_size_cycle" or "min_size"',
         )
     if fetcher.length is None:
         raise ConfigurationError(

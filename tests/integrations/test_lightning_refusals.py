@@ -1,0 +1,116 @@
+"""What cannot work under Lightning is one sentence and what to do, before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.integrations.toy_lightning import StopAt, Toy, fit, loaders
+from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.integrations import lightning_needs
+from trainckpt.lightning import TrainckptCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Endless(IterableDataset):
+    """No length, no state."""
+
+    def __iter__(self):
+        while True:
+            yield torch.randn(6), 0
+
+
+class Fetching(Toy):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter):
+        next(dataloader_iter)
+
+
+class Wider(Toy):
+    """Another model."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = torch.nn.Linear(2, 2)
+
+
+class Thawing(BaseFinetuning):
+    """Thaws what it froze."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+
+class Forgetful:
+    """Batches, and nothing else."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter([(torch.randn(2, 6), torch.arange(2))] * 4)
+
+
+def endless():
+    return DataLoader(Endless(), 2), loaders()[1]
+
+
+REFUSED = {
+    "has 2 TrainckptCallbacks": lambda: {"callbacks": [TrainckptCallback("elsewhere")]},
+    "StochasticWeightAveraging changes": lambda: {"callbacks": [StochasticWeightAveraging(0.1)]},
+    "Thawing changes": lambda: {"callbacks": [Thawing()]},
+    "reload_dataloaders_every_n_epochs": lambda: {"reload_dataloaders_every_n_epochs": 1},
+    "the training loader has no length": lambda: {"data": endless()},
+    "fetches by itself": lambda: {"module": Fetching},
+    "goes on with loaders that have ended": lambda: {
+        "data": (CombinedLoader([loaders()[0], loaders()[0]], "max_size"), loaders()[1])
+    },
+    "a Forgetful is neither": lambda: {"data": (Forgetful(), loaders()[1])},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED, ids=str)
+def test_what_cannot_be_exact_is_refused(tmp_path, sentence):
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        fit(tmp_path / "run", **REFUSED[sentence]())
+    assert caught.value.hint
+
+
+def test_strategies_with_state_of_their_own_are_refused():
+    with pytest.raises(ConfigurationError, match="FSDPStrategy is not supported"):
+        lightning_needs.refuse_strategy(FSDPStrategy())
+    spawned = DDPStrategy(start_method="spawn", cluster_environment=LightningEnvironment())
+    spawned._configure_launcher()
+    with pytest.raises(ConfigurationError, match="the launcher _MultiProcessingLauncher"):
+        lightning_needs.refuse_strategy(spawned)
+
+
+def test_a_checkpoint_to_go_on_from_and_a_run_are_one_too_many(tmp_path):
+    with pytest.raises(ConfigurationError, match="both say where to go on"):
+        fit(tmp_path / "run", ckpt_path="some.ckpt")
+
+
+def test_another_model_is_refused(tmp_path):
+    fit(tmp_path, stop=StopAt(2))
+    with pytest.raises(StateMismatch, match=r"model/more.weight is new"):
+        fit(tmp_path, module=Wider)
+
+
+def test_a_second_fit_is_refused(tmp_path):
+    done = fit(tmp_path, limit_train_batches=1)
+    with pytest.raises(ConfigurationError, match="was in a fit before"):
+        done.trainer.fit(done.module, *loaders())
+
+
+def test_a_lightning_that_is_built_in_another_way_is_refused(tmp_path, monkeypatch):
+    gone = ("loops.fit_loop:_FitLoop", "setup_everything", "makes the training loaders")
+    monkeypatch.setattr(lightning_needs, "_RELIED_ON", (*lightning_needs._RELIED_ON, gone))
+    with pytest.raises(ConfigurationError, match=r"it lacks .*_FitLoop.setup_everything, which"):
+        fit(tmp_path / "run")
