@@ -12,6 +12,7 @@ import random
 import signal
 import time
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import lightning
@@ -197,7 +198,24 @@ def fit(place=None, *, stop=None, module=None, workers=0, callbacks=(), options=
         trainer, module, ours.
     """
     quiet()
-    lightning.seed_everything(seed, verbose=False)
+    with the_environment_as_it_is():
+        lightning.seed_everything(seed, verbose=False)
+        return _fit(place, stop, module, workers, callbacks, options, data, ckpt_path, trainer)
+
+
+@contextmanager
+def the_environment_as_it_is():
+    """Lightning keeps its seed there."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _fit(place, stop, module, workers, callbacks, options, data, ckpt_path, trainer):
     module = (module or Toy)()
     ours = place and trainckpt.lightning.TrainckptCallback(
         place, on_stop="return", every="1000 steps", stop_at="micro-batch", **(options or {})
@@ -232,5 +250,4 @@ def end_of(trainer, module):
         "rng": [random.getstate(), numpy[1].tolist(), numpy[2], torch.get_rng_state()],
         "logged": {k: v.item().hex() for k, v in sorted(trainer.callback_metrics.items())},
         "loops": loops,
-        "pid": os.getpid() * 0,
     }
