@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.format.duration import MOST_S
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.preemption import kubernetes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,13 +28,16 @@ def granted_s(environment: Mapping[str, str] | None = None) -> float | None:
     """What the launcher grants after a signal, in seconds; None: nobody says.
 
     torchrun kills its ranks so long after it has passed a signal on; our supervisor never does.
+    A pod has as long as Kubernetes grants it.
     """
     environment = os.environ if environment is None else environment
+    pod_s = kubernetes.granted_s(environment)
     if "TORCHELASTIC_RUN_ID" not in environment or SUPERVISOR_VARIABLE in environment:
-        return None
+        return pod_s
     text = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     granted = float(text) if text.isdecimal() else 0.0
-    return granted if 0 < granted <= MOST_S else TORCHRUN_S
+    granted = granted if 0 < granted <= MOST_S else TORCHRUN_S
+    return granted if pod_s is None else min(granted, pod_s)
 
 
 def margin_s(seconds_left: float) -> float:

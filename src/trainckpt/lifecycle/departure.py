@@ -25,6 +25,7 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.requeue import LINGER_S, Requeue
 from trainckpt.lifecycle.stopped import Stopped
 from trainckpt.lifecycle.told import LEFT
+from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class Departure:
             outcome["skipped"] = self._last_save.skipped
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
         self._teller.tell(state=LEFT, how=how, exit_code=code)
+        kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
 
     def _ask_to_be_queued_again(self, reason: str) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 AUTO = "auto"
+NOTICES = ("aws", "gce", "azure", "nvml")  # besides signals, notice files and the wall time
 TOML_FILE = "trainckpt.toml"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -62,6 +63,7 @@ class Options:
         resume: "auto", "required" or "never".
         init_from: "RUN[@SNAPSHOT]" whose weights a new run begins with; None: the script's own.
         exclude: Globs of the models' tensors that are not saved.
+        notices: Who else is asked whether this run has to stop: "auto", or names, or nobody.
         requeue: "auto" asks Slurm to queue the job again after a stop of its; "never" does not.
         origins: Option -> where its value came from.
     """
@@ -78,6 +80,7 @@ class Options:
     resume: str
     init_from: str | None
     exclude: tuple[str, ...]
+    notices: tuple[str, ...]
     requeue: str
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -165,6 +168,16 @@ def _optional_globs(value: Any) -> tuple[str, ...]:
     return () if value in (None, "", "none") else parse_globs(value)
 
 
+def _parse_notices(value: Any) -> tuple[str, ...]:
+    if value in (None, "", "none"):
+        return ()
+    words = value.split(",") if isinstance(value, str) else list(value)
+    names = tuple(str(word).strip() for word in words)
+    if names != (AUTO,) and not set(names) <= set(NOTICES):
+        raise ValueError(value)
+    return names
+
+
 def _optional_number(value: Any) -> int | None:
     return None if value in (None, "", "none") else _number(1, 10**9)(value)
 
@@ -222,5 +235,6 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
     "init_from": (None, _optional_text, '"RUN" or "RUN@SNAPSHOT", or "none"'),
     "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
+    "notices": (AUTO, _parse_notices, '"auto", "none", or of "aws,gce,azure,nvml" those you want'),
     "requeue": (AUTO, _one_of(AUTO, "never"), '"auto" or "never"'),
 }

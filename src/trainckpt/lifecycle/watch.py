@@ -23,7 +23,7 @@ from trainckpt.lifecycle.announce import Announced
 from trainckpt.lifecycle.deadline import Deadline, granted_s
 from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.notice_sources import further_sources
+from trainckpt.lifecycle.notice_sources import check_notices, further_sources
 from trainckpt.lifecycle.told import LEFT
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.preemption.notice import Notice
@@ -61,6 +61,7 @@ class Watch:
         self, agreement: Agreement, channel: Channel, tier: LocalTier, outlook: Outlook,
         options: Options, teller: Teller,
     ) -> None:  # fmt: skip
+        check_notices(options.notices)
         self.deadline = Deadline(lambda: self._fail("the deadline has come"))
         self.on_failed: Callable[[str], object] = end_with_71
         self._agreement, self._channel, self._tier = agreement, channel, tier

@@ -1,0 +1,88 @@
+"""A source whose question takes time: asked again and again in a thread of its own.
+
+    start   main thread   starts the thread
+    ask     the thread    one question; notices, an error, or nothing; then a pause
+    poll    watcher       takes what has come, without waiting
+    stop    main thread   no more questions; one that is being asked is not waited for
+
+An error is said once, and the same question is asked again after a longer and longer pause: what
+cannot be asked stops nothing.
+
+Floor 1. Uses: preemption.notice. Used by: lifecycle.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.preemption.notice import Notice
+
+LONGEST_PAUSE_S = 60.0
+
+
+class Unanswered(Exception):
+    """A question that was refused or answered with something else; the message says by whom."""
+
+
+class Background:
+    """Asks until there is a notice; a `NoticeSource` without descriptor."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Sequence[Notice]],
+        pause_s: float,
+        say: Callable[[str], object] = lambda _: None,
+        name: str = "trainckpt-ask",
+    ) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            ask: One question; raises `OSError` or `Unanswered` where there is no answer.
+            pause_s: Between two questions.
+            say: Told of each new error, in the thread.
+            name: Of the thread.
+        """
+        self._ask, self._pause_s, self._say = ask, pause_s, say
+        self._found: list[Notice] = []
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def fileno(self) -> int | None:
+        """None: what has come is looked at once a second."""
+        return None
+
+    def poll(self) -> list[Notice]:
+        """What has come since the last call."""
+        with self._lock:
+            found, self._found = self._found, []
+        return found
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        pause_s, said = self._pause_s, ""
+        while not self._stopping.wait(pause_s if said else 0.0):
+            try:
+                notices = self._ask()
+            except (OSError, Unanswered) as error:
+                if said != str(error):
+                    self._say(str(error))
+                said = str(error) or "no answer"
+                pause_s = min(2 * pause_s, max(LONGEST_PAUSE_S, self._pause_s))
+                continue
+            pause_s, said = self._pause_s, ""
+            with self._lock:
+                self._found += notices
+            if notices or self._stopping.wait(self._pause_s):
+                return

@@ -1,0 +1,161 @@
+"""GPU health, told by a stand-in with the names, values and errors of the real `pynvml`."""
+
+# ruff: noqa: N802 - the names are the real module's
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from trainckpt.preemption.background import Unanswered
+from trainckpt.preemption.nvml import Gpus
+
+
+@dataclass
+class Fake:
+    """Two GPUs. What the test sets is what the driver says; the rest is the real module's."""
+
+    events: list[tuple[int, int, int]] = field(default_factory=list)  # GPU, type, data
+    errors: dict[int, int] = field(default_factory=lambda: {0: 4, 1: 0})
+    rows: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    registered: dict[int, int] = field(default_factory=dict)
+    broken: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(
+            pynvml, name
+        )  # constants and errors; an AttributeError for what is not there
+
+    def nvmlInit(self) -> None:
+        if self.broken is not None:
+            raise pynvml.NVMLError(self.broken)
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"handle {index}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return {"GPU-aa": "handle 0", "GPU-bb": "handle 1"}[uuid]
+
+    def nvmlDeviceGetIndex(self, handle: str) -> int:
+        return int(handle.removeprefix("handle "))
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceGetSupportedEventTypes(self, handle: str) -> int:
+        return pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypePState
+
+    def nvmlDeviceRegisterEvents(self, handle: str, types: int, events: str) -> None:
+        self.registered[self.nvmlDeviceGetIndex(handle)] = types
+
+    def nvmlEventSetWait_v2(self, events: str, timeout_ms: int) -> Any:
+        if not self.events:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        index, kind, data = self.events.pop(0)
+        return SimpleNamespace(device=f"handle {index}", eventType=kind, eventData=data)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, counter: int) -> int:
+        assert kind == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        assert counter == pynvml.NVML_VOLATILE_ECC
+        return self.errors[self.nvmlDeviceGetIndex(handle)]
+
+    def nvmlDeviceGetRemappedRows(self, handle: str) -> tuple[int, int, int, int]:
+        index = self.nvmlDeviceGetIndex(handle)
+        if index not in self.rows:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return self.rows[index]
+
+
+XID = pynvml.nvmlEventTypeXidCriticalError
+
+
+def reasons(gpus: Gpus) -> list[str]:
+    return [notice.reason for notice in gpus()]
+
+
+def test_the_stand_in_has_no_function_that_the_real_module_has_not():
+    ours = {name for name in vars(Fake) if name.startswith("nvml")}
+    assert ours == {name for name in ours if callable(getattr(pynvml, name))}
+
+
+def test_a_gpu_that_is_well_gives_no_notice_whatever_it_had_before():
+    fake = Fake(rows={0: (1, 1, 1, 0), 1: (0, 0, 0, 0)})
+    gpus = Gpus(fake)
+    assert [reasons(gpus) for _ in range(3)] == [[], [], []]
+    assert fake.registered == {0: XID, 1: XID}
+
+
+def test_an_xid_after_which_memory_is_right_is_a_notice_that_names_the_gpu():
+    fake = Fake(events=[(1, XID, 94), (0, XID, 63)])
+    gpus = Gpus(fake)
+    assert reasons(gpus) == ["GPU 1: Xid 94, a contained memory error"]
+    assert reasons(gpus) == ["GPU 0: Xid 63, a row of memory is set aside"]
+    assert reasons(gpus) == []
+
+
+def test_after_a_fault_that_may_have_changed_memory_nothing_is_saved_but_it_is_said():
+    said: list[str] = []
+    double_bit = pynvml.nvmlEventTypeDoubleBitEccError
+    gpus = Gpus(Fake(events=[(0, XID, 48), (0, XID, 79), (1, double_bit, 0)]), say=said.append)
+    assert [reasons(gpus) for _ in range(3)] == [[], [], []]
+    assert [line.partition(";")[0] for line in said] == [
+        "GPU 0: Xid 48, an uncorrected memory error",
+        "GPU 0: Xid 79, it has fallen off the bus",
+        "GPU 1: a double-bit memory error",
+    ]
+
+
+@pytest.mark.parametrize("xid", [13, 31, 43, 45, 68, 109])
+def test_an_xid_of_a_programs_own_mistake_is_nobodys_notice(xid):
+    said: list[str] = []
+    assert reasons(Gpus(Fake(events=[(0, XID, xid)]), say=said.append)) == []
+    assert said == []
+
+
+def test_counters_that_rise_are_notices_once():
+    fake = Fake(rows={1: (0, 0, 0, 0)})
+    gpus = Gpus(fake)
+    assert reasons(gpus) == []
+    fake.errors[0] += 1
+    fake.rows[1] = (0, 1, 1, 0)
+    assert reasons(gpus) == [
+        "GPU 0: an uncorrected memory error",
+        "GPU 1: a row of memory waits to be set aside",
+    ]
+    assert reasons(gpus) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "watched"),
+    [("", {0, 1}), ("1", {1}), ("GPU-bb", {1}), ("GPU-aa,GPU-bb", {0, 1}), ("MIG-x", {0, 1})],
+)
+def test_only_the_gpus_that_the_process_may_see_are_watched(visible, watched):
+    fake = Fake()
+    Gpus(fake, visible)()
+    assert set(fake.registered) == watched
+
+
+def test_a_driver_that_does_not_work_is_told_as_an_unanswered_question():
+    fake = Fake(broken=pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+    gpus = Gpus(fake)
+    with pytest.raises(Unanswered, match="Driver Not Loaded"):
+        gpus()
+    fake.broken = None
+    assert reasons(gpus) == []
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_that_is_well_gives_no_notice():
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        pytest.skip(f"no NVIDIA driver: {error}")
+    gpus = Gpus(pynvml)
+    assert reasons(gpus) == []
+    assert gpus._handles

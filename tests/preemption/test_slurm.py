@@ -1,0 +1,129 @@
+"""What Slurm says of a job, what is right after the save, and the end of a job as a notice.
+
+With the real Slurm: tests/slurm.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from trainckpt.preemption.notice import Notice
+from trainckpt.preemption.slurm import (
+    LEAVE,
+    LINGER,
+    REQUEUE,
+    Job,
+    JobEnd,
+    Scontrol,
+    after_refusal,
+    decide,
+    job_to_requeue,
+    parse_job,
+)
+
+SHOWN = (
+    "JobId=12 ArrayJobId=9 ArrayTaskId=3 JobName=x JobState={state} Reason=None Restarts=0 "
+    "BatchFlag=1 SubmitTime=1700000000 StartTime=1700000010 EndTime={end} Deadline=N/A "
+    "PreemptEligibleTime=1700000010 PreemptTime={preempt} SuspendTime=None Command=/x JobState=no\n"
+    "JobId=13 JobState=CANCELLED EndTime=1 PreemptTime=1\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}, "9_3"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}, "9_0"),
+        ({"SLURM_JOB_ID": "12", "SLURM_HET_JOB_ID": "11"}, "11"),
+        ({"SLURM_JOB_ID": "12; rm"}, None),
+        ({"SLURM_JOB_ID": "--all"}, None),
+    ],
+)
+def test_a_task_of_an_array_and_a_part_of_a_job_are_requeued_by_their_right_names(variables, job):
+    assert job_to_requeue(variables) == job
+
+
+def test_the_first_job_that_is_shown_is_the_one_that_is_meant():
+    text = SHOWN.format(state="RUNNING", end="1700003610", preempt="None")
+    assert parse_job(text) == Job("RUNNING", False, 1700000010.0, 1700003610.0)
+    text = SHOWN.format(state="RUNNING", end="Unknown", preempt="1700000100")
+    assert parse_job(text) == Job("RUNNING", True, 1700000010.0, None)
+    for garbage in ("", "\n", "slurm_load_jobs error: Invalid job id specified", "JobId=1"):
+        assert parse_job(garbage) is None
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "wall time"])
+def test_a_job_that_slurm_stops_is_queued_again_unless_it_is_cancelled_or_queued(reason):
+    for state in ("RUNNING", "TIMEOUT"):
+        assert decide(reason, Job(state)) == REQUEUE
+    for state in ("CANCELLED", "PENDING", "COMPLETING", "PREEMPTED", "REQUEUED", "SUSPENDED"):
+        assert decide(reason, Job(state)) == LEAVE
+
+
+@pytest.mark.parametrize("reason", ["SIGINT", "trainckpt pause", "notice file", "SIGTERM!"])
+def test_whoever_stops_a_run_in_another_way_decides_about_its_next_start(reason):
+    assert decide(reason, Job("RUNNING", is_preempted=True)) == LEAVE
+    assert decide(reason, None) == LEAVE
+
+
+def test_a_machine_that_goes_or_is_not_well_does_not_end_the_job():
+    assert decide("AWS spot terminate", Job("RUNNING"), of_machine=True) == REQUEUE
+
+
+def test_where_slurm_does_not_answer_or_refuses_only_a_preempted_job_waits_to_be_killed():
+    assert decide("SIGTERM", None) == LINGER
+    assert decide("SIGUSR1", None) == REQUEUE
+    assert after_refusal("SIGTERM", Job("RUNNING", is_preempted=True)) == LINGER
+    assert after_refusal("SIGTERM", Job("RUNNING")) == LEAVE
+    assert after_refusal("SIGUSR1", None) == LEAVE
+    assert after_refusal("SIGTERM", None) == LINGER
+
+
+def test_a_machine_without_scontrol_says_so(tmp_path):
+    scontrol = Scontrol("12", {"PATH": str(tmp_path)})
+    assert scontrol.show() is None
+    assert "scontrol cannot be run" in scontrol.requeue()
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answered(source: JobEnd) -> list[Notice]:
+    """`poll`, once the question that is being asked is answered."""
+    while source._asking.is_alive():
+        time.sleep(0.001)
+    return source.poll()
+
+
+def test_the_end_of_a_job_is_told_when_the_lead_is_reached_and_the_limit_was_not_raised():
+    clock, jobs = Clock(), [Job("RUNNING", False, 1000.0, 2000.0)]
+    source = JobEnd(lambda: jobs[-1], lambda whole_s: whole_s / 10, clock=clock, date=clock)
+    source.start()
+    assert answered(source) == []
+    clock.now = 1899.0
+    assert answered(source) == []
+    jobs.append(Job("RUNNING", False, 1000.0, 3000.0))
+    clock.now = 1901.0
+    assert answered(source) == []  # asks again
+    assert answered(source) == []  # and has learned of the later end
+    clock.now = 2801.0
+    assert answered(source) == []
+    assert answered(source) == [Notice("wall time", seconds_left=199.0)]
+    assert answered(source) == []
+    source.stop()
+
+
+def test_a_slurm_that_answers_nothing_useful_tells_no_end():
+    for job in (None, Job("RUNNING"), Job("RUNNING", ends_at=1.0), Job("RUNNING", ends_at=1e300)):
+        clock = Clock()
+        source = JobEnd(lambda job=job: job, lambda _: 1e9, clock=clock, date=clock)
+        source.start()
+        assert answered(source) == []
