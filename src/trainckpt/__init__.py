@@ -52,7 +52,8 @@ _LATER = {
     "Checkpointer": "trainckpt.lifecycle.checkpointer",
     "load": "trainckpt.lifecycle.load",
 }
-_TRAINERS = frozenset({"accelerate", "lightning"})  # modules; each imports its framework
+# Modules; each imports its framework.
+_TRAINERS = frozenset({"accelerate", "lightning", "transformers"})
 
 if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
 

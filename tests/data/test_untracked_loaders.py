@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.data.datasets import Plain
 from tests.lifecycle.training import record
+from trainckpt.data.iterators import shield_every_loader
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -51,6 +57,19 @@ def test_a_signal_to_the_group_kills_no_untracked_worker_and_the_stop_is_saved(t
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2
     assert not any(alive(pid) for pid in workers)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_workers_of_a_loader_that_the_collector_finds_end_without_a_word():
+    shield_every_loader()
+    loader = DataLoader(Plain(), 4, num_workers=1, persistent_workers=True)
+    for _ in loader:
+        pass
+    loader.itself = [loader]
+    (worker,) = loader._iterator._workers
+    del loader
+    gc.collect()  # kills the workers before it has the iterator end them
+    assert not worker.is_alive()
 
 
 def alive(pid):

@@ -182,12 +182,17 @@ def compared(place, stops, **how):
     return wrong
 
 
-def of_ranks(rank, place, world, stops, **how):
-    """`compared` as one of several ranks, whose process group exists."""
+def be_rank(rank, world):
+    """Let frameworks find the process group that exists, as torchrun would tell them."""
     torch.set_num_threads(1)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, and not used
+
+
+def of_ranks(rank, place, world, stops, **how):
+    """`compared` as one of several ranks, whose process group exists."""
+    be_rank(rank, world)
     wrong = compared(place, stops, **how)
     wrapped = type(Training(**how).model).__name__
     return wrong, wrapped

@@ -120,6 +120,20 @@ def shield_every_loader() -> None:
     marked: Any = shielded_birth
     marked._shields = True
     _Multi.__init__ = marked  # type: ignore[method-assign]
+    end: Any = _Multi._shutdown_workers
+
+    @functools.wraps(end)
+    def end_unless_killed(iterator: Any) -> None:
+        # the collector of cycles kills the workers first, and then has the iterator end them
+        workers = getattr(iterator, "_workers", ())
+        mine = all(worker._parent_pid == os.getpid() for worker in workers)
+        if workers and mine and not any(worker.is_alive() for worker in workers):
+            kill_workers(iterator)
+        else:
+            end(iterator)
+
+    ends: Any = end_unless_killed
+    _Multi._shutdown_workers = ends  # type: ignore[method-assign]
 
 
 def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> Any:

@@ -61,7 +61,6 @@ class PreparedLoader:
 
     def __init__(self, shard: Any, name: str = "the loader") -> None:
         refuse_loader(shard, name)
-        _make_generators(shard)
         self.shard = shard
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,6 +87,7 @@ class ShardReader:
     )
 
     def __init__(self, shard: Any) -> None:
+        _make_generators(shard)
         self.shard = shard
 
     def read(self, open_it: Callable[[], Iterator[Any]], *, resumed: bool) -> Iterator[Any]:

@@ -1,0 +1,74 @@
+"""`TrainckptCallback`: a Trainer's training, saved and resumed at the exact micro-batch.
+
+The Trainer calls `on_train_begin` when model, optimizer and schedule exist, wrapped and on their
+devices: there the Checkpointer is made and resumes. Callbacks cannot alter the loop, so a few
+methods of that one Trainer are replaced until its training ends; see `transformers_hooks`. The
+Trainer's own checkpoints are saved as ever, and not used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.integrations.accelerate_loader import missing_names, refuse_loader
+from trainckpt.integrations.transformers_hooks import Hooks
+from trainckpt.integrations.transformers_needs import look, refuse_trainer, trainer_of
+from trainckpt.integrations.transformers_state import TrainerPart
+from trainckpt.integrations.transformers_window import TrainedLoader, WindowReader
+from trainckpt.lifecycle.checkpointer import Checkpointer
+
+if TYPE_CHECKING:
+    import os
+
+
+class TrainckptCallback(TrainerCallback):
+    """Saves and resumes a transformers.Trainer's training.
+
+    Args:
+        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
+        **options: Options of the Checkpointer (docs/options.md), and further objects to track.
+
+    Attributes:
+        checkpointer: Of the training under way; None before.
+
+    Raises:
+        ConfigurationError: this Transformers is built in a way that trainckpt does not know.
+    """
+
+    def __init__(self, run: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        look()
+        gone = missing_names()
+        if gone:
+            raise ConfigurationError(
+                f"this accelerate is built in another way than trainckpt knows ({'; '.join(gone)})",
+                hint="use a version of accelerate named in docs/versions.md",
+            )
+        self.checkpointer: Checkpointer | None = None
+        self._run = run
+        self._options = options
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Make the Checkpointer and resume."""
+        trainer, given = trainer_of(self)
+        refuse_trainer(self, trainer, given)
+        shard = trainer.callback_handler.train_dataloader
+        refuse_loader(shard, "the training loader")
+        part = TrainerPart(trainer)
+        reader = WindowReader(shard, trainer.get_batch_samples)
+        tracked: dict[str, Any] = {
+            "model": trainer.model_wrapped,
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "scheduler": trainer.lr_scheduler,
+            "trainer": part,
+        }
+        if trainer.accelerator.scaler is not None:
+            tracked["scaler"] = trainer.accelerator.scaler
+        loader = TrainedLoader(reader)
+        self.checkpointer = ckpt = Checkpointer(
+            self._run, loader=loader, **tracked, **self._options
+        )
+        ckpt.resume()
+        Hooks(trainer, ckpt, part, reader, ckpt.loader(loader)).install()

@@ -1,0 +1,151 @@
+"""The Transformers Trainer: with the callback a stop anywhere is exact, and numbers stay theirs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+import trainckpt
+from tests.integrations import trained
+from tests.integrations.trained import Training, compared
+from tests.ranks import processes
+from tests.ranks.processes import context, run_ranks
+from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.integrations import transformers_needs
+
+context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.integrations.trained"])
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch.*", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_path):
+    """11 micro-batches an epoch, windows of 4, 4 and 3, evaluations in mid-epoch.
+
+    Compared are samples, losses, state, RNG, the log, epoch fractions, counters, the training's
+    own mean loss, and another callback's state.
+    """
+    assert compared(tmp_path, [0, 1, 4, 7, 10, 11, 12, 22]) == []
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"train_sampling_strategy": "group_by_length", "eval_strategy": "epoch"},
+        {"dataloader_num_workers": 2, "items": 12},
+        {"max_steps": 4, "data_seed": 5, "logging_strategy": "epoch", "eval_on_start": True},
+    ],
+    ids=["by length", "workers", "max steps"],
+)
+def test_every_kind_of_training_goes_on_where_it_was(tmp_path, how):
+    assert compared(tmp_path, [3, 5], **how) == []
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(
+    tmp_path, monkeypatch, world
+):
+    """The window's tokens are counted over all ranks; a resume inside it does not count again."""
+    monkeypatch.setattr(processes, "LIMIT_S", 240)  # several trainings in each
+    program = functools.partial(trained.of_ranks, items=12 * world)
+    found = run_ranks(program, world, str(tmp_path), world, [3] if world == 2 else [5])
+    assert found == [([], "DistributedDataParallel")] * world
+
+
+def test_a_finished_run_goes_on_only_if_there_is_more_to_train(tmp_path):
+    """Started again it says the same; with more steps it trains on."""
+    first = {}
+    end = Training(tmp_path, first, tmp_path / "run", max_steps=3).train()
+    again = {}
+    told = Training(tmp_path, again, tmp_path / "run", max_steps=3).train()
+    assert (told[0], told[2:]) == (end[0], end[2:])
+    assert again == {}
+    Training(tmp_path, again, tmp_path / "run", max_steps=5).train()
+    assert sorted(again) == [*range(len(first), len(first) + 8)]
+
+
+def test_its_own_checkpoints_are_saved_as_ever_and_the_trainer_is_left_as_it_was(tmp_path):
+    names = []
+    for place in (None, tmp_path / "run"):
+        folder = tmp_path / f"own-{place is None}"
+        training = Training(folder, {}, place, save_strategy="steps", save_steps=3)
+        before = set(vars(training.trainer)) | set(vars(training.trainer.callback_handler))
+        training.train()
+        names.append(sorted(str(file.relative_to(folder)) for file in folder.rglob("*")))
+        after = set(vars(training.trainer)) | set(vars(training.trainer.callback_handler))
+        assert not {"_run_epoch", "get_batch_samples", "on_epoch_begin"} & (after - before)
+    assert names[0] == names[1]
+    assert any("checkpoint-3" in name for name in names[0])
+
+
+def test_a_stop_ends_the_script_with_the_code_for_start_me_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainckpt.lifecycle.departure.exit_soon", lambda *_: None)
+    exits = {"ours": {"on_stop": "exit"}}
+    with pytest.raises(trainckpt.Stopped) as caught:
+        Training(tmp_path, {}, tmp_path / "run", strike_at=2, **exits).train()
+    assert caught.value.code == 75
+
+
+# ---- wrong use
+
+
+def refused(training, *words, **how):
+    with pytest.raises(ConfigurationError) as caught:
+        training.train(**how)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.hint
+
+
+def test_wrong_use_gets_one_sentence_and_what_to_do(tmp_path):
+    def new(**args):
+        return Training(tmp_path, {}, tmp_path / "run", **args)
+
+    two = new()
+    two.trainer.add_callback(trainckpt.transformers.TrainckptCallback(tmp_path / "other"))
+    refused(two, "2 TrainckptCallbacks", "leave one")
+    refused(new(ignore_data_skip=True), "ignore_data_skip")
+    keeps = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    refused(new(**keeps), "workers of evaluations", "eval_strategy='no'")
+    stream = new(max_steps=2)
+    stream.trainer.train_dataset = Stream()
+    refused(stream, "IterableDataset", "map-style")
+    folder = tmp_path / "checkpoint-1"
+    new(save_strategy="steps", save_steps=1, max_steps=1).train()
+    refused(new(), "would each resume", resume_from_checkpoint=str(folder))
+    with pytest.raises(ConfigurationError, match=r"no transformers\.Trainer is training here"):
+        trainckpt.transformers.TrainckptCallback(tmp_path).on_train_begin()
+
+
+class Stream(IterableDataset):
+    """Data without indices."""
+
+    def __iter__(self):
+        return iter(trained.Tokens())
+
+
+def test_another_model_is_refused_with_every_difference(tmp_path):
+    Training(tmp_path, {}, tmp_path / "run", strike_at=3).train()
+    training = Training(tmp_path, {}, tmp_path / "run")
+    training.trainer.model.head = torch.nn.Linear(8, 4)
+    with pytest.raises(StateMismatch, match=r"model/head\.weight has shape"):
+        training.train()
+
+
+def test_a_trainer_built_in_another_way_is_refused_when_the_callback_is_made(monkeypatch):
+    monkeypatch.delattr(transformers.Trainer, "get_batch_samples")
+    monkeypatch.setattr(transformers_needs, "_USED", ())
+    with pytest.raises(ConfigurationError, match="get_batch_samples, which fetches a window"):
+        trainckpt.transformers.TrainckptCallback("runs/x")
