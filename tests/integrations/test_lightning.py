@@ -11,13 +11,21 @@ import signal
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 import trainckpt
 from tests.integrations.toy_lightning import Alternating, Augmented, StopAt, Toy, fit, loaders
 from tests.state.helpers import frozen
+from trainckpt.lifecycle import departure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -75,20 +83,36 @@ def test_a_finished_fit_that_is_started_again_trains_nothing(tmp_path, straight)
     assert frozen(again.end) == frozen(straight.end)
 
 
+def scaled():
+    """Half precision with a scaler, which skips steps at the start."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+def scheduled():
+    """Another number of micro-batches per window from the second epoch on."""
+    return {
+        "callbacks": [GradientAccumulationScheduler({0: 2, 1: 4})],
+        "accumulate_grad_batches": 1,
+    }
+
+
 HOW = {
-    "validation in mid-epoch": {"val_check_interval": 3},
-    "sanity check": {"num_sanity_val_steps": 2},
-    "bf16": {"precision": "bf16-mixed"},
-    "max_steps in mid-epoch": {"max_epochs": -1, "max_steps": 7},
-    "gradients clipped": {"gradient_clip_val": 0.1},
-    "limits": {"limit_train_batches": 7, "limit_val_batches": 1},
+    "a scaler": scaled,
+    "windows that change": scheduled,
+    "validation in mid-epoch": lambda: {"val_check_interval": 3},
+    "sanity check": lambda: {"num_sanity_val_steps": 2},
+    "bf16": lambda: {"precision": "bf16-mixed"},
+    "max_steps in mid-epoch": lambda: {"max_epochs": -1, "max_steps": 7},
+    "gradients clipped": lambda: {"gradient_clip_val": 0.1},
+    "limits": lambda: {"limit_train_batches": 7, "limit_val_batches": 1},
 }
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_whatever_the_trainer_is_told(tmp_path, how):
-    straight = fit(**HOW[how])
-    parts = [fit(tmp_path, stop=StopAt(8), **HOW[how]), fit(tmp_path, seed=99, **HOW[how])]
+    straight = fit(**HOW[how]())
+    parts = [fit(tmp_path, stop=StopAt(8), **HOW[how]()), fit(tmp_path, seed=99, **HOW[how]())]
     same(straight, parts)
 
 
@@ -251,3 +275,33 @@ def test_handlers_of_signals_are_given_back(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     fit(tmp_path, stop=StopAt(3))
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+
+
+class Failing(Toy):
+    """A script that fails once, in its 17th micro-batch."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.fit_loop.total_batch_idx == 16:
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_that_fails_goes_on_from_its_last_save(tmp_path, straight):
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, module=Failing, options={"every": "1 steps"})
+    after = fit(tmp_path, seed=99)
+    assert after.seen == straight.seen[14:], "two windows of the second epoch were complete: 4 + 4"
+    assert frozen(after.end) == frozen(straight.end)
+
+
+def test_a_stop_is_exit_code_75_and_no_checkpoint_callback_saves_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(departure, "exit_soon", lambda *_: None)  # it would end this process
+    folder = tmp_path / "own"
+    own = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
+    with pytest.raises(trainckpt.Stopped) as stopped:
+        fit(
+            tmp_path / "run", stop=StopAt(5), callbacks=own, enable_checkpointing=True,
+            options={"on_stop": "exit"},
+        )  # fmt: skip
+    assert stopped.value.code == 75
+    assert not folder.exists()

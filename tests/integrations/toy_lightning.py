@@ -217,9 +217,8 @@ def the_environment_as_it_is():
 
 def _fit(place, stop, module, workers, callbacks, options, data, ckpt_path, trainer):
     module = (module or Toy)()
-    ours = place and trainckpt.lightning.TrainckptCallback(
-        place, on_stop="return", every="1000 steps", stop_at="micro-batch", **(options or {})
-    )
+    usual = {"on_stop": "return", "every": "1000 steps", "stop_at": "micro-batch"}
+    ours = place and trainckpt.lightning.TrainckptCallback(place, **{**usual, **(options or {})})
     found = [*callbacks, *([ours] if ours else []), *([stop] if stop else [])]
     settings = {
         "max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "logger": False,

@@ -168,6 +168,9 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
             except Stopped:
                 lightning_launch.leave_together(trainer)
                 raise
+            finally:
+                for _, loader in ckpt._loaders:
+                    loader.shutdown()
 
     def _tracked(self, trainer: Any) -> dict[str, Any]:
         """Everything a Trainer has, by the name it is saved under."""
