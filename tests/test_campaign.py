@@ -19,7 +19,7 @@ from tests.campaign.one_rank import ITEMS
 SEEDS = [19, 28, 38, 42, 73, 76, 83, 138, 156, 160, 183, 208, 213, 298, 319, 427, 448, 489, 521,
          609, 800, 1652, 2324, 2943]  # fmt: skip
 ONE_RANK_SEEDS = [8, 1]
-# fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2
+# fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2, and by tp
 OTHER_LAYOUTS = [(families.LAYOUTS, 1), (families.LAYOUTS, 14), (families.RESHARD, 2)]
 
 

@@ -23,7 +23,7 @@ ACCUMULATE = 3
 CHAINS = (
     (("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("fsdp", 3)),
     (("ddp", 2), ("fsdp", 3), ("hsdp", 4), ("none", 1)),
-    (("tp", 4), ("ddp", 2)),
+    (("tp", 4), ("ddp", 2), ("tp", 4)),
 )
 
 

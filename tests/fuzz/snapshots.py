@@ -15,10 +15,12 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import Box, Layout, Stretch, whole
 from trainckpt.format.names import SnapshotName
-from trainckpt.snapshot.restore_plan import Read, find, plan_restore, span
+from trainckpt.snapshot.restore_plan import Planner, Read, find, plan_restore, span
+from trainckpt.snapshot.shared_plan import Sharing
 
 REFUSALS = (TrainckptError,)
 MOST_READS = 2000
+COLUMNS = Layout((3,), (1,), 0, (1,), (0,))
 D = digest(b"d")
 
 
@@ -57,9 +59,30 @@ def run_manifest(data):
             if part is None and entry.layout is not None:
                 covered = sum(shard_file.num_bytes(r.region.shape, entry.dtype) for r in reads)
                 assert covered == entry.num_bytes, "a plan that does not cover its tensor"
+    _plan_shared(found)
     again = manifests.load(manifests.dump(found), "it")
     assert again.tensors == found.tensors
     assert again.cursor == found.cursor
+
+
+def _plan_shared(found):
+    """As three ranks do that hold columns: all alike, and each part of it is read once."""
+    entries = dict(islice(found.tensors.items(), 8))
+    targets = {n: COLUMNS for n, entry in entries.items() if len(entry.shape) > 1}
+    planned = []
+    for rank in range(3):
+        wanted = {n: COLUMNS.box(entries[n].shape, (rank,)) for n in targets}
+        planned.append(Sharing(found, Planner(found), rank).groups(wanted, targets))
+    assert len({tuple(group.digest for group in groups) for groups in planned}) == 1
+    for group in planned[0]:
+        for tensor in group.tensors:
+            size = sum(shard_file.num_bytes(b.shape, tensor.entry.dtype) for b in tensor.boxes)
+            assert size == tensor.num_bytes, "members want other bytes than the group"
+            for member in range(3):
+                for piece in islice(tensor.share(member), 20):
+                    assert 0 <= piece.run.first <= piece.first < piece.last <= piece.run.last
+                    assert 0 <= piece.run.file < found.world
+                    sum(1 for box in tensor.boxes for _ in piece.parts(box))
 
 
 def run_layout(data):

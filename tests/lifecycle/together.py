@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.faults.test_bad_bytes import flip
 from trainckpt import Checkpointer
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import NoAgreement, TrainckptError
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import read_together
-from trainckpt.ranks.exchange import Exchange
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.attempts import run_id
 from trainckpt.snapshot.restore import read_header
@@ -107,7 +105,7 @@ class Noted:
 
         def exchange(channel, key, members, timeout_s):
             self.groups.append(tuple(members))
-            return Exchange(channel, key, members, timeout_s)
+            return self._kept[1](channel, key, members, timeout_s)
 
         LocalTier.read_into, read_together.Exchange = read_into, exchange
         return self
@@ -126,11 +124,11 @@ def resume(place, model, called="model"):
     return step, found, noted.num_bytes / needed, noted.groups
 
 
-def damage(place, name, tensor):
-    """Flip a bit in the middle of one region of a tensor in a snapshot."""
+def damage(place, name, tensor, of_rank=0):
+    """Flip a bit in the middle of the first region of a tensor in a snapshot."""
     tier = LocalTier(place)
     manifest = catalog.load_manifest(tier, run_id(tier), SnapshotName.parse(name))
-    for file in manifest.files:
+    for file in manifest.files[of_rank:]:
         header = read_header(tier, manifest.name.folder, file)
         for region in header.regions:
             if region.tensor == tensor:
@@ -143,21 +141,39 @@ def resume_in_columns(rank, folder):
     """Four ranks: every case in turn, in this one process a rank."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     results = {}
-    for kind in ("fsdp", "ddp", "tp"):
+    for kind in ("ddp", "tp"):
         results[f"tp from {kind}"] = resume(f"{folder}/{kind}", divided(plain(), line, COLUMNS))
-    for kind in ("fsdp", "tp"):
-        shutil_copy(rank, f"{folder}/{kind}", f"{folder}/{kind}-square")
-        model = divided(plain(), square, ROWS, COLUMNS)
-        results[f"tp x fsdp from {kind}"] = resume(f"{folder}/{kind}-square", model)
+    model = divided(plain(), square, ROWS, COLUMNS)
+    results["tp x fsdp from fsdp"] = resume(f"{folder}/fsdp", model)
+    for kind in ("no network", "no agreement"):
+        with apart(kind, rank):
+            results[f"tp, {kind}"] = resume(f"{folder}/fsdp", divided(plain(), line, COLUMNS))
     results["rows"] = resume(f"{folder}/fsdp", divided(plain(), line, ROWS))
     results["pipeline"] = pipeline(rank, f"{folder}/pipeline")
     return results
 
 
-def shutil_copy(rank, source, target):
-    if rank == 0:
-        shutil.copytree(source, target)
-    torch.distributed.barrier()
+@contextmanager
+def apart(kind, rank):
+    """Ranks that could read together cannot meet, or one of them would read something else."""
+    if kind == "no agreement":
+        target, name = SharedRead, "__init__"
+
+        def instead(part, *arguments):
+            kept(part, *arguments)
+            part.offer += str(rank == 2)
+    else:
+        target, name = read_together, "Exchange"
+
+        def instead(*_):
+            raise NoAgreement("no way there")
+
+    kept = getattr(target, name)
+    setattr(target, name, instead)
+    try:
+        yield
+    finally:
+        setattr(target, name, kept)
 
 
 def pipeline(rank, place):
@@ -175,21 +191,17 @@ def pipeline(rank, place):
     return step, found == states[-1], ratio, groups
 
 
-def resume_damaged(rank, place):
+def resume_damaged(rank, folder):
     """Three ranks: a block of what they read together is damaged; then there is nothing older."""
     mesh = init_device_mesh("cpu", (3,))
     if rank == 0:
-        damage(place, "s2~1.2", "model/1.weight")
+        damage(f"{folder}/ddp", "s2~1.2", "model/1.weight")
+        damage(f"{folder}/tp", "s2~1.2", "values.json", of_rank=1)  # one rank reads that, alone
+        damage(f"{folder}/tp", "s1~1.1", "model/1.weight")
     torch.distributed.barrier()
-    step, found, *_ = resume(place, divided(plain(), mesh, COLUMNS))
-    torch.distributed.barrier()
-    if rank == 0:
-        damage(place, "s1~1.1", "model/1.weight")
-        for left in Path(place, "snapshots").glob("s1~[!1]*"):
-            shutil.rmtree(left)
-    torch.distributed.barrier()
+    step, found, *_ = resume(f"{folder}/ddp", divided(plain(), mesh, COLUMNS))
     try:
-        resume(place, divided(plain(), mesh, COLUMNS))
+        resume(f"{folder}/tp", divided(plain(), mesh, COLUMNS))
     except TrainckptError as error:
         return step, found, type(error).__name__, error.message
     return None

@@ -8,8 +8,10 @@ import signal
 import torch
 import torch.distributed
 
+from trainckpt.errors import TrainckptError
 from trainckpt.preemption import SignalSource
 from trainckpt.ranks import Agreement, Watcher, connect, current_world
+from trainckpt.ranks.exchange import Exchange
 
 
 class Training:
@@ -150,3 +152,58 @@ def brings_its_rank(rank):
     winner = channel.propose("winner", rank)
     channel.barrier("done", 30)
     return everyone, winner
+
+
+def swap(rank):
+    """Three members swap bytes of several lengths, in both directions; some send nothing."""
+    exchange = Exchange(connect(current_world(), "test/1"), "one", [0, 1, 2], 30)
+    lengths = [0, 1, 4096, 3_000_001]
+    for length in lengths:
+        for step in (1, 2):
+            to, source = (rank + step) % 3, (rank - step) % 3
+            mine = length if rank < 2 else 0  # the third has nothing to say
+            told = length if source < 2 else 0
+            got = exchange.swap(to, memoryview(bytes([rank]) * mine), source, told)
+            assert got == bytes([source]) * told
+    exchange.close()
+    return lengths
+
+
+def swap_with_one_that_does_not_come(rank):
+    """The second is there, and does not take part; what the others get."""
+    channel = connect(current_world(), "test/1")
+    exchange = Exchange(channel, "one", [0, 1, 2], 30)
+    exchange.timeout_s = 0.5
+    told = "left in peace"
+    if rank == 1:
+        channel.get("both have given up", 30)
+    else:
+        told = _error_of(lambda: _swap_both_ways(exchange, rank))
+        if channel.count("given up") == 2:
+            channel.put("both have given up", True)
+    exchange.close()
+    channel.barrier("all leave", 30)
+    return told
+
+
+def meet_without_one(rank):
+    """The second never comes."""
+    channel = connect(current_world(), "test/1")
+    told = "left in peace"
+    if rank == 0:
+        told = _error_of(lambda: Exchange(channel, "one", [0, 1], 0.5))
+    channel.barrier("all leave", 30)
+    return told
+
+
+def _swap_both_ways(exchange, rank):
+    for step in (1, 2):
+        exchange.swap((rank + step) % 3, memoryview(bytes(9)), (rank - step) % 3, 9)
+
+
+def _error_of(call):
+    try:
+        call()
+    except TrainckptError as error:
+        return f"{type(error).__name__}: {error.message}"
+    return "no error"

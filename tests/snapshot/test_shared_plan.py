@@ -103,7 +103,7 @@ def test_what_is_read_as_well_alone_is_not_shared():
     entries = {
         "rows": TensorEntry("F32", (640, 2048), SPLIT, replicated(4)),
         "as it was": TensorEntry("F32", (640, 2048), SPLIT, cut),
-        "one row": TensorEntry("F32", (1, 2048), SPLIT, replicated(4)),
+        "one row": TensorEntry("F32", (1, 8192), SPLIT, replicated(4)),
         "nothing": TensorEntry("F32", (0, 2048), SPLIT, replicated(4)),
     }
     targets = {"rows": ROWS, "as it was": other, "one row": COLUMNS, "nothing": COLUMNS}
@@ -113,6 +113,14 @@ def test_what_is_read_as_well_alone_is_not_shared():
     for rank in range(4):
         mine = {name: lay for name, lay in targets.items() if name != "as it was"}
         assert groups_of(manifest, mine, rank) == ()
+
+
+def test_columns_of_one_row_are_shared_where_a_block_is_more_than_a_rank_needs():
+    entries = {"w": TensorEntry("F32", (1, 4 * 3000), SPLIT, replicated(4))}
+    (group,) = groups_of(manifest_of(entries, 4), {"w": COLUMNS}, 1)
+    assert [sum(p.last - p.first for p in group.tensors[0].share(m)) for m in range(4)] == [
+        8192, 8192, 16384, 15232,
+    ]  # fmt: skip
 
 
 def test_only_ranks_of_one_row_range_and_one_replica_are_a_group():

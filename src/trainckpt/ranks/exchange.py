@@ -37,7 +37,11 @@ def is_there() -> bool:
 
 
 class Exchange:
-    """One member's side of a group: point to point, each call in turn on every member."""
+    """One member's side of a group: point to point, each call in turn on every member.
+
+    Attributes:
+        timeout_s: How long each `swap` waits for another member.
+    """
 
     def __init__(
         self, channel: Channel, key: str, members: Sequence[int], timeout_s: float
@@ -54,7 +58,7 @@ class Exchange:
             NoAgreement: a member did not come, or cannot be reached.
         """
         self._members, self._me = tuple(members), members.index(channel.world.rank)
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         assert isinstance(channel, OverStore)
         c10d: Any = torch.distributed
         try:
@@ -85,7 +89,7 @@ class Exchange:
                 out = torch.frombuffer(data, dtype=torch.uint8)
                 works.append(self._group.send([out], to, 0))
             for work in works:
-                work.wait(self._timeout)
+                work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             pair = f"rank {self._members[to]} or rank {self._members[source]}"
             raise self._gone(f"lost {pair} while they read together", error) from error

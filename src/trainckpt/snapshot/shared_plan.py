@@ -197,7 +197,7 @@ class Sharing:
             layouts: Tensor -> how it lies over the ranks now, of those that are divided.
         """
         found: dict[Counts, list[SharedTensor]] = {}
-        for name in sorted(layouts):
+        for name in sorted(name for name, layout in layouts.items() if any(layout.dims)):
             members = self._members_of(layouts[name])
             if 1 < len(members) <= MAX_MEMBERS:
                 shared = self._shared(name, wanted.get(name), layouts[name], members)
@@ -275,13 +275,17 @@ class Sharing:
         assert entry.layout is not None
         if box.is_empty:
             return False
-        hull = 0
+        alone = 0
         for read in self._planner.reads(name, entry, entry.layout, box):
             assert read.region is not None
             assert read.part is not None
             first, last = span(read.region, read.part, entry.dtype)
-            hull += last - first
-        return hull > WORTH * shard_file.num_bytes(box.shape, entry.dtype)
+            if read.part.shape[1:] != read.region.shape[1:]:  # else the others want other rows
+                size = shard_file.num_bytes(read.region.shape, entry.dtype)
+                block = min(shard_file.block_bytes(size), size)
+                first, last = first // block * block, min(-(-last // block) * block, size)
+            alone += last - first
+        return alone > WORTH * shard_file.num_bytes(box.shape, entry.dtype)
 
 
 def stretch_boxes(shape: Counts, first: int, last: int) -> Iterator[Box]:
