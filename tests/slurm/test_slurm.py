@@ -146,3 +146,10 @@ def test_the_end_of_a_job_is_known_without_a_signal(cluster, straight, tmp_path)
     job.until_finished()
     assert f"Slurm job {job.id} is queued again" in job.said()
     run.assert_exact(straight(1))
+
+
+def test_slurm_takes_each_script_of_ours(cluster, tmp_path):
+    scripts = sorted((ROOT / "configs" / "slurm").iterdir())
+    assert [path.name for path in scripts] == ["array.sbatch", "job.sbatch", "preemptible.sbatch"]
+    for script in scripts:
+        cluster.command("sbatch", "--test-only", str(script), "train.py", cwd=tmp_path)
