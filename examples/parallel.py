@@ -106,7 +106,8 @@ def clip_gradients(model: nn.Module, norm: float) -> None:
     """As `clip_grad_norm_`, which knows no gradients of several meshes; "tp" has such."""
     by_mesh = {}
     for p in model.parameters():
-        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        if p.grad is not None:  # frozen ones have none
+            by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [whole(nn.utils.get_total_norm([p.grad for p in ps])) for ps in by_mesh.values()]
     total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
     for ps in by_mesh.values():
