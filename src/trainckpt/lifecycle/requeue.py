@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.place import PROVE_VARIABLE
 from trainckpt.preemption import slurm
 from trainckpt.preemption.notice import OF_MACHINE
 
@@ -31,9 +32,11 @@ class Requeue:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Requeue | None:
-        """None where this is no Slurm job."""
+        """None where this is no Slurm job, or a proof that stops its runs by itself."""
         job = slurm.job_to_requeue(environment)
-        return None if job is None else cls(job, slurm.Scontrol(job, environment))
+        if job is None or environment.get(PROVE_VARIABLE):
+            return None
+        return cls(job, slurm.Scontrol(job, environment))
 
     def ask(self, reason: str, sleep: Callable[[float], object] = time.sleep) -> None:
         """Ask, and linger if that is right. One rank.

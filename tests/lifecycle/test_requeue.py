@@ -1,0 +1,50 @@
+"""What a stop in a Slurm job asks for, and who waits to be killed. With Slurm itself: tests/slurm."""
+
+from __future__ import annotations
+
+from trainckpt.lifecycle.requeue import LINGER_S, Requeue
+from trainckpt.preemption.slurm import Job, Scontrol
+
+
+class Answers(Scontrol):
+    """A controller that says this of the job, and refuses for this reason, if for any."""
+
+    def __init__(self, job: Job | None, refused: str = "") -> None:
+        self.job, self.refused, self.asked = job, refused, 0
+
+    def show(self) -> Job | None:
+        return self.job
+
+    def requeue(self) -> str:
+        self.asked += 1
+        return self.refused
+
+
+def asked_and_waited(answers: Answers, reason: str) -> tuple[int, list[float]]:
+    waited: list[float] = []
+    Requeue("7", answers).ask(reason, sleep=waited.append)
+    return answers.asked, waited
+
+
+def test_a_job_that_is_queued_again_is_left_at_once():
+    assert asked_and_waited(Answers(Job("RUNNING", is_preempted=True)), "SIGTERM") == (1, [])
+    assert asked_and_waited(Answers(Job("RUNNING")), "GPU 0: Xid 63, a row") == (1, [])
+
+
+def test_a_preempted_job_that_slurm_does_not_queue_again_on_request_waits_for_its_end():
+    """Leaving by itself it would have completed, and Slurm would not queue it again either."""
+    refusing = Answers(Job("RUNNING", is_preempted=True), "disabled")
+    assert asked_and_waited(refusing, "SIGTERM") == (1, [LINGER_S])
+    assert asked_and_waited(Answers(None), "SIGTERM") == (0, [LINGER_S])
+
+
+def test_a_job_that_is_cancelled_or_paused_is_neither_asked_for_nor_waited_for():
+    assert asked_and_waited(Answers(Job("CANCELLED")), "SIGTERM") == (0, [])
+    assert asked_and_waited(Answers(Job("RUNNING")), "trainckpt pause") == (0, [])
+    assert asked_and_waited(Answers(Job("RUNNING"), "disabled"), "SIGUSR1") == (1, [])
+
+
+def test_outside_of_slurm_and_in_a_proof_nobody_is_asked():
+    assert Requeue.of({}) is None
+    assert Requeue.of({"SLURM_JOB_ID": "7"}) is not None
+    assert Requeue.of({"SLURM_JOB_ID": "7", "TRAINCKPT_PROVE": "{}"}) is None
