@@ -1,4 +1,4 @@
-"""What a stop in a Slurm job asks for, and who waits to be killed. With Slurm itself: tests/slurm."""
+"""A stop in a Slurm job: what is asked for, and who waits to be killed. Slurm: tests/slurm."""
 
 from __future__ import annotations
 
