@@ -10,11 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.lifecycle.training import record
+
+pytestmark = pytest.mark.timeout(800)  # several starts of several processes each
 
 HELD_AFTER = 4  # see held_lightning.py
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 200.0
+LIMIT_S = 250.0
 
 
 def rows(tmp_path, ranks, system, stops):
@@ -28,11 +32,11 @@ def rows(tmp_path, ranks, system, stops):
 
 
 def test_three_ranks_that_stop_inside_a_window_resume_bitwise_under_ddp_and_fsdp2(tmp_path):
-    found = rows(tmp_path, 3, "trainckpt,trainckpt FSDP2", "6,17")
+    found = rows(tmp_path, 3, "trainckpt,trainckpt FSDP2", "18")
     assert [row["system"] for row in found] == ["trainckpt", "trainckpt FSDP2"]
     for row in found:
         assert row["wrong_stops"] == []
-        assert row["losses_equal"] == row["samples_equal"] == row["resumed"] == 3 * (58 + 47)
+        assert row["losses_equal"] == row["samples_equal"] == row["resumed"] == 3 * 46
 
 
 class Example:
