@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
 from trainckpt.state import values
 from trainckpt.state.kinds.fsdp_units import (
     FLAGS,
@@ -58,8 +59,12 @@ def capture(module: nn.Module, name: str, out: Captured) -> dict[str, Any] | Non
 
 
 def differences(module: nn.Module, name: str, tree: dict[str, Any] | None) -> list[str]:
-    """What was sharded otherwise than it is now, one sentence each."""
-    then = {p: [sorted(g["gradients"]) for g in unit["groups"]] for p, unit in (tree or {}).items()}
+    """What was sharded otherwise than it is now, one sentence each.
+
+    Raises:
+        UnusableSnapshot: `tree` is not what `capture` makes.
+    """
+    then = _held_then(tree or {})
     known = paths(module)
     now = {
         path: [sorted(held_by_path(group, known)) for group in groups(unit)]
@@ -74,6 +79,20 @@ def differences(module: nn.Module, name: str, tree: dict[str, Any] | None) -> li
         if then[path] != now[path]
     ]
     return sorted(found)
+
+
+def _held_then(tree: Any) -> dict[str, list[list[str]]]:
+    """Unit -> of each group, the parameters in it."""
+    what = "the state of FSDP2"
+    if not isinstance(tree, dict):
+        raise UnusableSnapshot(f"{what} is no object")
+    return {
+        path: [
+            sorted(strict.field(group, "gradients", dict, what))
+            for group in strict.field(unit, "groups", list, what)
+        ]
+        for path, unit in tree.items()
+    }
 
 
 def apply(module: nn.Module, tree: dict[str, Any] | None, saved: Saved) -> None:
