@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.campaign import launch
 from tests.launchers.pace import SLOW
 from tests.launchers.started import Run
@@ -17,6 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests" / "slurm" / "job.py")
 LIMIT_S = 240.0  # for anything Slurm or a job does
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
+
+pytestmark = pytest.mark.timeout(
+    900
+)  # Slurm's own timers, on a busy machine; each wait has LIMIT_S
 
 
 class Job:
