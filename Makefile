@@ -20,7 +20,8 @@ demo: $(VENV)/.core
 	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
 
 test: $(VENV)/.dev slurm
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m compileall -q src tests examples
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations 15
 
 # By apt, where this is root; otherwise the tests that need it are skipped.
 slurm:

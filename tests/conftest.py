@@ -29,14 +29,18 @@ def leaves_nothing_behind():
     """Handlers, the wakeup descriptor, the environment, the folder, threads, a process group."""
     before = _process_state()
     yield
-    gc.collect()
+    if _process_state() != before or _threads():
+        gc.collect()  # what ends with its owner; a second for each test would be too much
     after = _process_state()
     left = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
     assert not left, f"the test leaves something behind: {left}"
-    for thread in threading.enumerate():
-        if thread.name.startswith("trainckpt-"):
-            thread.join(THREAD_LIMIT_S)
-            assert not thread.is_alive(), f"the test leaves the thread {thread.name} behind"
+    for thread in _threads():
+        thread.join(THREAD_LIMIT_S)
+        assert not thread.is_alive(), f"the test leaves the thread {thread.name} behind"
+
+
+def _threads():
+    return [each for each in threading.enumerate() if each.name.startswith("trainckpt-")]
 
 
 def _process_state():

@@ -20,6 +20,7 @@ def srun(server, log):
         common = {
             "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port()),
+            "TRAINCKPT_REQUEUE": "never",  # no Slurm knows this job: it would be lingered for
         }  # fmt: skip
         if restarts:
             common["SLURM_RESTART_COUNT"] = str(restarts)
