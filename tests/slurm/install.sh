@@ -18,4 +18,5 @@ install() {
   # The lock may be held for a while by the system's own updates.
   apt-get -o DPkg::Lock::Timeout=300 install -qq -y --no-install-recommends $packages >/dev/null
 }
-install || { apt-get -o DPkg::Lock::Timeout=300 update -qq && install; }
+install || { apt-get -o DPkg::Lock::Timeout=300 update -qq && install; } ||
+  echo "apt could not install$missing; what needs it is skipped" >&2
