@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -60,3 +61,15 @@ def _process_state():
 # A run that a test stops must not ask for the job or pod in which the tests themselves run.
 for variable in [name for name in os.environ if name.startswith(("SLURM_", "KUBERNETES_"))]:
     del os.environ[variable]
+
+# What tests leave in shared memory, since they kill what would give it back, ends with them.
+MEMORY = f"/dev/shm/trainckpt-tests-{os.getpid()}"
+os.environ["TRAINCKPT_MEMORY"] = MEMORY
+
+
+def pytest_sessionstart():
+    Path(MEMORY).mkdir(mode=0o700, exist_ok=True)
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(MEMORY, ignore_errors=True)

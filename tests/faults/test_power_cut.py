@@ -13,10 +13,12 @@ from tests.faults.power import ForgetfulDisk, KilledDisk, RecordingDisk, power_c
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
+from trainckpt.lifecycle.arenas import Arenas
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pending import PendingSave
-from trainckpt.lifecycle.saver import Facts, Saver
+from trainckpt.lifecycle.saver import Saver
+from trainckpt.lifecycle.writer import Facts
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.snapshot import attempts
@@ -53,7 +55,8 @@ def record(place, disk, saves, keep_last=9):
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
     channel = Alone(World(0, 1, 0, "here"))
-    saver = Saver(tier, channel, registry, Facts(run, 1, None, {}, keep_last), log, Pace(), Cursor)
+    facts, arenas = Facts(run, 1, None, {}, keep_last), Arenas(tier.url, 0, [0])
+    saver = Saver(tier, channel, registry, facts, log, Pace(), arenas, Cursor)
     committed, pruned = {}, {}
     for step in range(1, saves + 1):
         nn.init.constant_(weight.weight, float(step))
@@ -68,6 +71,7 @@ def record(place, disk, saves, keep_last=9):
         if step > keep_last:
             pruned[f"s{step - keep_last}~1.{step - keep_last}"] = commit
         committed[pending.snapshot] = (len(disk.done), float(step))
+    arenas.close(keep=False)
     return Recording(place, list(disk.done), committed, pruned, claimed, parent)
 
 

@@ -20,7 +20,7 @@ def registry(**tracked):
     return found
 
 
-def shard_of(source, memory=None):
+def shard_of(source, memory=stage.private_memory):
     """The state of a registry as one rank's shard file in memory."""
     captured = capture(source)
     layouts = captured.layouts(1)

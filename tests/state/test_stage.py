@@ -19,6 +19,7 @@ from trainckpt.state.stage import (
     TensorsChanged,
     describe,
     parse_values,
+    private_memory,
     stream,
 )
 
@@ -60,10 +61,12 @@ def test_its_data_begins_at_a_page_and_has_no_gap_and_no_tail():
 
 def test_its_memory_is_used_again_and_holds_the_new_state():
     model = nn.Linear(3, 3)
-    first = shard_of(registry(model=model))
+    memory = private_memory(1 << 20)
+    shard_of(registry(model=model), lambda num_bytes: memory[:num_bytes])
     nn.init.constant_(model.weight, 3.0)
-    second = shard_of(registry(model=model), first.memory)
-    assert second.memory is first.memory
+    second = shard_of(registry(model=model), lambda num_bytes: memory[:num_bytes])
+    assert second.head == memory[: second.header.header_bytes]
+    assert bytes(second.data) == memory[second.header.header_bytes : second.num_bytes]
     assert struct.pack("<9f", *[3.0] * 9) in bytes(second.data)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
+from trainckpt.lifecycle.arenas import Arenas
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.contents import models_in
@@ -24,8 +25,9 @@ from trainckpt.lifecycle.load import put
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
-from trainckpt.lifecycle.saver import Facts, Saver
+from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.told import CLAIMED
+from trainckpt.lifecycle.writer import Facts
 from trainckpt.state.capture import capture
 
 if TYPE_CHECKING:
@@ -130,8 +132,9 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         put(initial.loading)
     facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
     saver = Saver(
-        crew.tier, crew.channel, crew.registry, facts, log, crew.pace, crew.position.window_start
-    )
+        crew.tier, crew.channel, crew.registry, facts, log, crew.pace, _arenas(crew, beginning),
+        crew.position.window_start,
+    )  # fmt: skip
     departure = _departure(crew, saver, log)
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
@@ -251,6 +254,16 @@ def _begin(crew: Crew, mode: str) -> Beginning:
         crew.last_words.stop()
         crew.watch.end()
         raise
+
+
+def _arenas(crew: Crew, beginning: Beginning) -> Arenas:
+    """The memory of this rank, among those of its host."""
+    hosts = beginning.record.facts["hosts"]
+    local = [rank for rank, host in enumerate(hosts) if host == crew.world.host]
+    arenas = Arenas(crew.tier.url, crew.world.rank, local, crew.options.memory_budget)
+    if beginning.manifest is not None:
+        arenas.newest = beginning.manifest.name.folder
+    return arenas
 
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:

@@ -104,6 +104,7 @@ class Departure:
         self._barrier("stopped")
         for _, loader in self._loaders:
             loader.shutdown()
+        self._last_save.release_memory(keep=True)
         self._ask_to_be_queued_again(reason)
         self._stop_watching()
         if self._options.on_stop == "return":
@@ -121,6 +122,7 @@ class Departure:
         self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._watch.deadline.met()
         self._barrier("finished")
+        self._last_save.release_memory(keep=failure is not None)
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
         self._stop_watching()

@@ -57,6 +57,11 @@ class LastSave:
         """Return when no save is in flight, or after `limit_s` seconds."""
         self._saver.wait(limit_s)
 
+    def release_memory(self, *, keep: bool) -> None:
+        """The attempt is over; `keep` what is in shared memory for the next one."""
+        if not self._saver.busy:
+            self._saver.arenas.close(keep=keep)
+
     def standing(self, cursor: Cursor) -> tuple[str | None, int]:
         """Newest snapshot to go on from, and how many micro-batches it lies back."""
         newest = self._saver.committed or self.parent

@@ -1,7 +1,8 @@
 """Stage: captured tensors -> one shard file in memory; and the way back, `Destination`.
 
-Copying the regions to their final places is the only moment training waits for. The memory is
-kept and used again by the next snapshot. Restored tensors are never bound to it.
+Copying the regions to their final places is the only moment training waits for. The memory is an
+arena, kept and used again: what stands in it is the file, byte for byte. Restored tensors are never
+bound to it.
 
 `stream` copies nothing ahead: for a save that training waits for anyway, because it ends.
 """
@@ -12,12 +13,11 @@ import ctypes
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, shard_file, strict
@@ -27,9 +27,9 @@ from trainckpt.state.captured import VALUES, Captured
 from trainckpt.state.values import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from trainckpt.format.layout import Box, Layout
+    from trainckpt.format.layout import Box
     from trainckpt.state.captured import Placed
 
 _NAMES = {
@@ -41,15 +41,25 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 MAX_VALUES_BYTES = 1 << 30
 STREAM_BYTES = 16 << 20
+VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs from save to save
 
 
 @dataclass
 class Shard:
-    """One rank's shard file in memory: `head` then `data` are its exact bytes."""
+    """One rank's shard file in memory.
 
-    header: ShardHeader  # its digests are not known before `head` was asked for
-    data: memoryview
-    memory: torch.Tensor  # owns `data`
+    Attributes:
+        header: Its digests are not known before `head` was asked for.
+        memory: The file's exact bytes, once `head` was asked for.
+    """
+
+    header: ShardHeader
+    memory: memoryview
+
+    @cached_property
+    def data(self) -> memoryview:
+        """The regions."""
+        return self.memory[self.header.header_bytes :]
 
     @cached_property
     def head(self) -> bytes:
@@ -62,7 +72,9 @@ class Shard:
             for r in self.header.regions
         }
         self.header = shard_file.with_digests(self.header, digests)
-        return shard_file.build(self.header)
+        head = shard_file.build(self.header)
+        self.memory[: self.header.header_bytes] = head
+        return head
 
     def blocks(self) -> Iterator[memoryview]:
         """The file's bytes, in order."""
@@ -73,7 +85,7 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         """Length of the file."""
-        return len(self.head) + len(self.data)
+        return len(self.memory)
 
 
 class TensorsChanged(SaveFailed):
@@ -133,44 +145,12 @@ def describe(captured: Captured, layouts: Collection[str]) -> list[Region]:
     Of what has no layout it holds a tensor of its own, whole: no other rank's part belongs to it.
     """
     text = strict.canonical(captured.values)
+    text += b" " * (-len(text) % VALUES_STEP_BYTES)
     captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return [
         _held(name, tensor, captured.placed.get(name) if name in layouts else None)
         for name, tensor in captured.tensors.items()
     ]
-
-
-def group_digests(captured: Captured, rank: int, world: int) -> dict[str, tuple[str, int, str]]:
-    """Group -> set of replicas, ranks in it, digest of the group's tensors, sorted by name.
-
-    Only of tensors that other ranks should hold alike. The digest is over name, type, shape and
-    bytes. `snapshot.save_plan.equal_groups` compares them.
-    """
-    states: dict[str, tuple[str, int, Any]] = {}
-    layouts = captured.layouts(world)
-    for name in sorted(layouts):
-        tensor, layout = captured.tensors[name], layouts[name]
-        if layout.num_replicas > 1:
-            group = group_of(captured, name, layout)
-            if group not in states:
-                states[group] = (*layout.replica_set(rank), xxhash.xxh3_128())
-            states[group][2].update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            states[group][2].update(bytes_of(tensor))
-    return {group: (name, n, state.hexdigest()) for group, (name, n, state) in states.items()}
-
-
-def group_of(captured: Captured, name: str, layout: Layout) -> str:
-    """Tensors are compared together if they belong together and lie alike."""
-    return f"{captured.groups[name]} over {layout.mesh} {layout.base} {layout.dims}"
-
-
-def split_layouts(captured: Captured, equal: Collection[str], world: int) -> dict[str, Layout]:
-    """Tensor -> layout, of those whose replicas are equal or that have none."""
-    return {
-        name: layout
-        for name, layout in captured.layouts(world).items()
-        if layout.num_replicas == 1 or group_of(captured, name, layout) in equal
-    }
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -186,7 +166,7 @@ def stage(
     *,
     rank: int,
     world: int,
-    memory: torch.Tensor | None = None,
+    memory: Callable[[int], memoryview],
 ) -> Shard:
     """Copy `regions` of the captured tensors to their places in one shard file.
 
@@ -195,15 +175,21 @@ def stage(
         regions: What this rank stores, as the save plan decided.
         rank: Of this process.
         world: Ranks of the attempt.
-        memory: Of an earlier shard, used again if it is large enough; its shard is then gone.
+        memory: Asked for so many bytes that begin at a page; what it gave before is then gone.
     """
-    header = ShardHeader(rank, world, shard_file.lay_out(tuple(regions)))
-    size = header.data_bytes
-    if memory is None or memory.numel() < size:
-        memory = _page_aligned(size)
+    header = _laid_out(tuple(regions), rank, world)
+    shard = Shard(header, memory(header.header_bytes + header.data_bytes))
     for region in header.regions:
-        _place(memory, region).copy_(_source(captured, region))
-    return Shard(header, bytes_of(memory)[:size], memory)
+        if region.num_bytes:
+            _place(shard.data, region).copy_(_source(captured, region))
+    return shard
+
+
+@lru_cache(maxsize=4)
+def _laid_out(regions: tuple[Region, ...], rank: int, world: int) -> ShardHeader:
+    """Where everything goes. From save to save most often the same, so it is remembered."""
+    header = ShardHeader(rank, world, shard_file.lay_out(regions))
+    return replace(header, header_bytes=len(shard_file.build(header)))
 
 
 @torch.no_grad()
@@ -363,6 +349,11 @@ def _flat(source: torch.Tensor) -> torch.Tensor:
     return source.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
+def private_memory(num_bytes: int) -> memoryview:
+    """Fresh memory of this process that begins at a page."""
+    return bytes_of(_page_aligned(num_bytes))
+
+
 def _page_aligned(num_bytes: int) -> torch.Tensor:
     """Fresh memory that begins at a page, so that a disk can be written from it directly."""
     page = shard_file.PAGE_BYTES
@@ -371,6 +362,6 @@ def _page_aligned(num_bytes: int) -> torch.Tensor:
     return memory[first : first + num_bytes]
 
 
-def _place(memory: torch.Tensor, region: Region) -> torch.Tensor:
-    block = memory[region.first_byte : region.first_byte + region.num_bytes]
-    return block.view(_DTYPES[region.dtype]).view(region.shape)
+def _place(data: memoryview, region: Region) -> torch.Tensor:
+    block = data[region.first_byte : region.first_byte + region.num_bytes]
+    return torch.frombuffer(block, dtype=_DTYPES[region.dtype]).view(region.shape)

@@ -1,0 +1,204 @@
+"""The writer: what the saving thread does with one rank's shard file, until all ranks know.
+
+    write the file, fsync                every rank
+    report its receipt and its tensors   every rank
+    commit when all have reported        rank 0
+    tell all: "durable"; prune           rank 0
+
+No collectives in here, only the store: training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import SaveFailed, TrainckptError
+from trainckpt.format.digest import digest
+from trainckpt.format.manifest import Files, Manifest, TensorEntry
+from trainckpt.format.strict import canonical
+from trainckpt.lifecycle.log import logger
+from trainckpt.snapshot import catalog, prune
+from trainckpt.snapshot.attempts import newest, read_attempts
+from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.save import Receipt, write_shard
+from trainckpt.snapshot.tables import check_whole, merge_tables, table_from_json, table_to_json
+from trainckpt.state import stage
+from trainckpt.state.captured import VALUES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.state.kinds.tracked_file import TrackedFile
+    from trainckpt.tiers.base import Tier
+
+RANKS_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What every manifest of this attempt says alike."""
+
+    run: str
+    attempt: int
+    parent: str | None
+    fingerprint: dict[str, Any]
+    keep_last: int
+
+
+class Writer:
+    """Writes and commits the snapshots of one attempt, one at a time."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        channel: Channel,
+        files: Sequence[TrackedFile],
+        facts: Facts,
+        log: AttemptLog,
+    ) -> None:
+        self._tier = tier
+        self._rank, self._size = channel.world.rank, channel.world.size
+        self._background = channel.connection()
+        self._files = files
+        self._facts = facts
+        self._log = log
+        self._superseded = False
+        self._given_up = threading.Event()
+
+    def give_up(self) -> None:
+        """The save in flight must not be committed any more, unless all is written already."""
+        self._given_up.set()
+
+    def write(
+        self, manifest: Manifest, shard: stage.Shard | stage.Stream, entries: dict[str, TensorEntry]
+    ) -> None:
+        """Write this rank's file; returns once the snapshot is committed.
+
+        Raises:
+            SaveFailed: it is not, on any rank.
+        """
+        rank, prefix = self._rank, f"save/{manifest.name.sequence}"
+        report: dict[str, Any] = {}
+        try:
+            for file in self._files:  # the lengths recorded must really be there
+                file.sync()
+            receipt = write_shard(self._tier, manifest.name, rank, shard.head, shard.blocks)
+            self._must_be_wanted()
+            report["receipt"] = receipt.to_json()
+            report["table"] = self._publish(entries)
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
+            report["changed"] = isinstance(error, stage.TensorsChanged)
+        if rank != 0:
+            self.tell(manifest.name.sequence, report)
+            verdict = self._background.get(f"{prefix}/verdict", RANKS_TIMEOUT_S)
+        else:
+            verdict = self._commit(manifest, report, entries)
+            self.tell(manifest.name.sequence, verdict)
+        if "error" in verdict:
+            kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
+            raise kind(str(verdict["error"]))
+        if rank == 0:
+            self._log.change(newest_commit=str(manifest.name))
+            self._prune()
+
+    def _must_be_wanted(self) -> None:
+        """What was streamed from live tensors after `give_up` may be anything."""
+        if self._given_up.is_set():
+            raise SaveFailed("given up: the time was over")
+
+    def _commit(
+        self, manifest: Manifest, own: dict[str, Any], entries: dict[str, TensorEntry]
+    ) -> dict[str, Any]:
+        """Rank 0: collect every report, then commit; returns what all ranks are told."""
+        prefix, world = f"save/{manifest.name.sequence}/report", self._size
+        try:
+            others = [
+                self._background.get(f"{prefix}/{r}", RANKS_TIMEOUT_S) for r in range(1, world)
+            ]
+            reports = [own, *others]
+            errors = [report["error"] for report in reports if "error" in report]
+            if not errors:
+                try:
+                    tensors = self._all_tensors(reports, entries)
+                except SaveFailed as error:
+                    errors = [error.message]
+            if errors:
+                self._discard(manifest.name)
+                changed = any(report.get("changed") for report in reports)
+                return {"error": "; ".join(errors), "changed": changed}
+            files = Files.of([Receipt.from_json(report["receipt"]).file for report in reports])
+            commit(self._tier, replace(manifest, files=files, tensors=tensors))
+        except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
+            return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
+        return {"ok": True}
+
+    def _publish(self, entries: dict[str, TensorEntry]) -> str:
+        """Let rank 0 see which tensors this rank has; the same table is told once an attempt.
+
+        Without the values, whose length differs from save to save: rank 0 has its own.
+        """
+        told = {name: entry for name, entry in entries.items() if name != VALUES}
+        table = table_to_json(told)
+        name = digest(canonical(table))
+        key = f"tensors/{name}"
+        if self._rank and self._background.peek(f"{key}/here") is None:
+            self._background.put_all({key: table, f"{key}/here": True})
+        return name
+
+    def _all_tensors(
+        self, reports: Sequence[dict[str, Any]], own: dict[str, TensorEntry]
+    ) -> dict[str, TensorEntry]:
+        """Rank 0: the tensors of all ranks. Most tables are alike, and are read once."""
+        tables, told_by = {reports[0]["table"]: own}, dict[str, list[int]]()
+        for rank, report in enumerate(reports):
+            if report["table"] not in tables:
+                told = self._background.get(f"tensors/{report['table']}", RANKS_TIMEOUT_S)
+                tables[report["table"]] = table_from_json(told, len(reports))
+            told_by.setdefault(report["table"], []).append(rank)
+        merged = merge_tables(list(tables.values()))
+        check_whole(merged, [(tables[name], ranks) for name, ranks in told_by.items()])
+        return merged
+
+    def _discard(self, name: SnapshotName) -> None:
+        """Every rank has written or failed, and nothing is committed: make room for the next."""
+        try:
+            prune.prune(self._tier, [name])
+        except TrainckptError as error:
+            logger.warning("what is left of %s could not be removed: %s", name, error.message)
+
+    def tell(self, sequence: int, message: dict[str, Any]) -> None:
+        """Rank 0 tells all ranks the verdict; any other tells rank 0 its report."""
+        key = f"report/{self._rank}" if self._rank else "verdict"
+        self._background.put(f"save/{sequence}/{key}", message)
+
+    def _prune(self) -> None:
+        try:
+            if self._is_superseded():
+                return  # a newer attempt decides what is kept
+            attempts = read_attempts(self._tier)
+            candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
+            doomed = prune.plan_prune(
+                candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt
+            )
+            prune.prune(self._tier, doomed, unless=self._is_superseded)
+        except TrainckptError as error:
+            logger.warning("old snapshots could not be pruned: %s", error.message)
+
+    def _is_superseded(self) -> bool:
+        """Whether a newer attempt of the run has begun; said once."""
+        newer = newest(self._tier)
+        if newer <= self._facts.attempt:
+            return False
+        if not self._superseded:
+            self._superseded = True
+            logger.warning(
+                "attempt %d of this run has begun: what this one, attempt %d, saves from now on "
+                "is a branch that no resume takes unasked", newer, self._facts.attempt,
+            )  # fmt: skip
+        return True

@@ -1,0 +1,53 @@
+"""Replicas: which tensors all ranks that should hold them alike do hold alike.
+
+Under DDP and HSDP several ranks hold equal bytes, and each byte is saved once, split over them. That
+they are equal is checked, never taken for granted: a buffer may be a rank's own, and so is a gradient
+inside a window. What is not equal on all is saved by each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from trainckpt.state.stage import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from trainckpt.format.layout import Layout
+    from trainckpt.state.captured import Captured
+
+
+def group_digests(captured: Captured, rank: int, world: int) -> dict[str, tuple[str, int, str]]:
+    """Group -> set of replicas, ranks in it, digest of the group's tensors, sorted by name.
+
+    Only of tensors that other ranks should hold alike. The digest is over name, type, shape and
+    bytes. `snapshot.save_plan.equal_groups` compares them.
+    """
+    states: dict[str, tuple[str, int, Any]] = {}
+    layouts = captured.layouts(world)
+    for name in sorted(layouts):
+        tensor, layout = captured.tensors[name], layouts[name]
+        if layout.num_replicas > 1:
+            group = group_of(captured, name, layout)
+            if group not in states:
+                states[group] = (*layout.replica_set(rank), xxhash.xxh3_128())
+            states[group][2].update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            states[group][2].update(bytes_of(tensor))
+    return {group: (name, n, state.hexdigest()) for group, (name, n, state) in states.items()}
+
+
+def group_of(captured: Captured, name: str, layout: Layout) -> str:
+    """Tensors are compared together if they belong together and lie alike."""
+    return f"{captured.groups[name]} over {layout.mesh} {layout.base} {layout.dims}"
+
+
+def split_layouts(captured: Captured, equal: Collection[str], world: int) -> dict[str, Layout]:
+    """Tensor -> layout, of those whose replicas are equal or that have none."""
+    return {
+        name: layout
+        for name, layout in captured.layouts(world).items()
+        if layout.num_replicas == 1 or group_of(captured, name, layout) in equal
+    }

@@ -1,0 +1,369 @@
+"""The memory tier: files on tmpfs, private to this user, that outlive the process.
+
+    <root>/<user>/<digest of the run's place>/
+        place                       whose memory this is: the run's place
+        arenas/rank00000.0          written again and again; `Arena`
+        snapshots/<folder>/<file>   the same file by the name of what it holds; `Held`
+
+An arena is a shard file in the making, so publishing it copies nothing: it gets a second name.
+Nothing in here is believed for its name: whoever reads verifies every digest. Bytes are reserved
+before they are touched, for a page that a full tmpfs cannot give ends the process (SIGBUS).
+
+Locks are of the process (`lockf`), so a forked loader worker holds none: a writer has its arena
+alone, a reader shares what it reads with other readers, and whoever finds it taken goes elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no such tier
+    fcntl = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+ROOT_VARIABLE = "TRAINCKPT_MEMORY"  # another tmpfs than /dev/shm, or "none"
+NONE = "none"
+_DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - what is made in it is private, and checked to be ours
+_OWNER, _ARENAS, _SNAPSHOTS = "place", "arenas", "snapshots"
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: page tables ahead of the copy, since Linux 5.14
+_ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches through the same tmpfs
+
+
+class MemoryTaken(OSError):
+    """Another process reads or writes these bytes."""
+
+
+class MemoryPlace:
+    """The memory of one run on this host.
+
+    Attributes:
+        root: Its folder, on tmpfs.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def of(cls, run: str) -> MemoryPlace | None:
+        """The memory of the run at this place; None where this host has none for us.
+
+        Memory of runs whose place is gone is given back on the way.
+        """
+        root = _user_folder()
+        if root is None:
+            return None
+        real = os.path.realpath(run)
+        name = hashlib.sha256(os.fsencode(real)).hexdigest()[:24]
+        place = cls(root / name)
+        try:
+            if not _make_private(place.root):
+                return None
+            owner = place.root / _OWNER
+            if not owner.exists():
+                owner.touch(mode=0o600)
+                owner.write_bytes(os.fsencode(real))
+        except OSError:
+            return None
+        return place
+
+    @classmethod
+    def found(cls, run: str) -> MemoryPlace | None:
+        """As `of`, but only if it is there already; makes nothing."""
+        root = _user_folder(make=False)
+        if root is None:
+            return None
+        name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:24]
+        place = cls(root / name)
+        return place if _is_private(place.root) else None
+
+    def arena(self, rank: int, number: int) -> Arena:
+        """Arena `number` of a rank, locked for writing.
+
+        Raises:
+            MemoryTaken: another process has it.
+            OSError: as the system reports it.
+        """
+        path = self.path_of(rank, number)
+        _must_be_private(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise MemoryTaken(error.errno, f"{path} is in use") from error
+        return Arena(self, path, descriptor)
+
+    def path_of(self, rank: int, number: int) -> Path:
+        """The file of an arena."""
+        return self.root / _ARENAS / f"rank{rank:05d}.{number}"
+
+    def left_by(self, rank: int) -> int:
+        """Bytes in arenas of this rank, its own or those of earlier attempts."""
+        return sum(path.stat().st_blocks * 512 for path, owner in self._arenas() if owner == rank)
+
+    def held(self, folder: str, name: str, num_bytes: int) -> Held | None:
+        """The bytes of a shard file, locked for reading; None if they are not here.
+
+        Args:
+            folder, name: Of the snapshot (`snapshots/...`), and of the file in it.
+            num_bytes: Its length. What has another one is not it.
+        """
+        path = self.root / folder / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
+        except OSError:
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            status = os.fstat(descriptor)
+            if status.st_size != num_bytes or not num_bytes or status.st_uid != os.getuid():
+                raise MemoryTaken
+            return Held(descriptor, mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED,
+                                              mmap.PROT_READ))  # fmt: skip
+        except (OSError, ValueError):
+            os.close(descriptor)
+            return None
+
+    def folders(self) -> list[str]:
+        """Snapshots of which anything is held: `snapshots/...`, sorted."""
+        with contextlib.suppress(OSError):
+            return sorted(f"{_SNAPSHOTS}/{p.name}" for p in (self.root / _SNAPSHOTS).iterdir())
+        return []
+
+    def forget(self, folders: Iterable[str]) -> None:
+        """Take away the names of these snapshots; the arenas they lie in stay."""
+        for folder in folders:
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+
+    def keep_arenas(self, world: Collection[int]) -> None:
+        """Give back what other ranks than these left behind, unless it is held or in use."""
+        for path, rank in self._arenas():
+            if rank not in world:
+                _try_lock(path, remove=True)
+
+    def remove(self) -> None:
+        """Give everything back. Processes that have it mapped keep it until they end."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def names_of(self, inode: int) -> list[Path]:
+        """Under which snapshots' names a file stands."""
+        found = []
+        for folder in self.folders():
+            with contextlib.suppress(OSError):
+                files = (self.root / folder).iterdir()
+                found += [path for path in files if path.stat().st_ino == inode]
+        return found
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether another process has an arena."""
+        return any(not _try_lock(path) for path, _ in self._arenas())
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be reserved; some is left for others."""
+        found = os.statvfs(self.root)
+        return max(found.f_bavail * found.f_frsize - _ROOM_BYTES, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is taken now."""
+        seen: dict[int, int] = {}
+        for folder in [_ARENAS, *self.folders()]:
+            with contextlib.suppress(OSError):
+                for path in (self.root / folder).iterdir():
+                    status = path.stat()
+                    seen[status.st_ino] = status.st_blocks * 512
+        return sum(seen.values())
+
+    def _arenas(self) -> Iterator[tuple[Path, int]]:
+        with contextlib.suppress(OSError):
+            for path in sorted((self.root / _ARENAS).iterdir()):
+                rank = path.name.removeprefix("rank").partition(".")[0]
+                if rank.isdecimal():
+                    yield path, int(rank)
+
+
+class Arena:
+    """Memory of one rank, written again and again.
+
+    Attributes:
+        path: Its file.
+        memory: What may be written, once it was reserved.
+    """
+
+    def __init__(self, place: MemoryPlace, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.memory = memoryview(b"")
+        self._place = place
+        self._descriptor = descriptor
+        self._mapping: mmap.mmap | None = None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make `memory` that long, and sure to be there.
+
+        What it held is lost: its names are taken away first, so that nobody finds half of it.
+
+        Raises:
+            OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then.
+        """
+        self.retract()
+        if os.fstat(self._descriptor).st_size > num_bytes:
+            os.ftruncate(self._descriptor, num_bytes)
+        try:
+            os.posix_fallocate(self._descriptor, 0, num_bytes)
+        except OSError:
+            os.ftruncate(self._descriptor, 0)  # half of it is of no use to anybody
+            raise
+        if self._mapping is None or len(self._mapping) < num_bytes:
+            self.memory = memoryview(b"")
+            self._mapping = mmap.mmap(self._descriptor, num_bytes)
+            with contextlib.suppress(OSError):  # a loader worker needs no page of it
+                self._mapping.madvise(mmap.MADV_DONTFORK)
+            _populate(self._mapping)
+        self.memory = memoryview(self._mapping)[:num_bytes]
+
+    def publish(self, folder: str, name: str) -> None:
+        """Let the bytes be found as this file of a snapshot. They must not change any more."""
+        target = self._place.root / folder
+        _must_be_private(target.parent)
+        _must_be_private(target)
+        path = target / name
+        path.unlink(missing_ok=True)
+        os.link(self.path, path)
+
+    def retract(self) -> None:
+        """Take back every name but its own."""
+        status = os.fstat(self._descriptor)
+        if status.st_nlink > 1:
+            for path in self._place.names_of(status.st_ino):
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()  # if it was the last of its snapshot
+
+    def holds(self) -> list[str]:
+        """Folders of the snapshots as part of which the bytes can be found."""
+        status = os.fstat(self._descriptor)
+        if status.st_nlink == 1:
+            return []
+        return [f"{_SNAPSHOTS}/{p.parent.name}" for p in self._place.names_of(status.st_ino)]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Reserved, whether mapped or not."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def close(self) -> None:
+        """Let others have it. The bytes stay."""
+        self.memory, self._mapping = memoryview(b""), None
+        os.close(self._descriptor)
+
+    def remove(self) -> None:
+        """Give the memory back."""
+        self.retract()
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+
+class Held:
+    """The bytes of one shard file, held in memory and locked against being written.
+
+    Attributes:
+        data: All of it, read-only. Valid until `close`.
+    """
+
+    def __init__(self, descriptor: int, mapping: mmap.mmap) -> None:
+        self.data = memoryview(mapping)
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        """Let it be written again. Whoever still has a view keeps the mapping, not the bytes."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def reclaim() -> None:
+    """Give back the memory of runs whose place is gone."""
+    root = _user_folder(make=False)
+    if root is None:
+        return
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):
+                place = MemoryPlace(folder)
+                if not os.path.lexists((folder / _OWNER).read_bytes()) and not place.is_in_use:
+                    place.remove()
+
+
+def _user_folder(*, make: bool = True) -> Path | None:
+    """Where this user's runs have their memory; None where there is no safe place."""
+    root = os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT
+    if root == NONE or fcntl is None or not hasattr(os, "posix_fallocate"):
+        return None
+    folder = Path(root) / f"trainckpt-{os.getuid()}"
+    try:
+        return folder if (_make_private(folder) if make else _is_private(folder)) else None
+    except OSError:
+        return None
+
+
+def _make_private(folder: Path) -> bool:
+    """Make a folder that is ours alone; False if what stands there is another's."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    return _is_private(folder)
+
+
+def _must_be_private(folder: Path) -> None:
+    if not _make_private(folder):
+        raise PermissionError(f"{folder} is not this user's alone")
+
+
+def _is_private(folder: Path) -> bool:
+    """A real folder, of this user, closed to others."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return (found.st_mode & 0o170077) == 0o040000 and found.st_uid == os.getuid()
+
+
+def _try_lock(path: Path, *, remove: bool = False) -> bool:
+    """Whether nobody else has the arena; removes it then, if that is wanted and it holds nothing.
+
+    Not for an arena of this very process: to close any descriptor of it gives up its lock.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | _NO_FOLLOW)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if remove and os.fstat(descriptor).st_nlink == 1:
+                path.unlink()
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Fill the page tables now, without the interpreter's lock; where it cannot, the copy does."""
+    with contextlib.suppress(AttributeError, OSError):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), ctypes.c_int(_POPULATE_WRITE)
+        )

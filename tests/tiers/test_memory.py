@@ -1,0 +1,170 @@
+"""The memory tier: what is reserved is there, what is published is found, what is taken is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from trainckpt.tiers import memory
+from trainckpt.tiers.memory import MemoryPlace
+
+FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
+
+
+@pytest.fixture
+def place(tmp_path):
+    found = MemoryPlace.of(str(tmp_path))
+    yield found
+    found.remove()
+
+
+def other_process(code, *arguments):
+    """Run code in a process that has locks of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
+
+
+def filled(place, data, rank=0, number=0):
+    arena = place.arena(rank, number)
+    arena.reserve(len(data))
+    arena.memory[:] = data
+    return arena
+
+
+def test_what_is_published_is_found_under_its_snapshots_name(place):
+    arena = filled(place, b"x" * 10_000)
+    assert place.held(FOLDER, FILE, 10_000) is None
+    arena.publish(FOLDER, FILE)
+    assert arena.holds() == [FOLDER] == place.folders()
+    arena.close()
+    held = place.held(FOLDER, FILE, 10_000)
+    assert bytes(held.data) == b"x" * 10_000
+    held.close()
+
+
+def test_it_outlives_the_process_that_wrote_it(place, tmp_path):
+    other_process(
+        """
+        import sys
+        from trainckpt.tiers.memory import MemoryPlace
+        arena = MemoryPlace.of(sys.argv[1]).arena(0, 0)
+        arena.reserve(5000)
+        arena.memory[:] = b"y" * 5000
+        arena.publish(sys.argv[2], sys.argv[3])
+        """,
+        tmp_path, FOLDER, FILE,
+    )  # fmt: skip
+    held = place.held(FOLDER, FILE, 5000)
+    assert bytes(held.data) == b"y" * 5000
+    held.close()
+
+
+def test_a_file_of_another_length_is_not_it(place):
+    arena = filled(place, b"x" * 100)
+    arena.publish(FOLDER, FILE)
+    arena.close()
+    assert place.held(FOLDER, FILE, 101) is None
+    assert place.held(FOLDER, "rank00001.safetensors", 100) is None
+
+
+def test_an_arena_that_is_reserved_again_is_found_no_more(place):
+    arena = filled(place, b"x" * 10_000)
+    arena.publish(FOLDER, FILE)
+    arena.reserve(12_000)
+    assert place.folders() == []
+    assert arena.path.stat().st_size == 12_000
+    arena.reserve(4_000)
+    arena.memory[:] = b"z" * 4_000
+    assert arena.path.read_bytes() == b"z" * 4_000
+    arena.close()
+
+
+ASK = """
+    import sys
+    from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
+    place = MemoryPlace.found(sys.argv[1])
+    try:
+        place.arena(0, 0)
+        print("had")
+    except MemoryTaken:
+        print("taken")
+    print(place.held(sys.argv[2], sys.argv[3], 100))
+"""
+
+
+def test_what_another_process_writes_is_neither_written_nor_read(place, tmp_path):
+    arena = filled(place, b"x" * 100)
+    arena.publish(FOLDER, FILE)
+    assert other_process(ASK, tmp_path, FOLDER, FILE).split() == ["taken", "None"]
+    arena.close()
+    assert other_process(ASK, tmp_path, FOLDER, FILE).startswith("had")
+
+
+def test_what_is_read_is_not_overwritten_by_another_process(place, tmp_path):
+    arena = filled(place, b"x" * 100)
+    arena.publish(FOLDER, FILE)
+    arena.close()
+    held = place.held(FOLDER, FILE, 100)
+    assert other_process(ASK, tmp_path, FOLDER, FILE).startswith("taken")
+    held.close()
+    assert other_process(ASK, tmp_path, FOLDER, FILE).startswith("had")
+
+
+def test_more_than_there_is_is_refused_and_takes_nothing(place):
+    arena = place.arena(0, 0)
+    with pytest.raises(OSError) as refused:
+        arena.reserve(place.free_bytes * 4 + (1 << 40))
+    assert refused.value.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+    assert arena.capacity_bytes == 0
+    arena.remove()
+
+
+def test_a_folder_that_others_can_enter_or_that_is_a_link_is_not_used(tmp_path, monkeypatch):
+    root = tmp_path / "shm"
+    root.mkdir()
+    monkeypatch.setenv(memory.ROOT_VARIABLE, str(root))
+    user = root / f"trainckpt-{os.getuid()}"
+    user.mkdir(mode=0o755)
+    assert MemoryPlace.of("run") is None
+    user.chmod(0o700)
+    assert MemoryPlace.of("run") is not None
+    elsewhere = tmp_path / "elsewhere"
+    user.rename(elsewhere)
+    user.symlink_to(elsewhere)
+    assert MemoryPlace.of("run") is None
+    assert MemoryPlace.found("run") is None
+
+
+def test_none_means_no_shared_memory(monkeypatch):
+    monkeypatch.setenv(memory.ROOT_VARIABLE, memory.NONE)
+    assert MemoryPlace.of("run") is None
+
+
+def test_the_memory_of_a_run_that_is_gone_is_given_back_and_no_other(tmp_path, monkeypatch):
+    root = tmp_path / "shm"
+    root.mkdir()
+    monkeypatch.setenv(memory.ROOT_VARIABLE, str(root))
+    (tmp_path / "stays").mkdir()
+    stays, gone = (MemoryPlace.of(str(tmp_path / name)) for name in ("stays", "gone"))
+    for each in (stays, gone):
+        filled(each, b"x" * 100).close()
+    memory.reclaim()
+    assert stays.root.exists()
+    assert not gone.root.exists()
+
+
+def test_what_ranks_of_an_earlier_attempt_left_is_given_back(place):
+    kept, left = filled(place, b"x" * 100), filled(place, b"y" * 100, rank=7)
+    kept.close()
+    left.close()
+    place.keep_arenas([0])
+    assert [path.name for path in (place.root / "arenas").iterdir()] == ["rank00000.0"]
