@@ -25,7 +25,7 @@ from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save import write_shard
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.state import stage
+from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES
 from trainckpt.tiers.local import LocalTier
@@ -77,10 +77,10 @@ def write(place, world):
     tier.create("run.json", b'{"format":1,"id":"golden"}')
     name = SnapshotName(1, 1, 2, 1)
     captured = [capture(objects(rank)) for rank in range(world)]
-    equal = equal_groups([stage.group_digests(c, r, world) for r, c in enumerate(captured)])
+    equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
     files, tensors = [], {}
     for rank, one in enumerate(captured):
-        layouts = stage.split_layouts(one, equal, world)
+        layouts = replicas.split_layouts(one, equal, world)
         regions = stage.describe(one, layouts)
         planned = plan_save(regions, layouts, rank=rank)
         shard = stage.stage(one, planned, rank=rank, world=world)

@@ -20,7 +20,7 @@ from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.snapshot.shared_plan import Sharing
 from trainckpt.snapshot.shared_read import SharedRead
 from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
-from trainckpt.state import stage
+from trainckpt.state import replicas, stage
 from trainckpt.state.captured import Captured, Placed
 from trainckpt.state.targets import Targets
 
@@ -72,10 +72,10 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
     if tier.size("run.json") is None:
         tier.create("run.json", b'{"format":2,"id":"run"}')
     ranks = [held_by(rank, tensors, layouts, own) for rank in range(world)]
-    equal = equal_groups([stage.group_digests(one, r, world) for r, one in enumerate(ranks)])
+    equal = equal_groups([replicas.group_digests(one, r, world) for r, one in enumerate(ranks)])
     parsed, files, tables = SnapshotName.parse(name), [], []
     for rank, one in enumerate(ranks):
-        split = stage.split_layouts(one, equal, world)
+        split = replicas.split_layouts(one, equal, world)
         regions = stage.describe(one, split)
         shard = stage.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
         files.append(write_shard(tier, parsed, rank, shard.head, shard.blocks).file)

@@ -14,6 +14,7 @@ from trainckpt.format import shard_file
 from trainckpt.format.layout import Layout, replicated
 from trainckpt.snapshot import shared_plan
 from trainckpt.snapshot.shared_read import HEAD_BYTES, Refusal, _head, _refusal
+from trainckpt.state import stage
 from trainckpt.tiers.local import LocalTier
 
 COLUMNS = Layout((3,), (1,), 0, (1,), (0,))
@@ -69,6 +70,7 @@ def test_what_has_one_digest_for_much_is_read_by_each_alone(saved, tmp_path, mon
     """As in files of format 1: no part of it can be verified by itself."""
     with monkeypatch.context() as patch:
         patch.setattr(shard_file, "block_bytes", lambda size: max(size, 1))
+        patch.setattr(stage, "_laid_out", stage._laid_out.__wrapped__)  # remembers other headers
         tier = LocalTier(tmp_path / "old")
         manifest = layouts.save(tier, 1, {"w": saved[2]}, {"w": replicated(1)})
     tiers = [layouts.Counting(tier) for _ in range(3)]

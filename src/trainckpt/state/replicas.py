@@ -1,8 +1,8 @@
 """Replicas: which tensors all ranks that should hold them alike do hold alike.
 
-Under DDP and HSDP several ranks hold equal bytes, and each byte is saved once, split over them. That
-they are equal is checked, never taken for granted: a buffer may be a rank's own, and so is a gradient
-inside a window. What is not equal on all is saved by each.
+Under DDP and HSDP several ranks hold equal bytes, and each byte is saved once, split over them.
+That they are equal is checked, never taken for granted: a buffer may be a rank's own, and so is a
+gradient inside a window. What is not equal on all is saved by each.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def stage(
     *,
     rank: int,
     world: int,
-    memory: Callable[[int], memoryview],
+    memory: Callable[[int], memoryview] | None = None,
 ) -> Shard:
     """Copy `regions` of the captured tensors to their places in one shard file.
 
@@ -176,9 +176,11 @@ def stage(
         rank: Of this process.
         world: Ranks of the attempt.
         memory: Asked for so many bytes that begin at a page; what it gave before is then gone.
+            None: fresh memory of this process.
     """
     header = _laid_out(tuple(regions), rank, world)
-    shard = Shard(header, memory(header.header_bytes + header.data_bytes))
+    size = header.header_bytes + header.data_bytes
+    shard = Shard(header, (memory or private_memory)(size))
     for region in header.regions:
         if region.num_bytes:
             _place(shard.data, region).copy_(_source(captured, region))
