@@ -1,0 +1,202 @@
+"""One job: so many ranks, so many bytes, one kind of training; every system takes its turn.
+
+    round     the floors; then a turn of each system, in an order that moves on by one each round
+    turn      begin; one save that is not counted; pairs of windows, the one with the save now
+              first, now second; a save with nothing beside it; end; restore into a training that
+              was just built, which the next turn goes on with
+
+A window is so many steps, `save` being asked for before the first. What is restored must be what
+was saved, byte for byte.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from benchmarks.compare import systems
+from benchmarks.compare.floors import Floors, evict
+from benchmarks.compare.together import slowest, timed
+from benchmarks.compare.training import Training
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from benchmarks.compare.systems.base import System
+
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one job measures. `window` counts steps, `pairs` those of one turn."""
+
+    gigabytes: float
+    compute: str
+    step_s: float
+    device: str
+    systems: tuple[str, ...]
+    rounds: int
+    pairs: int
+    window: int
+
+
+@dataclass
+class Samples:
+    """What was measured of one system; seconds.
+
+    Attributes:
+        plain, saved: Windows without and with a save, until the last step was done.
+        settled: Windows with a save, until it was fsynced too, if it was not by then.
+    """
+
+    plain: list[float] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
+    settled: list[float] = field(default_factory=list)
+    durable: list[float] = field(default_factory=list)
+    durable_training: list[float] = field(default_factory=list)
+    restore_cold: list[float] = field(default_factory=list)
+    restore_memory: list[float] = field(default_factory=list)
+
+
+class Job:
+    """One rank's part of a job."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder, self.rank = plan, folder, dist.get_rank()
+        self.samples = {name: Samples() for name in plan.systems}
+        self.floors: list[dict[str, float]] = []
+        self.left_out: dict[str, str] = {}
+        self.training = self._new()
+        self.num_bytes = self.training.num_bytes
+        self._floors = Floors(self.training, folder)
+
+    def _new(self, *, fresh: bool = False) -> Training:
+        plan = self.plan
+        return Training(plan.gigabytes, plan.compute, plan.step_s, plan.device, fresh=fresh)
+
+    def measure(self) -> None:
+        """All rounds."""
+        for number in range(self.plan.rounds):
+            self.floors.append(self._floors.measure(self.training))
+            self._say(number, "floors", f"{self.floors[-1]}")
+            names = self.plan.systems[number % len(self.plan.systems) :]
+            names += self.plan.systems[: len(self.plan.systems) - len(names)]
+            for name in names:
+                if name not in self.left_out:
+                    self._try(number, name)
+
+    def _try(self, number: int, name: str) -> None:
+        """A turn; a system that fails in it is left out from now on, on all ranks."""
+        folder, problem = self.folder / f"{name}-{number}", None
+        begun = time.perf_counter()
+        try:
+            self._turn(systems.load(name)(folder), self.samples[name])
+        except Exception as error:  # noqa: BLE001 - whatever a peer raises is its reason
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.training = self._new()
+        if slowest(float(problem is not None)):
+            self.left_out[name] = problem or "failed on another rank"
+            self.samples.pop(name, None)
+            self._say(number, name, f"left out: {self.left_out[name]}")
+            return
+        self._say(number, name, f"{time.perf_counter() - begun:.1f} s")
+
+    def _turn(self, system: System, samples: Samples) -> None:
+        system.begin(self.training)
+        self._train(system, WARM_STEPS)
+        system.save_now().wait()
+        self._train(system, WARM_STEPS)
+        for number in range(self.plan.pairs):
+            for saves in (False, True) if number % 2 else (True, False):
+                self._window(system, samples, saves=saves)
+        dist.barrier()
+        begun = time.perf_counter()
+        pending = system.save_now()
+        samples.durable.append(slowest(pending.wait() - begun))
+        expected = self.training.digest()
+        system.end()
+        self._restore(system, samples, expected)
+        self._on_rank_0(system.discard)
+
+    def _train(self, system: System, steps: int) -> None:
+        for _ in range(steps):
+            system.boundary()
+            self.training.step(system.fence)
+        self.training.wait_for_device()
+
+    def _window(self, system: System, samples: Samples, *, saves: bool) -> None:
+        """Train one window, and note how long it took."""
+        if not saves:
+            samples.plain.append(timed(lambda: self._train(system, self.plan.window)))
+            return
+        dist.barrier()
+        begun = time.perf_counter()
+        pending = system.save()
+        self._train(system, self.plan.window)
+        trained = time.perf_counter()
+        durable = pending.wait()
+        settled = time.perf_counter()
+        samples.saved.append(slowest(trained - begun))
+        samples.settled.append(slowest(settled - begun))
+        samples.durable_training.append(slowest(durable - begun))
+        self._on_rank_0(system.forget)
+
+    def _restore(self, system: System, samples: Samples, expected: str) -> None:
+        """From disk, with the caches dropped; then, where a system can, from memory."""
+        for memory in (False, True) if system.remembers else (False,):
+            del self.training
+            gc.collect()
+            if not memory:
+                self._on_rank_0(lambda: evict(system.folder))
+            self.training = self._new(fresh=True)
+            seconds = timed(partial(self._restored, system, memory=memory))
+            if self.training.digest() != expected:
+                raise AssertionError("what was restored is not what was saved")
+            (samples.restore_memory if memory else samples.restore_cold).append(seconds)
+
+    def _restored(self, system: System, *, memory: bool) -> None:
+        system.restore(self.training, memory=memory)
+        self.training.touch()
+
+    def _on_rank_0(self, act: Callable[[], object]) -> None:
+        dist.barrier()
+        if self.rank == 0:
+            act()
+        dist.barrier()
+
+    def _say(self, number: int, name: str, what: str) -> None:
+        if self.rank == 0:
+            print(f"round {number + 1} of {self.plan.rounds}: {name}: {what}", file=sys.stderr)
+
+
+def start(device: str, threads: int) -> str:
+    """Join the other ranks; returns the device to train on."""
+    torch.set_num_threads(threads)
+    logging.getLogger("trainckpt").setLevel(logging.WARNING)
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        dist.init_process_group("gloo")
+        return "cpu"
+    alone = dist.is_nccl_available() and torch.cuda.device_count() >= int(
+        os.environ["LOCAL_WORLD_SIZE"]
+    )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo")
+    place = f"cuda:{dist.get_node_local_rank(0) % torch.cuda.device_count()}"
+    torch.cuda.set_device(place)
+    return place
+
+
+def leave() -> None:
+    """Leave the other ranks; what peers still run must not keep the process."""
+    with suppress(Exception):
+        dist.destroy_process_group()

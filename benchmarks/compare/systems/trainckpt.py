@@ -1,0 +1,61 @@
+"""trainckpt through its public Checkpointer; a script asks for a save by `ckpt.save()`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from benchmarks.compare.systems.base import Pending, System
+
+import trainckpt
+
+if TYPE_CHECKING:
+    from benchmarks.compare.training import Training
+
+SPIN_S = 0.001
+
+
+class Trainckpt(System):
+    def begin(self, training: Training) -> None:
+        super().begin(training)
+        self.checkpointer = self._attach(training, "never")
+        self.checkpointer.resume()
+
+    def _attach(self, training: Training, resume: str) -> trainckpt.Checkpointer:
+        return trainckpt.Checkpointer(
+            self.folder, model=training.model, optimizer=training.optimizer, every="never",
+            keep_last=1, resume=resume,
+        )  # fmt: skip
+
+    def boundary(self) -> None:
+        self.checkpointer.boundary()
+
+    def save(self) -> Pending:
+        handle = self.checkpointer.save()
+        return Pending(lambda: handle.wait("durable"))
+
+    def save_now(self) -> Pending:
+        """It is taken at a boundary, so boundaries follow until it is."""
+        handle = self.checkpointer.save()
+        while handle.snapshot is None and handle.error is None:
+            self.checkpointer.boundary()
+            time.sleep(SPIN_S)
+        return Pending(lambda: handle.wait("durable"))
+
+    def end(self) -> None:
+        """Leave as a run that dies: what was saved stands."""
+        self.checkpointer.__exit__(InterruptedError, InterruptedError("the turn is over"), None)
+        del self.checkpointer
+        super().end()
+
+    def restore(self, training: Training, *, memory: bool) -> None:
+        checkpointer = self._attach(training, "required")
+        checkpointer.resume()
+        checkpointer.boundary()  # here the last of the state is applied
+        checkpointer.__exit__(InterruptedError, InterruptedError("it was read"), None)
+
+    def forget(self) -> None:
+        """It deletes older snapshots itself."""
+
+
+SYSTEM = Trainckpt
