@@ -2,7 +2,8 @@
 
 Of all micro-batches trained after a resume: how many had the samples of the run that was never
 stopped, and how many its losses to the last bit; with the framework's own checkpoints and with
-trainckpt. `wrong_stops` are those after which the run as a whole was another one.
+trainckpt. `stops` are those that a row is the sum of, `wrong_stops` those after which the
+run as a whole was another one.
 """
 
 from __future__ import annotations

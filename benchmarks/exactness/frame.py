@@ -59,7 +59,8 @@ def judge(attempt, case, stops, meet):
     with folder(case, meet) as place:
         straight = _run(attempt, case, place, None)
     row = {"system": case.system, "workers": case.workers, "ranks": case.ranks,
-           "resumed": 0, "samples_equal": 0, "losses_equal": 0, "wrong_stops": []}  # fmt: skip
+           "stops": list(stops), "resumed": 0, "samples_equal": 0, "losses_equal": 0,
+           "wrong_stops": []}  # fmt: skip
     for text in stops:
         with folder(case, meet) as place:
             stop = Stop.parse(text)
