@@ -1,11 +1,15 @@
 """Every file in `configs/` is one its scheduler takes, and its policy does right by our exit codes.
 
-A real Slurm is given the scripts for it in tests/slurm. For Kubernetes the fields that the API
-documents stand here, so that one that is misspelt, or in another place, is found.
+A real Slurm is given the scripts for it in tests/slurm. Jobs of Kubernetes are held against the
+schemas of its API, HTCondor itself makes a job of the submit file (`condor_jobs.py`), and systemd
+looks at the unit. What stands around the Job in a JobSet is written down here; of SkyPilot's file
+only the policy is looked at.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -148,6 +153,32 @@ def test_condor_takes_a_stop_for_a_checkpoint_and_keeps_the_place():
     assert text_of("htcondor.sub").endswith("\nqueue\n")
 
 
+def condor_jobs(*texts: str) -> list[Any]:
+    """The job that HTCondor makes of each submit file, or, as a text, why it makes none."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("condor_jobs.py"))],
+        input=json.dumps(texts), env={**os.environ, "CONDOR_CONFIG": os.devnull},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def test_condor_makes_a_job_of_the_submit_file_in_which_every_line_counts():
+    """A line that is misspelt is one that nothing is made of, or that is refused."""
+    text = text_of("htcondor.sub")
+    lines = [line for line in text.splitlines(keepends=True) if " = " in line and line[0] != "#"]
+    less = [text.replace(line, "") for line in lines]
+    misspelt = [text.replace("SIGTERM", "SIGTREM"), text.replace("== 78)", "== )")]
+    job, bad_signal, bad_rule, *made = condor_jobs(text, *misspelt, *less)
+    assert job["SuccessCheckpointExitCode"] == "85"
+    assert (job["TransferCheckpoint"], job["WhenToTransferOutput"]) == ("runs", "ON_EXIT_OR_EVICT")
+    assert (job["KillSig"], job["JobMaxVacateTime"]) == ("SIGTERM", "120")
+    assert "invalid signal SIGTREM" in bad_signal
+    assert "OnExitHold" in bad_rule
+    unheeded = {line.strip() for line, other in zip(lines, made, strict=True) if other == job}
+    assert unheeded == {"universe = vanilla", "should_transfer_files = YES"}  # the defaults
+
+
 def condor_variables(submit: dict[str, str]) -> dict[str, str]:
     return dict(entry.split("=") for entry in shlex.split(submit["environment"].strip('"')))
 
@@ -179,43 +210,21 @@ def test_systemd_finds_nothing_wrong_with_the_service(tmp_path):
     assert "kill mode" in done.stderr
 
 
-# ---- Kubernetes: the documented fields, of those that there are
+# ---- Kubernetes
 
 
 DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
-TEXT, NUMBER, FLAG = str, int, bool
-CONTAINER = {
-    "name": TEXT, "image": TEXT, "command": [TEXT], "env": [{"name": TEXT, "value": TEXT}],
-    "resources": {"requests": dict, "limits": dict},
-    "volumeMounts": [{"name": TEXT, "mountPath": TEXT}],
-}  # fmt: skip
-POD = {
-    "restartPolicy": TEXT, "terminationGracePeriodSeconds": NUMBER, "containers": [CONTAINER],
-    "volumes": [
-        {
-            "name": TEXT, "persistentVolumeClaim": {"claimName": TEXT},
-            "emptyDir": {"medium": TEXT, "sizeLimit": TEXT},
-        }
-    ],
-}  # fmt: skip
-RULE = {
-    "action": TEXT, "onExitCodes": {"containerName": TEXT, "operator": TEXT, "values": [NUMBER]},
-    "onPodConditions": [{"type": TEXT, "status": TEXT}],
-}  # fmt: skip
-JOB_SPEC = {
-    "suspend": FLAG, "parallelism": NUMBER, "completions": NUMBER, "completionMode": TEXT,
-    "backoffLimit": NUMBER, "podFailurePolicy": {"rules": [RULE]}, "template": {"spec": POD},
-}  # fmt: skip
-METADATA = {"name": TEXT, "labels": dict}
-JOB = {"apiVersion": TEXT, "kind": TEXT, "metadata": METADATA, "spec": JOB_SPEC}
+API_VERSIONS = ("1.31", kubernetes_validate.latest_version())  # podFailurePolicy: since 1.31 stable
+TEXT, NUMBER = str, int
+# Of a JobSet only what stands around its Job, which is looked at as one.
 SET_RULE = {"name": TEXT, "action": TEXT, "onJobFailureReasons": [TEXT]}
 JOB_SET = {
-    **JOB,
+    "apiVersion": TEXT, "kind": TEXT, "metadata": {"name": TEXT},
     "spec": {
         "failurePolicy": {"maxRestarts": NUMBER, "rules": [SET_RULE]},
-        "replicatedJobs": [{"name": TEXT, "replicas": NUMBER, "template": {"spec": JOB_SPEC}}],
+        "replicatedJobs": [{"name": TEXT, "replicas": NUMBER, "template": {"spec": dict}}],
     },
-}
+}  # fmt: skip
 
 
 def wrong(value: Any, shape: Any, where: str = "") -> list[str]:
@@ -245,14 +254,34 @@ def container(path: Path) -> dict[str, Any]:
     return only
 
 
+def refused_by_kubernetes(job: dict[str, Any]) -> set[str]:
+    """What the schemas of its API say is wrong, in any version."""
+    found = set()
+    for version in API_VERSIONS:
+        try:
+            kubernetes_validate.validate(job, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            found.add(error.message)
+    return found
+
+
 @pytest.mark.parametrize("path", KUBERNETES, ids=named)
-def test_a_manifest_has_only_documented_fields_of_the_right_type(path):
+def test_the_schemas_of_kubernetes_take_each_job_and_refuse_what_is_misspelt(path):
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    kinds = {"Job": ("batch/v1", JOB), "JobSet": ("jobset.x-k8s.io/v1alpha2", JOB_SET)}
-    version, shape = kinds[found["kind"]]
-    assert found["apiVersion"] == version
-    assert wrong(found, shape) == []
-    assert wrong({**found, "sepc": 1}, shape) == [".sepc"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {}, "spec": job_spec(path)}
+    assert found["kind"] == ("JobSet" if path.stem == "jobset" else "Job")
+    assert refused_by_kubernetes(found if found["kind"] == "Job" else job) == set()
+    rule = job["spec"]["podFailurePolicy"]["rules"][0]
+    rule["onExitCode"] = rule.pop("onExitCodes")
+    (message,) = refused_by_kubernetes(job)
+    assert "'onExitCode' was unexpected" in message
+
+
+def test_a_job_set_has_only_documented_fields_of_the_right_type():
+    found = yaml.safe_load(text_of("kubernetes/jobset.yaml"))
+    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert wrong(found, JOB_SET) == []
+    assert wrong({**found, "sepc": 1}, JOB_SET) == [".sepc"]
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=named)
