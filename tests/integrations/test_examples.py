@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 import trainckpt
-from tests.integrations.struck import strike
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, ACCUMULATE, STRIKE_AT = 3, 3, 4  # one micro-batch into the second window
+from tests.integrations import exampled
+from tests.integrations.exampled import EXAMPLES, STRIKE_AT, run
+from tests.ranks import processes
+from tests.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
@@ -27,56 +25,36 @@ def test_an_example_stopped_and_started_again_trains_what_it_would_have(
 ):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr("trainckpt.lifecycle.departure.exit_soon", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", sys.argv)
     threads = torch.get_num_threads()
     example = importlib.import_module(name)
-
-    def run(place, strike_at=None):
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        flags = ["--steps", STEPS, "--accumulate", ACCUMULATE, "--workers", 0]
-        argv = [name, "--run", place / "run", "--trace", place / "trace", *flags]
-        monkeypatch.setattr(sys, "argv", [str(part) for part in argv])
-        with Struck(strike_at):
-            example.main()
-
     try:
-        run(tmp_path / "straight")
+        run(example, tmp_path / "straight")
         with pytest.raises(trainckpt.Stopped):
-            run(tmp_path / "stopped", STRIKE_AT)
-        run(tmp_path / "stopped")
+            run(example, tmp_path / "stopped", STRIKE_AT)
+        run(example, tmp_path / "stopped")
     finally:
         torch.set_num_threads(threads)
-    for file in ("rank0.jsonl", "final0.json"):
-        straight = (tmp_path / "straight/trace" / file).read_bytes()
-        assert (tmp_path / "stopped/trace" / file).read_bytes() == straight, file
-    assert straight
-    lines = (tmp_path / "stopped/trace/attempts.jsonl").read_text().splitlines()
+    assert_the_same(tmp_path, 1)
+
+
+def test_all_ranks_of_an_example_leave_with_75_and_train_what_they_would_have(
+    tmp_path, monkeypatch
+):
+    """Under the Trainer's DDP; SIGTERM to one of them."""
+    monkeypatch.setattr(processes, "LIMIT_S", 240)  # several trainings in each
+    found = run_ranks(exampled.on_ranks, 2, 2, "transformers_gpt", tmp_path)
+    assert found == [("exit", 75)] * 2
+    assert_the_same(tmp_path, 2)
+    for rank in range(2):
+        assert (tmp_path / f"left/trace/rank{rank}.jsonl").read_bytes().count(b"\n") == STRIKE_AT
+
+
+def assert_the_same(folder, ranks):
+    """The traces and ends of the stopped run and of the straight one; resumed inside a window."""
+    for file in [f for r in range(ranks) for f in (f"rank{r}.jsonl", f"final{r}.json")]:
+        straight = (folder / "straight/trace" / file).read_bytes()
+        assert straight
+        assert (folder / "stopped/trace" / file).read_bytes() == straight, file
+    lines = (folder / "stopped/trace/attempts.jsonl").read_text().splitlines()
     assert '"micro": 1' in lines[1]
-
-
-class Struck:
-    """For the length of a with statement: SIGTERM after so many micro-batches of the trace."""
-
-    def __init__(self, at):
-        self.at, self.seen = at, 0
-
-    def __enter__(self):
-        import training_trace
-
-        self.kind = training_trace.Trace
-        self.attempt, self.micro_batch = self.kind.attempt, self.kind.micro_batch
-
-        def attempt(trace, ckpt):
-            self.ckpt = ckpt
-            self.attempt(trace, ckpt)
-
-        def micro_batch(trace, *line):
-            self.micro_batch(trace, *line)
-            self.seen += 1
-            if self.seen == self.at:
-                strike(self.ckpt)
-
-        self.kind.attempt, self.kind.micro_batch = attempt, micro_batch
-
-    def __exit__(self, *_):
-        self.kind.attempt, self.kind.micro_batch = self.attempt, self.micro_batch

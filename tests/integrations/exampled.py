@@ -1,0 +1,78 @@
+"""The examples, run in a process that has torch loaded, and struck where a test wants it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from accelerate.state import AcceleratorState, GradientState
+
+import trainckpt
+from tests.integrations.accelerated import be_rank
+from tests.integrations.struck import strike
+from trainckpt.lifecycle import departure
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, ACCUMULATE, STRIKE_AT = 3, 3, 4  # one micro-batch into the second window
+
+
+def run(example, place, strike_at=None):
+    """One attempt of the example's `main`, its run and its trace in `place`."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    flags = ["--steps", STEPS, "--accumulate", ACCUMULATE, "--workers", 0]
+    argv = [example.__name__, "--run", place / "run", "--trace", place / "trace", *flags]
+    sys.argv = [str(part) for part in argv]
+    with Struck(strike_at):
+        example.main()
+
+
+class Struck:
+    """For the length of a with statement: SIGTERM after so many micro-batches of the trace.
+
+    Of several ranks the first one gets it.
+    """
+
+    def __init__(self, at):
+        self.at, self.seen = at, 0
+
+    def __enter__(self):
+        import training_trace
+
+        self.kind = training_trace.Trace
+        self.attempt, self.micro_batch = self.kind.attempt, self.kind.micro_batch
+
+        def attempt(trace, ckpt):
+            self.ckpt = ckpt
+            self.attempt(trace, ckpt)
+
+        def micro_batch(trace, *line):
+            self.micro_batch(trace, *line)
+            self.seen += 1
+            if self.seen == self.at:
+                strike(self.ckpt, here=trace.rank == 0)
+
+        self.kind.attempt, self.kind.micro_batch = attempt, micro_batch
+
+    def __exit__(self, *_):
+        self.kind.attempt, self.kind.micro_batch = self.attempt, self.micro_batch
+
+
+def on_ranks(rank, world, name, folder):
+    """As one of several ranks: to the end, with a stop between, and last a stop that is meant.
+
+    Returns:
+        Nothing: the process leaves as a script does that was stopped.
+    """
+    be_rank(rank, world)
+    sys.path.insert(0, str(EXAMPLES))
+    example, leave = importlib.import_module(name), departure.exit_soon
+    run(example, folder / "straight")
+    departure.exit_soon = lambda *_: None
+    try:
+        run(example, folder / "stopped", STRIKE_AT)
+    except trainckpt.Stopped:
+        run(example, folder / "stopped")
+    departure.exit_soon = leave
+    run(example, folder / "left", STRIKE_AT)
