@@ -33,7 +33,13 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.compare --ranks 1,2 --gigabytes 0.3 --compute busy,off-cpu \
+	  --json benchmarks/results/compare.json --png benchmarks/results/compare.png
 	$(BIN)/python -m benchmarks.boundary --json benchmarks/results/boundary.json
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/loader.json
 	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json

@@ -153,12 +153,11 @@ class Job:
         self._on_rank_0(system.forget)
 
     def _restore(self, system: System, samples: Samples, expected: str) -> None:
-        """From disk, with the caches dropped; then, where a system can, from memory."""
+        """From disk; then, where a system can, from memory. No cache helps either."""
         for memory in (False, True) if system.remembers else (False,):
             del self.training
             gc.collect()
-            if not memory:
-                self._on_rank_0(lambda: evict(system.folder))
+            self._on_rank_0(partial(evict, system.folder))
             self.training = self._new(fresh=True)
             seconds = timed(partial(self._restored, system, memory=memory))
             if self.training.digest() != expected:

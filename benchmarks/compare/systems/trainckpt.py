@@ -1,18 +1,24 @@
-"""trainckpt through its public Checkpointer; a script asks for a save by `ckpt.save()`."""
+"""trainckpt through its public Checkpointer; a script asks for a save by `ckpt.save()`.
+
+What it keeps in memory is kept from a restore that is to read the disk, by its own variable.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
 from benchmarks.compare.systems.base import Pending, System
 
 import trainckpt
+from trainckpt.tiers.memory import reclaim
 
 if TYPE_CHECKING:
     from benchmarks.compare.training import Training
 
 SPIN_S = 0.001
+MEMORY = "TRAINCKPT_MEMORY"
 
 
 class Trainckpt(System):
@@ -49,13 +55,25 @@ class Trainckpt(System):
         super().end()
 
     def restore(self, training: Training, *, memory: bool) -> None:
-        checkpointer = self._attach(training, "required")
-        checkpointer.resume()
+        root = os.environ.get(MEMORY)
+        if not memory:
+            os.environ[MEMORY] = "none"
+        try:
+            checkpointer = self._attach(training, "required")
+            checkpointer.resume()
+        finally:
+            os.environ.pop(MEMORY)
+            if root is not None:
+                os.environ[MEMORY] = root
         checkpointer.boundary()  # here the last of the state is applied
         checkpointer.__exit__(InterruptedError, InterruptedError("it was read"), None)
 
     def forget(self) -> None:
         """It deletes older snapshots itself."""
+
+    def discard(self) -> None:
+        super().discard()
+        reclaim()
 
 
 SYSTEM = Trainckpt
