@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.faults.power import ForgetfulDisk, KilledDisk, RecordingDisk, power_cuts, restore
+from tests.snapshot.written import committed, referring
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
@@ -21,7 +22,7 @@ from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
-from trainckpt.snapshot import attempts
+from trainckpt.snapshot import attempts, prune
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
@@ -136,6 +137,71 @@ def test_a_cut_while_pruning_leaves_the_newest_and_no_half_snapshot(tmp_path):
     broken, _ = cut_everywhere(recording, tmp_path / "after")
     assert broken is None
     assert recording.pruned
+
+
+WEIGHT = "model/weight"
+
+
+def pruned_around(place, disk):
+    """Three snapshots, the second one refers to the first, which is pruned; then the second is.
+
+    What must be usable, and since when, until when; which weight is in it.
+    """
+    place.mkdir()
+    tier = LocalTier(place / "run", disk)
+    first = committed(tier, "s1~1.1")
+    kept = {"s1~1.1": [len(disk.done), None, 1.0]}
+    referring(tier, "s2~1.2", {WEIGHT: first})
+    kept["s2~1.2"] = [len(disk.done), None, 1.0]
+    kept["s1~1.1"][1] = len(disk.done)
+    prune_as_an_attempt(tier)
+    committed(tier, "s3~1.3")
+    kept["s2~1.2"][1] = len(disk.done)
+    kept["s3~1.3"] = [len(disk.done), None, 3.0]
+    prune_as_an_attempt(tier)
+    return kept
+
+
+def prune_as_an_attempt(tier, attempt=1):
+    candidates = read_catalog(tier, "run", {1: AttemptRecord(1, None)})
+    doomed = prune.plan_prune(candidates, keep_last=1, attempt=attempt)
+    files = prune.kept_files(tier, candidates, doomed)
+    prune.prune(tier, [*doomed, *prune.left_folders(candidates)], files)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_cut_while_pruning_never_takes_a_file_that_another_refers_to(
+    tmp_path, monkeypatch, keeps
+):
+    """And a prune that does not keep such files is caught by these checks."""
+    if not keeps:
+        monkeypatch.setattr(prune, "files_in", lambda name, kept: frozenset())
+    disk, root = RecordingDisk(), tmp_path / "disk"
+    expected = pruned_around(root, disk)
+    lost, last = set(), set()
+    for number, (done, state) in enumerate(power_cuts(disk.done, root)):
+        place = tmp_path / "after"
+        place.mkdir()
+        restore(state, root, place)
+        tier = LocalTier(place / "run")
+        found = read_catalog(tier, "run", {1: AttemptRecord(1, None)}) if state else ()
+        usable = {str(c.name): c.manifest for c in found if c.usable}
+        for name, (since, until, weight) in expected.items():
+            if done >= since and (until is None or done < until):
+                lost |= {name} - set(usable)
+            if name in usable:
+                assert torch.equal(weight_in(tier, usable[name]), torch.full((2, 2), weight))
+        lost |= {str(c.name) for c in found if c.manifest and not c.usable}
+        if keeps and usable and number % 5 == 0:  # the next attempt finishes the work
+            prune_as_an_attempt(tier, attempt=2)
+            (left,) = read_catalog(tier, "run", {1: AttemptRecord(1, None)})
+            assert all(copy.ok for copy in verify(tier, left.manifest))
+            reached = {file.name.partition("/")[0] for file in left.manifest.reached}
+            assert set(tier.list("snapshots")) == {str(left.name), *reached}
+            last.add(str(left.name))
+        shutil.rmtree(place)
+    assert lost == (set() if keeps else {"s2~1.2"})
+    assert last == (set(expected) if keeps else set())
 
 
 @pytest.mark.parametrize("saves", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,17 @@ def test_it_comes_back_as_it_was():
     assert MANIFEST.num_bytes == 5001
 
 
+def test_older_files_it_refers_to_come_back_and_only_then_the_version_is_a_newer_one():
+    older = (FileEntry("s8~1.4/rank00000.safetensors", 7, D, D),
+             FileEntry("s9~2.6/rank00001.safetensors", 8, D, D))  # fmt: skip
+    referring = replace(MANIFEST, reached=older)
+    assert manifests.load(manifests.dump(referring), "x") == referring
+    assert (referring.num_bytes, referring.reached_bytes) == (5001, 15)
+    formats = [json.loads(manifests.dump(m))["format"] for m in (MANIFEST, referring)]
+    assert formats == [2, 3]
+    assert "reached" not in json.loads(manifests.dump(MANIFEST))
+
+
 def test_every_flipped_bit_is_found():
     data = manifests.dump(MANIFEST)
     for bit in range(0, len(data) * 8, 7):
@@ -61,13 +73,14 @@ def test_every_truncation_is_found():
 
 
 def test_a_newer_format_says_so_and_what_to_do():
-    with pytest.raises(UnusableSnapshot, match="format version 3") as caught:
-        manifests.load(with_changes(format=3), "x")
+    with pytest.raises(UnusableSnapshot, match="format version 4") as caught:
+        manifests.load(with_changes(format=4), "x")
     assert "the release of trainckpt that wrote it" in caught.value.hint
 
 
 FILE = {"name": "a", "bytes": 1, "digest": D, "header": D}
 FILES = {"bytes": [1, 2], "digests": D * 2, "headers": D * 2}
+REACHED = {"names": ["s8~1.4/rank00000.safetensors"], "bytes": [7], "digests": D, "headers": D}
 LAYOUT = {"mesh": [2], "strides": [1], "base": 0, "dims": [-1], "order": [0]}
 
 
@@ -102,6 +115,41 @@ LAYOUT = {"mesh": [2], "strides": [1], "base": 0, "dims": [-1], "order": [0]}
         {"layouts": [{**LAYOUT, "dims": ["0"]}]},
         {"layouts": [{**LAYOUT, "mesh": [0]}]},
         {"layouts": [{**LAYOUT, "mesh": [], "strides": [], "dims": [], "order": []}]},
+        {"format": 3},
+        {"format": 3, "reached": []},
+        *[
+            {"format": 3, "reached": {**REACHED, "names": [name]}}
+            for name in (
+                "../x",
+                "/etc/passwd",
+                "s8~1.4/../x",
+                "s8~1.4/rank0.safetensors",
+                "s8~1.4",
+                3,
+                "s8~1.4/manifest.json",
+                "s08~1.4/rank00000.safetensors",
+                "",
+                "s8~1.4/rank00000.safetensors/x",
+                "snapshots/s8~1.4/rank00000.safetensors",
+                "s12m3~2.7/rank00000.safetensors",
+                "s13~2.8/rank00000.safetensors",
+                "s8~1.4/rank000001.safetensors",
+                "s8~1.4/rank0000\u0661.safetensors",
+            )
+        ],
+        {"format": 3, "reached": {**REACHED, "names": REACHED["names"] * 2}},
+        {
+            "format": 3,
+            "reached": {
+                **REACHED,
+                "names": REACHED["names"] * 2,
+                "bytes": [7, 7],
+                "digests": D * 2,
+                "headers": D * 2,
+            },
+        },
+        {"format": 3, "reached": {**REACHED, "bytes": [-7]}},
+        {"format": 3, "reached": {**REACHED, "digests": ""}},
         {"window": {"step": 1}},
         {"window": 3},
         {"world": -1},

@@ -14,6 +14,7 @@ from trainckpt.format.digest import PLACEHOLDER, digest
 from trainckpt.format.shard_file import ITEM_BYTES, PAGE_BYTES, Region, ShardHeader
 
 DIGEST = digest(b"x")
+OLDER = "s2~1.1/rank00000.safetensors"
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
@@ -31,7 +32,10 @@ def headers(draw):
         dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
         true = draw(st.sampled_from(["", "complex128"])) if dtype == "U8" else ""
         regions.append(Region(f"t{number}ü", dtype, offset, shape, of, true))
-    return ShardHeader(draw(st.integers(0, 9)), 10, shard_file.lay_out(regions))
+    older = st.sampled_from([OLDER, "s3m1~1.2/rank00000.safetensors"])
+    references = draw(st.dictionaries(st.sampled_from(["w", "v[0:2]", "ü"]), older))
+    laid_out = shard_file.lay_out(regions)
+    return ShardHeader(draw(st.integers(0, 9)), 10, laid_out, references=references)
 
 
 @given(headers())
@@ -43,6 +47,8 @@ def test_what_was_built_is_parsed(header):
     found = shard_file.parse(head, "x", file_bytes=len(head) + header.data_bytes)
     assert sorted(found.regions, key=str) == sorted(header.regions, key=str)
     assert (found.rank, found.world, found.header_bytes) == (header.rank, 10, len(head))
+    assert found.references == header.references
+    assert (b'\\"format\\":3' in head) == bool(header.references)
 
 
 @given(headers())
@@ -117,7 +123,16 @@ def test_a_region_that_does_not_fit_the_file_is_refused(entries, file_bytes):
 @pytest.mark.parametrize(
     "facts",
     [
+        {"format": 4},
         {"format": 3},
+        {"format": 3, "references": ["w"]},
+        {"format": 3, "references": {OLDER: "w"}},
+        {"format": 3, "references": {OLDER: [3]}},
+        {"format": 3, "references": {OLDER: ["a"]}},  # it is here as well
+        {"format": 3, "references": {OLDER: ["w", "w"]}},
+        {"format": 3, "references": {OLDER: ["w"], OLDER.replace("s2", "s3"): ["w"]}},
+        {"format": 3, "references": {"../" + OLDER: ["w"]}},
+        {"format": 3, "references": {"s2~1.1/manifest.json": ["w"]}},
         {"format": True},
         {"format": None},
         {"rank": -1},

@@ -14,7 +14,7 @@ from trainckpt.format import shard_file, strict
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import Box, Layout, Stretch, whole
-from trainckpt.format.names import SnapshotName
+from trainckpt.format.names import SnapshotName, reached_file
 from trainckpt.snapshot.restore_plan import Planner, Read, find, plan_restore, span
 from trainckpt.snapshot.shared_plan import Sharing
 
@@ -60,7 +60,10 @@ def run_manifest(data):
                 covered = sum(shard_file.num_bytes(r.region.shape, entry.dtype) for r in reads)
                 assert covered == entry.num_bytes, "a plan that does not cover its tensor"
     _plan_shared(found)
+    assert all(reached_file(file.name)[0] < found.name for file in found.reached), "no older file"
+    assert not any(c in file.name for file in found.reached for c in "\\\0"), "a way out"
     again = manifests.load(manifests.dump(found), "it")
+    assert sorted(again.reached, key=str) == sorted(found.reached, key=str)
     assert again.tensors == found.tensors
     assert again.cursor == found.cursor
 
@@ -150,6 +153,9 @@ def run_shard(data):
     header = shard_file.parse(head[:length], "it", file_bytes=file_bytes)
     assert header.data_bytes == file_bytes - len(head[:length])
     regions = {region.key: region for region in header.regions}
+    for file in header.references.values():
+        name, rank = reached_file(file)
+        assert file == f"{name}/rank{rank:05d}.safetensors", "a path that is spelled in another way"
     for region in header.regions[:20]:
         entry = manifests.TensorEntry(region.dtype, region.of, manifests.SPLIT)
         begin, end = span(region.box, region.box, region.dtype)
@@ -184,6 +190,10 @@ _COMMON = {
 }  # fmt: skip
 MANIFEST_2 = {**_COMMON, "format": 2, "world": 4, "layouts": _LAYOUTS, "tensors": _TENSORS,
               "files": {"bytes": [5, 6, 7, 8], "digests": D * 4, "headers": D * 4}}  # fmt: skip
+OLDER = "s8~1.4/rank00000.safetensors"
+_REACHED = {"names": [OLDER, "s9~2.6/rank00003.safetensors"], "bytes": [7, 8],
+            "digests": D * 2, "headers": D * 2}  # fmt: skip
+MANIFEST_3 = {**MANIFEST_2, "format": 3, "reached": _REACHED}
 MANIFEST_1 = {
     **_COMMON, "format": 1, "world": 2, "tensors": {"w": ["F32", [70000, 3], "split"],
                                                     "g": ["U8", [9], "rank"]},
@@ -192,10 +202,11 @@ MANIFEST_1 = {
 }  # fmt: skip
 EMPTY_1 = {**_COMMON, "format": 1, "world": 0, "files": [], "tensors": {"w": ["F32", [2], "split"]}}
 _WORDS = (*MANIFEST_2, *_CURSOR, *_LAYOUTS[0], *_TENSORS, "bytes", "digests", "headers", "name",
-          "digest", "header", "split", "rank", "F32", "U8", "BF16", D, D * 3)  # fmt: skip
+          "digest", "header", "split", "rank", "F32", "U8", "BF16", D, D * 3, *_REACHED["names"],
+          "reached", "names", "../x", "s12m3~2.7/rank00000.safetensors")  # fmt: skip
 
 
-def _shard():
+def _shard(**facts):
     places = {"w": ([4, 3], None), "v[2:4]": ([2, 3], {"tensor": "v", "offset": [2, 0],
                                                        "of": [8, 3]})}  # fmt: skip
     entries, at = {}, 0
@@ -206,23 +217,29 @@ def _shard():
     entries["z"] = {"dtype": "U8", "shape": [8], "data_offsets": [at, at + 8]}
     metadata = {
         "format": 2, "rank": 0, "world": 4, "digest": "xxh3_128", "dtypes": {"z": "complex64"},
-        "digests": dict.fromkeys(entries, D), "regions": {"v[2:4]": places["v[2:4]"][1]},
+        "digests": dict.fromkeys(entries, D), "regions": {"v[2:4]": places["v[2:4]"][1]}, **facts,
     }  # fmt: skip
     return {"entries": entries, "metadata": metadata, "data_bytes": at + 8}
 
 
 _SHARD_WORDS = ("dtype", "shape", "data_offsets", "F32", "U8", "w", "v[2:4]", "v", "z", D, "format",
                 "rank", "world", "digests", "regions", "dtypes", "tensor", "offset", "of",
-                "__metadata__", "entries", "metadata", "complex64")  # fmt: skip
+                "__metadata__", "entries", "metadata", "complex64", "references", OLDER,
+                "../x", "u[0:2]")  # fmt: skip
 
 PARSERS = {
-    "manifest": Parser("manifest", run_manifest, [MANIFEST_2, MANIFEST_1, EMPTY_1], sealed, _WORDS,
-                       REFUSALS),
+    "manifest": Parser(
+        "manifest", run_manifest, [MANIFEST_3, MANIFEST_2, MANIFEST_1, EMPTY_1], sealed, _WORDS,
+        REFUSALS,
+    ),
     "layout": Parser(
         "layout", run_layout,
         [{"layout": layout, "world": 4, "shape": [70000, 3]} for layout in _LAYOUTS], as_json,
         ("layout", "world", "shape", *_LAYOUTS[0]), REFUSALS,
     ),
-    "shard": Parser("shard", run_shard, [_shard()], spell_shard, _SHARD_WORDS, REFUSALS),
+    "shard": Parser(
+        "shard", run_shard, [_shard(), _shard(format=3, references={OLDER: ["u[0:2]", "x"]})],
+        spell_shard, _SHARD_WORDS, REFUSALS,
+    ),
     "cursor": Parser("cursor", run_cursor, [_CURSOR], as_json, tuple(_CURSOR), REFUSALS),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import torch
 
@@ -71,13 +72,14 @@ def run_targets(data):
 
 
 class _Tier:
-    """A tier in memory that holds one file."""
+    """A tier in memory that holds one file, and an older one."""
 
     def __init__(self, data):
         self.data = data
 
     def read_into(self, key, first_byte, into):
-        part = self.data[first_byte : first_byte + len(into)]
+        data = _OLDER if "/s8~1.4/" in key else self.data
+        part = data[first_byte : first_byte + len(into)]
         if len(part) != len(into):
             raise UnusableSnapshot(f"{key} ends too early")
         into[:] = part
@@ -92,7 +94,7 @@ def run_restore(data):
     Reader(_Tier(file), manifest).read(wanted, destination, donor=0)
     tensors = destination.finish({name: entry.dtype for name, entry in manifest.tensors.items()})
     for name, tensor in tensors.items():
-        assert tensor.numel() <= len(file) or not tensor.numel(), name
+        assert tensor.numel() <= max(len(file), len(_OLDER)) or not tensor.numel(), name
 
 
 def spell_restore(tree, rng):
@@ -133,6 +135,23 @@ _SMALL_MANIFEST = {
     "tensors": {"w": ["F32", [16, 3], 0], "z": ["U8", [8, 8], "rank"], "b": ["BF16", [64, 2], 0]},
     "files": {"bytes": [0], "digests": "", "headers": ""},
 }  # fmt: skip
+_OLDER = snapshots.spell_shard(
+    {"entries": {"o": {"dtype": "F32", "shape": [16, 3], "data_offsets": [0, 192]}},
+     "metadata": {**_SMALL_SHARD["metadata"], "dtypes": {},
+                  "digests": {"o": digest(_DATA_SMALL[:192])}}}, Random(0),
+)[:-8]  # fmt: skip
+_HEAD_BYTES = 8 + int.from_bytes(_OLDER[:8], "little")
+_OLDER += _DATA_SMALL[:192]
+_REFERRING = {
+    "manifest": {
+        **_SMALL_MANIFEST, "format": 3,
+        "tensors": {**_SMALL_MANIFEST["tensors"], "o": ["F32", [16, 3], 0]},
+        "reached": {"names": [snapshots.OLDER], "bytes": [len(_OLDER)], "digests": digest(_OLDER),
+                    "headers": digest(_OLDER[:_HEAD_BYTES])},
+    },
+    "shard": {**_SMALL_SHARD, "metadata": {**_SMALL_SHARD["metadata"], "format": 3,
+                                           "references": {snapshots.OLDER: ["o"]}}},
+}  # fmt: skip
 _TREES = [
     {"$": "dict", "of": [["a", 1], [{"$": "tuple", "of": [1, None]}, {"$tensor": "t"}]],
      "kind": "ordered"},
@@ -166,7 +185,8 @@ PARSERS = {
         as_json, _NODES, REFUSALS,
     ),
     "restore": Parser(
-        "restore", run_restore, [{"manifest": _SMALL_MANIFEST, "shard": _SMALL_SHARD}],
+        "restore", run_restore,
+        [{"manifest": _SMALL_MANIFEST, "shard": _SMALL_SHARD}, _REFERRING],
         spell_restore, ("manifest", "shard", *snapshots._WORDS, *snapshots._SHARD_WORDS), REFUSALS,
     ),
 }  # fmt: skip

@@ -1,6 +1,7 @@
-"""Makes the golden snapshots of the format's current version; run once when the version changes.
+"""Makes the golden snapshots of a version of the format; run once when the version changes.
 
-    python -m tests.golden.make
+    python -m tests.golden.make 2
+    python -m tests.golden.make 3    # the same, half of it in files of an older snapshot
 
 Two runs in `tests/golden/v<version>`: `one`, of a single process, with a tensor of every type the
 format knows; `two`, of two ranks, with a matrix that is cut between them. `digests.json` says
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +25,7 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.prune import prune
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save import write_shard
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
@@ -71,19 +75,35 @@ def objects(rank):
     return registry(model=model, optimizer=optimizer, own=Own())
 
 
-def write(place, world):
+def write(place, world, version):
     """Save by `world` ranks, one after the other; returns the committed manifest."""
     tier = LocalTier(place)
     tier.create("run.json", b'{"format":1,"id":"golden"}')
-    name = SnapshotName(1, 1, 2, 1)
+    if version < versions.WITH_REFERENCES:
+        return save(tier, world, SnapshotName(1, 1, 2, 1))
+    older = save(tier, world, SnapshotName(1, 1, 1, 0))
+    manifest = save(tier, world, SnapshotName(1, 2, 2, 1), older)
+    kept = {file.name for file in manifest.reached}
+    prune(tier, [older.name], kept)
+    return manifest
+
+
+def save(tier, world, name, older=None):
+    """One snapshot; what a rank has stored in `older` under every second key is referred to."""
     captured = [capture(objects(rank)) for rank in range(world)]
     equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
-    files, tensors = [], {}
+    files, tensors, reached = [], {}, []
     for rank, one in enumerate(captured):
         layouts = replicas.split_layouts(one, equal, world)
         regions = stage.describe(one, layouts)
         planned = plan_save(regions, layouts, rank=rank)
-        shard = stage.stage(one, planned, rank=rank, world=world)
+        references = {}
+        if older is not None:
+            file = f"{older.name}/{older.files[rank].name}"
+            references = {region.key: file for region in planned[::2]}
+            reached.append(replace(older.files[rank], name=file))
+        planned = [region for region in planned if region.key not in references]
+        shard = stage.stage(one, planned, rank=rank, world=world, references=references)
         files.append(write_shard(tier, name, rank, shard.head, shard.blocks).file)
         for r in regions:
             layout = layouts.get(r.tensor)
@@ -91,7 +111,7 @@ def write(place, world):
     cursor = Cursor(epoch=0, step=2, micro=1, batches=3, micro_batches=3, samples=12)
     manifest = Manifest(
         "golden", name, None, cursor, world, tuple(files), tensors, 1.5, tags=("golden",),
-        reason="make", fingerprint={"torch": "any"},
+        reason="make", fingerprint={"torch": "any"}, reached=tuple(reached),
     )  # fmt: skip
     commit(tier, manifest)
     return manifest
@@ -107,14 +127,14 @@ def digests_of(tier, manifest, rank):
     return {"tensors": tensors, "own": values["own"], "ddp": values["ddp"]}
 
 
-def main():
+def main(version):
     """Write both runs and what must be read from them."""
-    folder = HERE / f"v{versions.WRITTEN}"
+    folder = HERE / f"v{version}"
     shutil.rmtree(folder, ignore_errors=True)
     expected = {}
     stage_threshold(1 << 6)
     for name, world in (("one", 1), ("two", 2)):
-        manifest = write(folder / name, world)
+        manifest = write(folder / name, world, version)
         tier = LocalTier(folder / name)
         expected[name] = [digests_of(tier, manifest, rank) for rank in range(world)]
     text = json.dumps(expected, indent=1, sort_keys=True)
@@ -129,4 +149,4 @@ def stage_threshold(num_bytes):
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -11,7 +11,7 @@ from tests.golden.make import digests_of
 from trainckpt.format import layout, versions
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.snapshot.catalog import read_catalog
-from trainckpt.snapshot.restore import read_header
+from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state import values
 from trainckpt.tiers.local import LocalTier
@@ -42,12 +42,21 @@ def test_a_matrix_of_the_two_rank_run_is_cut_between_the_files(folder):
     tier = LocalTier(folder / "two")
     (candidate,) = read_catalog(tier, "golden", {})
     parts = [
-        region.key
-        for file in candidate.manifest.files
-        for region in read_header(tier, candidate.name.folder, file).regions
-        if not region.is_whole
+        place.region.key
+        for rank in range(candidate.manifest.world)
+        for place in Reader(tier, candidate.manifest).places(rank)
+        if not place.region.is_whole
     ]
     assert len(parts) >= 2
+
+
+def test_from_version_3_on_half_of_it_lies_in_files_of_an_older_snapshot():
+    tier = LocalTier(HERE / "v3" / "two")
+    (candidate,) = read_catalog(tier, "golden", {1: AttemptRecord(1, None)})
+    assert len(candidate.manifest.reached) == 2
+    places = list(Reader(tier, candidate.manifest).places(1))
+    older = sum(not place.key.startswith(candidate.name.folder) for place in places)
+    assert older > len(places) // 3
 
 
 def test_its_values_decode():
@@ -58,4 +67,4 @@ def test_its_values_decode():
 
 
 def test_the_golden_files_are_small():
-    assert sum(path.stat().st_size for path in HERE.rglob("v*/**/*") if path.is_file()) < 400_000
+    assert sum(path.stat().st_size for path in HERE.rglob("v*/**/*") if path.is_file()) < 600_000

@@ -66,14 +66,14 @@ def test_the_manifest_goes_before_its_files(tmp_path):
     tier = LocalTier(tmp_path, disk)
     manifest = committed(tier, "s1~1.1")
     disk.done.clear()
-    prune(tier, [manifest.name])
+    prune(tier, [manifest.name], ())
     assert [(kind, path.name) for kind, path in disk.done] == [
         ("remove", "manifest.json"),
         ("sync folder", "s1~1.1"),
         ("remove", "rank00000.safetensors"),
         ("rmdir", "s1~1.1"),
     ]
-    prune(tier, [manifest.name])  # a second time is no error
+    prune(tier, [manifest.name], ())  # a second time is no error
     assert tier.list("snapshots") == []
 
 

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from tests.state.helpers import registry, shard_of
+from trainckpt.format import names
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.manifest import RANK, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import write_shard
+from trainckpt.state import stage
+from trainckpt.state.capture import capture
 
 
 def written(tier, text, tags=()):
@@ -33,6 +36,33 @@ def written(tier, text, tags=()):
 def committed(tier, text, tags=()):
     """A snapshot under the name `text`, committed."""
     manifest = written(tier, text, tags)
+    commit(tier, manifest)
+    return manifest
+
+
+def referring(tier, text, to, tags=(), **changes):
+    """A snapshot under the name `text` whose regions `to` (key -> older snapshot) are not in it.
+
+    What else it holds is as `committed` makes it.
+    """
+    name = SnapshotName.parse(text)
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, name.step)
+    captured = capture(registry(model=model))
+    planned = [r for r in stage.describe(captured, {}) if r.key not in to]
+    files = {key: f"{older.name}/{names.shard_file_name(0)}" for key, older in to.items()}
+    shard = stage.stage(captured, planned, rank=0, world=1, references=files)
+    receipt = write_shard(tier, name, 0, shard.head, shard.blocks)
+    reached = [
+        replace(older.files[0], name=f"{older.name}/{older.files[0].name}")
+        for older in {str(older.name): older for older in to.values()}.values()
+    ]
+    manifest = Manifest(
+        "run", name, None, Cursor(step=name.step, micro=name.micro), 1, (receipt.file,),
+        next(iter(to.values())).tensors, 0.0, tags=tags, reason="test",
+        reached=tuple(sorted(reached, key=lambda file: file.name)),
+    )  # fmt: skip
+    manifest = replace(manifest, **changes)
     commit(tier, manifest)
     return manifest
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import argparse
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.local import LocalTier
 
@@ -65,6 +66,7 @@ def to_json(candidate: Candidate, tier: str) -> dict[str, Any]:
         "micro": name.micro,
         "world": manifest.world if manifest else None,
         "bytes": manifest.num_bytes if manifest else None,
+        "total_bytes": manifest.num_bytes + manifest.reached_bytes if manifest else None,
         "created": manifest.created if manifest else None,
         "tags": list(manifest.tags) if manifest else [],
         "tiers": [tier] if manifest else [],
@@ -74,11 +76,17 @@ def to_json(candidate: Candidate, tier: str) -> dict[str, Any]:
     }
 
 
+def size(manifest: Manifest) -> str:
+    """Its own bytes, and those of older checkpoints' files that it refers to."""
+    older = f" + {show.size(manifest.reached_bytes)}" if manifest.reached else ""
+    return f"{show.size(manifest.num_bytes)}{older}"
+
+
 def _row(candidate: Candidate) -> tuple[str, ...]:
     name, manifest = candidate.name, candidate.manifest
     facts = ("?", "?", "?", "")
     if manifest is not None:
-        facts = (show.when(manifest.created), show.size(manifest.num_bytes), str(manifest.world),
+        facts = (show.when(manifest.created), size(manifest), str(manifest.world),
                  " ".join(manifest.tags))  # fmt: skip
     usable = "yes" if candidate.usable else f"no: {candidate.reason}"
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.cli import show
 from trainckpt.format import names
 from trainckpt.format.attempt import UNDECIDED
+from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import heartbeat, place, source
 from trainckpt.lifecycle.choice import KEEP_LAST, READING
 from trainckpt.lifecycle.options import read_options
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.format.names import SnapshotName
     from trainckpt.tiers.local import LocalTier
 
 
@@ -51,10 +51,13 @@ def execute(arguments: argparse.Namespace) -> int:
         keep=_begun_from(live),
         abandoned=arguments.abandoned and not waits,
     )
-    rows = [_row(tier, one) for one in doomed]
+    kept_files = prune.kept_files(tier, candidates, [one.name for one in doomed])
+    left = [sweep.Doomed(name, sweep.UNREACHED) for name in prune.left_folders(candidates)]
+    rows = [_row(tier, one, kept_files) for one in doomed]
+    rows += [row for row in (_row(tier, one, kept_files) for one in left) if row["bytes"]]
     notes = [_WAITS] if waits else []
     if not arguments.dry_run:
-        done = _delete(tier, [one.name for one in doomed], newest)
+        done = _delete(tier, rows, kept_files, newest)
         notes += [_INTERRUPTED] if done < len(rows) else []
         rows = rows[:done]
     gone = {row["name"] for row in rows}
@@ -89,9 +92,10 @@ def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
     return {name for pair in named for name in pair if isinstance(name, str)}
 
 
-def _row(tier: LocalTier, doomed: sweep.Doomed) -> dict[str, Any]:
-    folder = doomed.name.folder
-    sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder))
+def _row(tier: LocalTier, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[str, Any]:
+    """What goes: files that another checkpoint refers to stay."""
+    folder, stay = doomed.name.folder, prune.files_in(doomed.name, kept)
+    sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in stay)
     return {
         "name": str(doomed.name),
         "reason": doomed.reason,
@@ -99,13 +103,14 @@ def _row(tier: LocalTier, doomed: sweep.Doomed) -> dict[str, Any]:
     }
 
 
-def _delete(tier: LocalTier, doomed: list[SnapshotName], newest: int) -> int:
+def _delete(tier: LocalTier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int) -> int:
     """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
-    for done, name in enumerate(doomed):
-        if attempts.newest(tier) != newest:
+    for done, row in enumerate(rows):
+        name = SnapshotName.parse(row["name"])
+        if name is None or attempts.newest(tier) != newest:
             return done
-        prune.prune(tier, [name])
-    return len(doomed)
+        prune.prune(tier, [name], kept)
+    return len(rows)
 
 
 def _tell(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import list_, show
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.names import split_target
+from trainckpt.format.names import SNAPSHOTS, split_target
 from trainckpt.format.shard_file import ITEM_BYTES
 from trainckpt.lifecycle import place, source
-from trainckpt.snapshot.restore import read_header
+from trainckpt.snapshot.restore import Reader
 
 if TYPE_CHECKING:
     import argparse
@@ -60,15 +60,16 @@ def execute(arguments: argparse.Namespace) -> int:
 def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:
     """Tensor -> its regions with the file that holds each; and why a file could not be read."""
     found: Shards = {}
-    unread = []
-    for file in manifest.files:
+    unread, reader, own = [], Reader(tier, manifest), f"{manifest.name.folder}/"
+    for rank in range(manifest.world):
         try:
-            header = read_header(tier, manifest.name.folder, file)
+            places = reader.places(rank)
         except UnusableSnapshot as error:
             unread.append(error.message)
             continue
-        for region in header.regions:
-            found.setdefault(region.tensor, []).append((file.name, region))
+        for held in places:
+            file = held.key.removeprefix(own).removeprefix(f"{SNAPSHOTS}/")
+            found.setdefault(held.region.tensor, []).append((file, held.region))
     return found, unread
 
 
@@ -112,6 +113,10 @@ def _to_json(
             {"name": file.name, "bytes": file.num_bytes, "digest": file.digest}
             for file in manifest.files
         ],
+        "refers_to": [
+            {"name": file.name, "bytes": file.num_bytes, "digest": file.digest}
+            for file in manifest.reached
+        ],
         "tensors": tensors,
         "unread": unread,
     }
@@ -130,6 +135,8 @@ def _print_facts(tier: Tier, candidate: Candidate, manifest: Manifest) -> None:
         ("saved because", manifest.reason),
         ("tags", " ".join(manifest.tags)),
         ("ranks", str(manifest.world)),
+        ("size", list_.size(manifest)),
+        ("refers to", ", ".join(file.name for file in manifest.reached[:8])),
         ("written by", manifest.writer or "not recorded"),
         *[(key, str(value)) for key, value in manifest.fingerprint.items() if key != "world"],
     ]

@@ -48,7 +48,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _check(tier: Tier, chosen: tuple[Candidate, ...]) -> list[Copy]:
     found: list[Copy] = []
-    total = sum(c.manifest.num_bytes for c in chosen if c.manifest)
+    listed = (c.manifest for c in chosen if c.manifest)
+    total = sum({k: f.num_bytes for m in listed for k, f in verifying.files_of(m)}.values())
+    known: dict[tuple[str, int, str, str], str] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=total)
         for candidate in chosen:
@@ -59,5 +61,7 @@ def _check(tier: Tier, chosen: tuple[Candidate, ...]) -> list[Copy]:
                     )
                 )
                 continue
-            found += verifying.verify(tier, candidate.manifest, lambda n: progress.advance(task, n))
+            found += verifying.verify(
+                tier, candidate.manifest, lambda n: progress.advance(task, n), known
+            )
     return found

@@ -122,6 +122,8 @@ class Manifest:
         reason: Why it was taken ("every 100 steps", "SIGTERM", "final").
         writer: What wrote it, such as "trainckpt 0.1.0".
         fingerprint: Versions, devices, determinism settings, as `resume` compares them.
+        reached: Shard files of older snapshots that hold regions of this one; their names are as
+            `names.reached_file` reads them.
     """
 
     run: str
@@ -138,11 +140,17 @@ class Manifest:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     writer: str = ""
     window: Cursor | None = None
+    reached: Sequence[FileEntry] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shard files."""
+        """Bytes of all shard files of its own."""
         return sum(Files.of(self.files).sizes)
+
+    @property
+    def reached_bytes(self) -> int:
+        """Bytes of the older snapshots' files that it refers to."""
+        return sum(file.num_bytes for file in self.reached)
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -174,6 +182,13 @@ def dump(manifest: Manifest) -> bytes:
         "fingerprint": manifest.fingerprint,
         "writer": manifest.writer,
     }
+    if manifest.reached:
+        reached = Files.of(sorted(manifest.reached, key=lambda file: file.name))
+        body["format"] = versions.WITH_REFERENCES
+        body["reached"] = {
+            "names": reached.names, "bytes": reached.sizes, "digests": reached.digests,
+            "headers": reached.headers,
+        }  # fmt: skip
     return strict.sealed(body)
 
 
@@ -211,7 +226,10 @@ def load(data: bytes, what: str) -> Manifest:
         fingerprint=strict.field(body, "fingerprint", dict, what),
         writer=str(body.get("writer", "")),
         window=Cursor.from_json(window) if window is not None else None,
+        reached=_reached(body, what),
     )
+    if any(names.reached_file(file.name)[0] >= manifest.name for file in manifest.reached):
+        raise UnusableSnapshot(f"{what} refers to files that are not older than it is")
     if world != len(files) or not world:
         raise UnusableSnapshot(f"{what} names {len(files)} files for {world} ranks")
     return manifest
@@ -230,7 +248,24 @@ def _files(body: dict[str, Any], world: int, what: str) -> Files:
         if len({file.name for file in listed}) != len(listed):
             raise UnusableSnapshot(f"{what} names a file twice")
         return Files.of(listed)
-    columns = strict.field(body, "files", dict, what)
+    return _columns(strict.field(body, "files", dict, what), world, what)
+
+
+def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
+    if body["format"] < versions.WITH_REFERENCES:
+        return ()
+    columns = strict.field(body, "reached", dict, what)
+    listed = strict.field(columns, "names", list, what)
+    for path in listed:
+        names.reached_file(path)
+    if len(set(listed)) != len(listed):
+        raise UnusableSnapshot(f"{what} refers to a file twice")
+    found = _columns(columns, len(listed), what)
+    found.names = listed
+    return tuple(found)
+
+
+def _columns(columns: dict[str, Any], number: int, what: str) -> Files:
     sizes = strict.field(columns, "bytes", list, what)
     if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
         raise UnusableSnapshot(f"{what}: the length of a file is not readable")
@@ -240,8 +275,8 @@ def _files(body: dict[str, Any], world: int, what: str) -> Files:
         strict.field(columns, "headers", str, what),
     )
     for column in (found.digests, found.headers):
-        if not digest.are_digests(column, {world}):
-            raise UnusableSnapshot(f"{what} has not one digest for each of {world} files")
+        if not digest.are_digests(column, {number}) or len(sizes) != number:
+            raise UnusableSnapshot(f"{what} has not one digest for each of {number} files")
     return found
 
 

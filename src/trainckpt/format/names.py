@@ -24,6 +24,7 @@ MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"s([0-9]{1,15})(?:m([0-9]{1,15}))?~([0-9]{1,9})\.([0-9]{1,9})")
 _RECORD = re.compile(r"([1-9][0-9]{0,8})\.json")
 MAX_ATTEMPT = 10**9 - 1
+_SHARD_FILE = re.compile(r"rank([0-9]{5,9})\.safetensors")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -72,6 +73,21 @@ def recorded_attempt(name: str) -> int | None:
 def shard_file_name(rank: int) -> str:
     """File name of one rank's part of a snapshot."""
     return f"rank{rank:05d}.safetensors"
+
+
+def reached_file(path: object) -> tuple[SnapshotName, int]:
+    """The snapshot and the rank that `s2~1.2/rank00000.safetensors` spells.
+
+    Such a path, relative to the folder of snapshots, is how a snapshot names an older one's file.
+
+    Raises:
+        UnusableSnapshot: it spells none: nothing else is opened.
+    """
+    folder, _, file = path.partition("/") if isinstance(path, str) else ("", "", "")
+    name, match = SnapshotName.parse(folder), _SHARD_FILE.fullmatch(file)
+    if name is None or match is None or shard_file_name(int(match[1])) != file:
+        raise UnusableSnapshot(f"{str(path)[:100]!r} is no shard file of a snapshot")
+    return name, int(match[1])
 
 
 def check_file_name(name: object) -> str:

@@ -10,18 +10,22 @@ one, and the true type of what safetensors has no type for (stored as bytes). Di
 fixed width, so a header is laid out before the data is there and filled in afterwards. A large
 region has one for each block of it, so that a part can be read and verified by itself.
 
+Regions whose bytes an older shard file of the rank holds already are not written again: under
+`references` stands which file that is. What the region is, where it lies and its digests stand in
+that file's own header, once.
+
 Pure: lays out, builds and parses bytes; opens nothing. Used by: state (to fill), snapshot.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, strict, versions
+from trainckpt.format import digest, names, strict, versions
 from trainckpt.format.layout import Box
 
 if TYPE_CHECKING:
@@ -130,12 +134,15 @@ class ShardHeader:
         world: Ranks of the attempt that wrote it.
         regions: In the order of their bytes.
         header_bytes: Length of the 8-byte prefix and the padded header: where the data begins.
+        references: Key of a region that is not here -> the older shard file that holds it, as
+            `names.reached_file` reads it.
     """
 
     rank: int
     world: int
     regions: tuple[Region, ...]
     header_bytes: int = field(default=0, compare=False)
+    references: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def data_bytes(self) -> int:
@@ -188,13 +195,14 @@ def header_length(prefix: bytes | bytearray | memoryview, what: str) -> int:
     return 8 + length
 
 
-def parse(head: bytes | memoryview, what: str, *, file_bytes: int) -> ShardHeader:
+def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> ShardHeader:
     """Read the first bytes of a shard file back into a `ShardHeader`.
 
     Args:
         head: Prefix and header, as `header_length` says.
         what: Names the file in errors.
-        file_bytes: Length of the whole file; every region must lie inside it.
+        file_bytes: Length of the whole file; every region must lie inside it. None: it may be
+            written just now.
 
     Raises:
         UnusableSnapshot: anything is missing, of a wrong type, overlapping or out of bounds.
@@ -216,16 +224,17 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int) -> ShardHeade
         for key, entry in entries.items()
         if key != "__metadata__"
     ]
+    references = _parse_references(facts, entries, what)
     regions.sort(key=lambda r: (r.first_byte, r.num_bytes))
-    _check_places(regions, file_bytes - len(head), what)
+    _check_places(regions, None if file_bytes is None else file_bytes - len(head), what)
     rank, world = strict.count(facts, "rank", what), strict.count(facts, "world", what)
-    return ShardHeader(rank, world, tuple(regions), len(head))
+    return ShardHeader(rank, world, tuple(regions), len(head), references)
 
 
 def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader:
     """The same header with the digest of each region filled in, by region key."""
     regions = tuple(_moved(r, r.first_byte, digests[r.key]) for r in header.regions)
-    return ShardHeader(header.rank, header.world, regions, header.header_bytes)
+    return replace(header, regions=regions)
 
 
 def _moved(region: Region, first_byte: int, new_digest: str = "") -> Region:
@@ -236,7 +245,7 @@ def _moved(region: Region, first_byte: int, new_digest: str = "") -> Region:
 
 
 def _metadata(header: ShardHeader) -> str:
-    facts = {
+    facts: dict[str, Any] = {
         "format": versions.WRITTEN,
         "rank": header.rank,
         "world": header.world,
@@ -249,6 +258,11 @@ def _metadata(header: ShardHeader) -> str:
         },
         "dtypes": {r.key: r.true_dtype for r in header.regions if r.true_dtype},
     }
+    if header.references:
+        by_file: dict[str, list[str]] = {}
+        for key, file in sorted(header.references.items()):
+            by_file.setdefault(file, []).append(key)
+        facts.update({"format": versions.WITH_REFERENCES, "references": by_file})
     return strict.canonical(facts).decode()
 
 
@@ -277,11 +291,28 @@ def _parse_region(
     return region
 
 
-def _check_places(regions: list[Region], data_bytes: int, what: str) -> None:
+def _parse_references(
+    facts: dict[str, Any], entries: Mapping[str, Any], what: str
+) -> dict[str, str]:
+    if facts["format"] < versions.WITH_REFERENCES:
+        return {}
+    found: dict[str, str] = {}
+    for file, keys in strict.field(facts, "references", dict, what).items():
+        names.reached_file(file)
+        if type(keys) is not list or any(type(key) is not str for key in keys):
+            raise UnusableSnapshot(f"{what}: what it refers to in {file} is not readable")
+        found.update(dict.fromkeys(keys, file))
+    listed = sum(len(keys) for keys in facts["references"].values())
+    if len(found) != listed or not found.keys().isdisjoint(entries):
+        raise UnusableSnapshot(f"{what} says of one region that it lies in two places")
+    return found
+
+
+def _check_places(regions: list[Region], data_bytes: int | None, what: str) -> None:
     at = 0
     for region in regions:
         if region.first_byte != at:
             raise UnusableSnapshot(f"{what}: {region.key[:100]} overlaps or leaves a gap")
         at += region.num_bytes
-    if at != data_bytes:
+    if data_bytes is not None and at != data_bytes:
         raise UnusableSnapshot(f"{what} holds {data_bytes} bytes of data, its header names {at}")

@@ -6,7 +6,8 @@ from trainckpt.errors import UnusableSnapshot
 
 VERSION = "0.1.0"  # of this release; pyproject.toml says the same
 WRITTEN = 2
-READABLE = frozenset({1, 2})
+WITH_REFERENCES = 3  # written only where there are any: without, older releases read it too
+READABLE = frozenset({1, 2, 3})
 
 
 def check_version(found: object, what: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.snapshot.restore import Reader, read_header
+from trainckpt.snapshot.restore import Reader
 from trainckpt.state.captured import VALUES
 from trainckpt.state.stage import Destination, parse_values
 
@@ -61,9 +61,9 @@ class Contents:
 
     def _find_owners(self) -> dict[str, dict[int, tuple[int, ...]]]:
         found: dict[str, dict[int, tuple[int, ...]]] = {}
-        folder, tensors = self.manifest.name.folder, self.manifest.tensors
-        for rank, file in enumerate(self.manifest.files):
-            for region in read_header(self.source.tier, folder, file).regions:
+        tensors = self.manifest.tensors
+        for rank in range(self.manifest.world):
+            for region in (place.region for place in self.reader.places(rank)):
                 entry = tensors.get(region.tensor)
                 if entry is not None and entry.layout is None:
                     found.setdefault(region.tensor, {})[rank] = region.shape

@@ -168,7 +168,7 @@ class Writer:
     def _discard(self, name: SnapshotName) -> None:
         """Every rank has written or failed, and nothing is committed: make room for the next."""
         try:
-            prune.prune(self._tier, [name])
+            prune.prune(self._tier, [name], ())
         except TrainckptError as error:
             logger.warning("what is left of %s could not be removed: %s", name, error.message)
 
@@ -186,7 +186,9 @@ class Writer:
             doomed = prune.plan_prune(
                 candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt
             )
-            prune.prune(self._tier, doomed, unless=self._is_superseded)
+            kept = prune.kept_files(self._tier, candidates, doomed)
+            doomed += prune.left_folders(candidates)
+            prune.prune(self._tier, doomed, kept, unless=self._is_superseded)
         except TrainckptError as error:
             logger.warning("old snapshots could not be pruned: %s", error.message)
 

@@ -4,11 +4,16 @@ Readers fence: a candidate is a snapshot on the ancestry of the newest attempt. 
 committed after its successor had begun, or what `resume --at` left behind, is an *abandoned
 branch*: listed, and used only by name. Listing reads manifests and file lengths, not the data;
 every digest is verified when the data is read.
+
+A folder whose snapshot was pruned, and whose files are kept because newer snapshots refer to them,
+is no candidate, and not in the catalog: see `prune`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
@@ -18,7 +23,7 @@ from trainckpt.format.attempt import UNDECIDED
 from trainckpt.format.names import SnapshotName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.manifest import Manifest
@@ -57,7 +62,15 @@ def read_catalog(
         name for name in map(SnapshotName.parse, tier.list(names.SNAPSHOTS)) if name is not None
     ]
     reach = ancestry(attempts, found)
-    return tuple(_look(tier, run, name, reach) for name in sorted(found, reverse=True))
+    size = cache(tier.size)  # many may refer to one file
+    listed = [_look(tier, run, name, reach, size) for name in sorted(found, reverse=True)]
+    reached = {folder for candidate in listed for folder in reached_folders(candidate.manifest)}
+    return tuple(c for c in listed if c.reason != NOT_COMMITTED or c.name not in reached)
+
+
+def reached_folders(manifest: Manifest | None) -> set[SnapshotName]:
+    """The older snapshots whose files this one refers to."""
+    return {names.reached_file(file.name)[0] for file in manifest.reached} if manifest else set()
 
 
 def ancestry(
@@ -122,15 +135,23 @@ def _is_called(candidate: Candidate, wanted: str) -> bool:
     return wanted in (str(candidate.name), candidate.name.id, *tags)
 
 
-def _look(tier: Tier, run: str, name: SnapshotName, reach: Mapping[int, float]) -> Candidate:
+def _look(
+    tier: Tier,
+    run: str,
+    name: SnapshotName,
+    reach: Mapping[int, float],
+    size_of: Callable[[str], int | None],
+) -> Candidate:
     if tier.size(f"{name.folder}/{names.MANIFEST}") is None:
         return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
     try:
         manifest = load_manifest(tier, run, name)
     except UnusableSnapshot as error:
         return Candidate(name, None, usable=False, reason=error.message)
-    for file in manifest.files:
-        size = tier.size(f"{name.folder}/{file.name}")
+    own = ((f"{name.folder}/{file.name}", file) for file in manifest.files)
+    older = ((f"{names.SNAPSHOTS}/{file.name}", file) for file in manifest.reached)
+    for key, file in chain(own, older):
+        size = size_of(key)
         if size != file.num_bytes:
             what = "is missing" if size is None else f"has {size} bytes, not {file.num_bytes}"
             return Candidate(name, manifest, usable=False, reason=f"{file.name} {what}")

@@ -5,12 +5,14 @@
     3. manifest      rank 0       written to a temporary name after all of 2, fsynced
     4. the commit    rank 0       the manifest is renamed into place, the folder fsynced
 
+Older shard files that the new ones refer to were committed before, and are looked for again in 3.
 A crash before 4 leaves garbage for `prune`, never half a snapshot; a crash after 4 loses nothing.
 Folders carry attempt and sequence number, so no commit ever replaces another.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed
@@ -29,8 +31,9 @@ def commit(tier: Tier, manifest: Manifest) -> None:
         SaveFailed: a shard file is not there with its length, so nothing was committed.
     """
     folder = manifest.name.folder
-    for file in manifest.files:
-        size = tier.size(f"{folder}/{file.name}")
+    older = ((names.SNAPSHOTS, file) for file in manifest.reached)
+    for place, file in chain(((folder, file) for file in manifest.files), older):
+        size = tier.size(f"{place}/{file.name}")
         if size != file.num_bytes:
-            raise SaveFailed(f"{folder}/{file.name} is {size} bytes, {file.num_bytes} were written")
+            raise SaveFailed(f"{place}/{file.name} is {size} bytes, {file.num_bytes} were written")
     tier.replace(f"{folder}/{names.MANIFEST}", manifests.dump(manifest))

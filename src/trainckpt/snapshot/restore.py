@@ -1,7 +1,8 @@
 """Restore: read and verify parts of a snapshot. The mirror of `save`.
 
 Nothing is handed on that was not verified: the header by the digest in the manifest, every block
-by its digest in the header, as it is read. The live objects are not touched here.
+by its digest in the header, as it is read. What a file refers to in an older one is read there, in
+the same way. The live objects are not touched here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, shard_file
+from trainckpt.format import digest, names, shard_file
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import FileEntry, Manifest
@@ -52,15 +53,18 @@ def read_header(tier: Tier, folder: str, file: FileEntry) -> ShardHeader:
 
 
 class Found(NamedTuple):
-    """A region found in the header of a file, and the first byte of it in that file."""
+    """A region found in the header of a file, and the first byte of it in that file.
 
-    file: int
+    The file is the one that holds its bytes: of this snapshot, or of one that it refers to.
+    """
+
+    key: str
     first_byte: int
     region: Region
 
 
 class Reader:
-    """Reads parts of one snapshot; each header once.
+    """Reads parts of one snapshot, and of the older files it refers to; each header once.
 
     Attributes:
         manifest: Of the snapshot.
@@ -71,7 +75,9 @@ class Reader:
         self._tier = tier
         self.manifest = manifest
         self.planner = Planner(manifest)
-        self._headers: dict[int, tuple[int, dict[str, Region]]] = {}
+        self._files: dict[int, tuple[dict[str, Region], dict[str, Found]]] = {}
+        self._reached = {file.name: file for file in manifest.reached}
+        self._held: dict[str, dict[str, Found]] = {}  # of older files
 
     def read(
         self, wanted: Mapping[str, Box | None], destination: Destination, *, donor: int
@@ -98,10 +104,13 @@ class Reader:
 
     def find(self, read: Read) -> Found:
         """Where the region of one read lies; errors as `read`."""
-        first_byte, regions = self._header(read.file)
+        regions, places = self._places_of(read.file)
         what = self.manifest.files[read.file].name
-        region = find(read, self.manifest.tensors[read.tensor], regions, what)
-        return Found(read.file, first_byte + region.first_byte, region)
+        return places[find(read, self.manifest.tensors[read.tensor], regions, what).key]
+
+    def places(self, file: int) -> Collection[Found]:
+        """Every region that one rank stored, and where it lies; errors as `read`."""
+        return self._places_of(file)[1].values()
 
     def read_blocks(
         self, place: Found, begin: int, end: int, into: memoryview | None = None
@@ -124,7 +133,7 @@ class Reader:
         last = min(-(-end // block) * block, region.num_bytes) if block else 0
         if into is None or len(into) != last - first:
             into = memoryview(bytearray(last - first))
-        key = self._key(place.file)
+        key = place.key
         self._tier.read_into(key, place.first_byte + first, into)
         at = first // block * digest.NUM_HEX if block else 0
         told = region.digest[at : at + max(1, -(-len(into) // (block or 1))) * digest.NUM_HEX]
@@ -140,9 +149,7 @@ class Reader:
         if part.is_empty and region.num_bytes:
             return  # only the type was wanted
         if memory is not None and len(memory) != end - begin:
-            raise UnusableSnapshot(
-                f"{self._key(place.file)}: {region.key[:100]} does not fit its tensor"
-            )
+            raise UnusableSnapshot(f"{place.key}: {region.key[:100]} does not fit its tensor")
         first, data = self.read_blocks(place, begin, end, memory)
         if memory is None:
             destination.put(region, part, data[begin - first : end - first])
@@ -152,17 +159,36 @@ class Reader:
     def _look_up(self, reads: Sequence[Read]) -> list[tuple[Found, Read]]:
         """Where the regions of one file begin, in the order of the file."""
         found = [(self.find(read), read) for read in reads]
-        return sorted(found, key=lambda each: each[0].first_byte)
+        return sorted(found, key=lambda each: each[0][:2])
 
-    def _header(self, file: int) -> tuple[int, dict[str, Region]]:
-        if file not in self._headers:
+    def _places_of(self, file: int) -> tuple[dict[str, Region], dict[str, Found]]:
+        """What one rank stored, wherever it lies, by key; each header is read once."""
+        if file not in self._files:
             if file >= len(self.manifest.files):
                 raise UnusableSnapshot(f"the snapshot has no file of rank {file}")
             entry = self.manifest.files[file]
             header = read_header(self._tier, self.manifest.name.folder, entry)
-            regions = {region.key: region for region in header.regions}
-            self._headers[file] = header.header_bytes, regions
-        return self._headers[file]
+            key = f"{self.manifest.name.folder}/{entry.name}"
+            places = {r.key: Found(key, header.header_bytes + r.first_byte, r)
+                      for r in header.regions}  # fmt: skip
+            for referred, held in self._referred(header, key).items():
+                places.setdefault(referred, held)
+            self._files[file] = {key: place.region for key, place in places.items()}, places
+        return self._files[file]
 
-    def _key(self, file: int) -> str:
-        return f"{self.manifest.name.folder}/{self.manifest.files[file].name}"
+    def _referred(self, header: ShardHeader, what: str) -> dict[str, Found]:
+        """The regions that older files hold for this one."""
+        found: dict[str, Found] = {}
+        for region_key, name in header.references.items():
+            if name not in self._reached:
+                raise UnusableSnapshot(f"{what} refers to {name}, which the manifest does not name")
+            if name not in self._held:
+                older = read_header(self._tier, names.SNAPSHOTS, self._reached[name])
+                key = f"{names.SNAPSHOTS}/{name}"
+                self._held[name] = {
+                    r.key: Found(key, older.header_bytes + r.first_byte, r) for r in older.regions
+                }
+            if region_key not in self._held[name]:
+                raise UnusableSnapshot(f"{what} refers to {region_key[:100]}, not held by {name}")
+            found[region_key] = self._held[name][region_key]
+        return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED
+from trainckpt.snapshot.prune import is_over, last_committed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.catalog import Candidate
 
 OLD = "older than the {} kept"
-GARBAGE = "not committed: left by an attempt that is over"
+GARBAGE = "not committed: left by a save that is over"
+UNREACHED = "pruned before, and no checkpoint refers to it any more"
 BRANCH = "abandoned branch"
 
 
@@ -49,7 +51,8 @@ def plan_sweep(
         keep: Full names to keep whatever the policy says.
         abandoned: Whether abandoned branches go too.
     """
-    kept, doomed = 0, []
+    kept, doomed, candidates = 0, [], tuple(candidates)
+    committed = last_committed(candidates)
     number = max(keep_last, 1)
     for candidate in candidates:
         name = candidate.name
@@ -59,7 +62,9 @@ def plan_sweep(
             kept += 1
         elif candidate.usable:
             doomed.append(Doomed(name, OLD.format(number)))
-        elif candidate.reason == NOT_COMMITTED and name.attempt not in live:
+        elif candidate.reason == NOT_COMMITTED and (
+            name.attempt not in live or is_over(name, committed)
+        ):
             doomed.append(Doomed(name, GARBAGE))
         elif candidate.reason == ABANDONED and abandoned:
             doomed.append(Doomed(name, BRANCH))

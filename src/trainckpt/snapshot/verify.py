@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
-from trainckpt.snapshot.restore import read_header
+from trainckpt.format.names import MANIFEST, SNAPSHOTS
+from trainckpt.snapshot.restore import Reader, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.tiers.base import Tier
+
+    Checked = tuple[str, int, str, str]  # key, bytes, digest, header's digest
 
 CHUNK_BYTES = 8 << 20
 # Only the header is read; the reader for torch would import it, which takes seconds.
@@ -34,18 +37,55 @@ class Copy:
 
 
 def verify(
-    tier: Tier, manifest: Manifest, progress: Callable[[int], None] = lambda num_bytes: None
+    tier: Tier,
+    manifest: Manifest,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    known: dict[Checked, str] | None = None,
 ) -> tuple[Copy, ...]:
-    """Read every file of a snapshot whole; `progress` is told the bytes of each chunk read."""
-    found = []
-    for file in manifest.files:
-        reason = _check(tier, manifest.name.folder, file, progress)
-        found.append(Copy(str(manifest.name), tier.name, file.name, not reason, reason))
+    """Read every file of a snapshot whole, and those of older ones that it refers to.
+
+    Args:
+        tier, manifest: Where it lies, and what it says.
+        progress: Is told the bytes of each chunk read.
+        known: What was found of files that were read before, and is added to: several snapshots
+            may refer to one file, which is read once.
+    """
+    found, known = list[Copy](), {} if known is None else known
+    for key, file in files_of(manifest):
+        checked = key, file.num_bytes, file.digest, file.header_digest
+        if checked not in known:
+            known[checked] = _check(tier, key, file, progress)
+        found.append(_copy(tier, manifest, file.name, known[checked]))
+    if manifest.reached and all(copy.ok for copy in found):
+        reason = _referred(tier, manifest)
+        found += [_copy(tier, manifest, MANIFEST, reason)] if reason else []
     return tuple(found)
 
 
-def _check(tier: Tier, folder: str, file: FileEntry, progress: Callable[[int], None]) -> str:
-    key = f"{folder}/{file.name}"
+def _copy(tier: Tier, manifest: Manifest, file: str, reason: str) -> Copy:
+    return Copy(str(manifest.name), tier.name, file, not reason, reason)
+
+
+def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
+    """Every file that a snapshot needs, by its key: its own, then older ones."""
+    for file in manifest.files:
+        yield f"{manifest.name.folder}/{file.name}", file
+    for file in manifest.reached:
+        yield f"{SNAPSHOTS}/{file.name}", file
+
+
+def _referred(tier: Tier, manifest: Manifest) -> str:
+    """Why a file that is what it should be refers to what is not there; else ""."""
+    reader = Reader(tier, manifest)
+    try:
+        for rank in range(manifest.world):
+            reader.places(rank)
+    except UnusableSnapshot as error:
+        return error.message
+    return ""
+
+
+def _check(tier: Tier, key: str, file: FileEntry, progress: Callable[[int], None]) -> str:
     try:
         size = tier.size(key)
         if size is None:
@@ -54,7 +94,7 @@ def _check(tier: Tier, folder: str, file: FileEntry, progress: Callable[[int], N
             return f"has {size} bytes, not {file.num_bytes}"
         if digest.digest_blocks(_chunks(tier, key, size, progress)) != file.digest:
             return "does not match its digest"
-        read_header(tier, folder, file)
+        read_header(tier, key.removesuffix(f"/{file.name}"), file)
         return _plain_reader(tier, key)
     except UnusableSnapshot as error:
         return error.message

@@ -167,6 +167,7 @@ def stage(
     rank: int,
     world: int,
     memory: Callable[[int], memoryview] | None = None,
+    references: Mapping[str, str] | None = None,
 ) -> Shard:
     """Copy `regions` of the captured tensors to their places in one shard file.
 
@@ -177,8 +178,9 @@ def stage(
         world: Ranks of the attempt.
         memory: Asked for so many bytes that begin at a page; what it gave before is then gone.
             None: fresh memory of this process.
+        references: Regions that are not copied, since an older file holds their bytes.
     """
-    header = _laid_out(tuple(regions), rank, world)
+    header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     for region in header.regions:
@@ -188,16 +190,25 @@ def stage(
 
 
 @lru_cache(maxsize=4)
-def _laid_out(regions: tuple[Region, ...], rank: int, world: int) -> ShardHeader:
+def _laid_out(
+    regions: tuple[Region, ...], rank: int, world: int, references: tuple[tuple[str, str], ...] = ()
+) -> ShardHeader:
     """Where everything goes. From save to save most often the same, so it is remembered."""
-    header = ShardHeader(rank, world, shard_file.lay_out(regions))
+    header = ShardHeader(rank, world, shard_file.lay_out(regions), references=dict(references))
     return replace(header, header_bytes=len(shard_file.build(header)))
 
 
 @torch.no_grad()
-def stream(captured: Captured, regions: Iterable[Region], *, rank: int, world: int) -> Stream:
+def stream(
+    captured: Captured,
+    regions: Iterable[Region],
+    *,
+    rank: int,
+    world: int,
+    references: Mapping[str, str] | None = None,
+) -> Stream:
     """As `stage`, but nothing is copied before the file is written."""
-    header = ShardHeader(rank, world, shard_file.lay_out(tuple(regions)))
+    header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     sources = [_source(captured, region) for region in header.regions]
     digests = {
         region.key: digest.digests_by_block(

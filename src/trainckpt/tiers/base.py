@@ -7,7 +7,7 @@ Any mix of calls, from several threads. Keys are relative paths with `/`.
     replace  atomic: readers see the old bytes or the new ones, before and after a power cut.
     create   atomic, and exactly one of several callers gets True.
     list     names in one folder; an absent folder is an empty list, a denied one an error.
-    remove   what is gone already is no error.
+    remove   what is gone already is no error. A folder of which files are kept stays.
 
 An absent key is `UnusableSnapshot`, anything the place refuses is `TierUnavailable`.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 
 class Tier(Protocol):
@@ -34,4 +34,4 @@ class Tier(Protocol):
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None: ...
     def list(self, folder: str) -> list[str]: ...
     def remove(self, key: str) -> None: ...
-    def remove_folder(self, folder: str) -> None: ...
+    def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None: ...

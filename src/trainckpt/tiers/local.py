@@ -20,7 +20,7 @@ from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers.disk import Disk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 TEMPORARY = ".tmp-"
 
@@ -123,13 +123,16 @@ class LocalTier:
         with translated("create", path):
             return self._make_folders(path)
 
-    def remove_folder(self, folder: str) -> None:
-        """Remove `folder` and the files in it."""
+    def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
+        """Remove the files in `folder` but those called as in `keep`; without any, itself too."""
         path = self._path(folder)
         with translated("remove", path), contextlib.suppress(FileNotFoundError):
-            for entry in sorted(path.iterdir()):
-                self.disk.remove(entry)
-            self.disk.remove_folder(path)
+            entries = sorted(path.iterdir())
+            for entry in entries:
+                if entry.name not in keep:
+                    self.disk.remove(entry)
+            if not any(entry.name in keep for entry in entries):
+                self.disk.remove_folder(path)
 
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []
