@@ -172,7 +172,10 @@ class Saver:
     def _shard(
         self, captured: Captured, planned: Sequence[Region], *, last: bool
     ) -> stage.Shard | stage.Stream:
-        ranks = {"rank": self._channel.world.rank, "world": self._channel.world.size}
+        ranks: dict[str, Any] = {
+            "rank": self._channel.world.rank,
+            "world": self._channel.world.size,
+        }
         if not last or self.arenas.are_ready:
             try:
                 return stage.stage(captured, planned, memory=self.arenas.memory, **ranks)
