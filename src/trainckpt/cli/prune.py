@@ -12,6 +12,7 @@ from trainckpt.lifecycle import heartbeat, place, source
 from trainckpt.lifecycle.choice import KEEP_LAST, READING
 from trainckpt.lifecycle.options import read_options
 from trainckpt.snapshot import attempts, prune, sweep
+from trainckpt.tiers import memory
 
 if TYPE_CHECKING:
     import argparse
@@ -60,6 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         done = _delete(tier, rows, kept_files, newest)
         notes += [_INTERRUPTED] if done < len(rows) else []
         rows = rows[:done]
+        notes += [] if live else _give_back_memory(tier)
     gone = {row["name"] for row in rows}
     kept = [str(c.name) for c in candidates if str(c.name) not in gone]
     _tell(arguments, tier, keep_last, rows, kept, notes)
@@ -111,6 +113,17 @@ def _delete(tier: LocalTier, rows: list[dict[str, Any]], kept: frozenset[str], n
             return done
         prune.prune(tier, [name], kept)
     return len(rows)
+
+
+def _give_back_memory(tier: LocalTier) -> list[str]:
+    """What attempts that are over hold of this host's memory; a note if there was any."""
+    memory.reclaim()
+    held = memory.MemoryPlace.found(tier.url)
+    if held is None or held.is_in_use:
+        return []
+    freed = held.num_bytes
+    held.remove()
+    return [f"{show.size(freed)} of this host's memory were given back"] if freed else []
 
 
 def _tell(

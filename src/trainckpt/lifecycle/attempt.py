@@ -29,6 +29,7 @@ from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.state.capture import capture
+from trainckpt.tiers.memory import reclaim
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -258,6 +259,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
 
 def _arenas(crew: Crew, beginning: Beginning) -> Arenas:
     """The memory of this rank, among those of its host."""
+    reclaim()
     hosts = beginning.record.facts["hosts"]
     local = [rank for rank, host in enumerate(hosts) if host == crew.world.host]
     arenas = Arenas(crew.tier.url, crew.world.rank, local, crew.options.memory_budget)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.world import World
     from trainckpt.state.registry import Registry
     from trainckpt.state.targets import Targets
-    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.base import Readable
 
 SAME_WAY = "launch as many ranks in the same layout, or keep no sharded tensors in that object"
 
@@ -84,7 +84,7 @@ class Reading:
 
 
 def read_state(
-    tier: Tier, manifest: Manifest, registry: Registry, world: World
+    tier: Readable, manifest: Manifest, registry: Registry, world: World
 ) -> tuple[Reading, Saved | None]:
     """Read and verify what this rank needs and no other rank needs a part of.
 

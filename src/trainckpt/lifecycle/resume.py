@@ -24,10 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import (
     ConfigurationError,
-    NoAgreement,
     NoUsableSnapshot,
-    StateMismatch,
-    TierUnavailable,
     TrainckptError,
     UnusableSnapshot,
 )
@@ -36,13 +33,13 @@ from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import choice as choices
 from trainckpt.lifecycle import error_json, last_words, launch
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S, Seat, attach, own_view
+from trainckpt.lifecycle.candidate import read_candidate
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.read_state import read_state
-from trainckpt.lifecycle.read_together import offers, read_together
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog
+from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,9 +47,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.attempt_log import AttemptLog
-    from trainckpt.lifecycle.read_state import Reading
     from trainckpt.ranks.channel import Channel
-    from trainckpt.ranks.world import World
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.local import LocalTier
@@ -255,113 +250,23 @@ def _try_in_order(
 ) -> Beginning:
     refused = dict(told["refused"])
     names = [SnapshotName.parse(text) for text in told["candidates"]]
+    memory = MemoryPlace.found(tier.url)
     for number, name in enumerate(names):
         assert name is not None
         record = _now_reading(tier, channel, beginning.record, number, name)
         beginning = replace(beginning, record=record)
-        shared = channel.scoped(f"shared/{number}")
-        read = _Read(tier, channel.world, registry, beginning.run, name)
-        results = channel.gather(f"read/{number}", read.alone(), RANKS_TIMEOUT_S)
-        _must_fit(name, results)
-        if all(r["kind"] == "ok" for r in results) and any(r["offers"] for r in results):
-            result = read.together(shared, [r["offers"] for r in results])
-            results = shared.gather("read", result, RANKS_TIMEOUT_S)
-            _must_fit(name, results)
-        reasons = list(dict.fromkeys(r["message"] for r in results if r["kind"] != "ok"))
-        if not reasons:
+        part = channel.scoped(f"read/{number}")
+        read = read_candidate(tier, memory, part, registry, beginning.run, name)
+        if not read.reasons:
             lost = told["lost"].get(str(name))
             found = replace(beginning, manifest=read.manifest, saved=read.saved, refused=refused)
             return replace(found, lost=None if lost is None else lost + found.rewound)
-        if any(r["kind"] == "tier" for r in results):
-            raise TierUnavailable("; ".join(reasons), hint="make the run's place readable again")
-        refused[str(name)] = "; ".join(reasons)
+        refused[str(name)] = "; ".join(read.reasons)
     if names or (refused and not told["why_fresh"] and _is_serious(refused)):
         raise NoUsableSnapshot(tier.url, refused)
     return replace(beginning, refused=refused)
 
 
-def _must_fit(name: SnapshotName, results: list[dict[str, Any]]) -> None:
-    """Raise the first difference between the script's objects and the snapshot, on all ranks."""
-    mismatch = [r for r in results if r["kind"] == "mismatch"]
-    if mismatch:
-        raise error_json.from_json(mismatch[0])
-    _must_agree(name, results)
-
-
-def _must_agree(name: SnapshotName, results: list[dict[str, Any]]) -> None:
-    """Ranks that go on inside the window would wait for ranks that begin it anew."""
-    exact = [r["exact"] for r in results if r["kind"] == "ok"]
-    if len(set(exact)) > 1:
-        raise StateMismatch(
-            f"snapshot {name} cannot be resumed in this layout",
-            [f"rank {rank} holds its tensors as they were" for rank, e in enumerate(exact) if e],
-            hint="wrap the model in the same way on every rank",
-        )
-
-
 def _is_serious(refused: Mapping[str, str]) -> bool:
     excused = (catalog.NOT_COMMITTED, catalog.ABANDONED)
     return any(reason not in excused for reason in refused.values())
-
-
-class _Read:
-    """This rank's part of one candidate; each step answers what to bring to the others.
-
-    Attributes:
-        manifest: The candidate's, once it was read.
-        saved: This rank's state of it, once it is complete.
-    """
-
-    def __init__(
-        self, tier: LocalTier, world: World, registry: Registry, run: str, name: SnapshotName
-    ) -> None:
-        self.manifest: Manifest | None = None
-        self.saved: Saved | None = None
-        self._reading: Reading | None = None
-        self._tier, self._world, self._registry = tier, world, registry
-        self._run, self._name = run, name
-
-    def alone(self) -> dict[str, Any]:
-        """What no other rank needs a part of; and what to read together."""
-        return self._result(self._alone)
-
-    def together(self, channel: Channel, everyone: list[dict[str, str]]) -> dict[str, Any]:
-        """The rest, with the ranks that offer the same. All ranks were fine so far.
-
-        Raises:
-            NoAgreement: a rank is gone.
-        """
-        return self._result(lambda: self._together(channel, everyone))
-
-    def _alone(self) -> dict[str, Any]:
-        self.manifest = catalog.load_manifest(self._tier, self._run, self._name)
-        self._reading, self.saved = read_state(
-            self._tier, self.manifest, self._registry, self._world
-        )
-        exact = self._reading.targets.exact
-        return {"kind": "ok", "exact": exact, "offers": offers(self._reading)}
-
-    def _together(self, channel: Channel, everyone: list[dict[str, str]]) -> dict[str, Any]:
-        assert self._reading is not None
-        refusal = read_together(self._reading, channel, everyone)
-        if refusal is not None:
-            return _failed(refusal.error, refusal.rank)
-        self.saved = self.saved or self._reading.finish()
-        return {"kind": "ok", "exact": self._reading.targets.exact, "offers": {}}
-
-    def _result(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        try:
-            return call()
-        except NoAgreement:
-            raise
-        except TrainckptError as error:
-            return _failed(error, self._world.rank)
-
-
-def _failed(error: TrainckptError, rank: int) -> dict[str, Any]:
-    """The result of a rank that failed; the reason is the same on all whom it reached."""
-    told = error_json.to_json(error)
-    if isinstance(error, ConfigurationError):
-        return {"kind": "mismatch", **told}
-    told["message"] = f"rank {rank}: {told['message']}"
-    return {"kind": "tier" if isinstance(error, TierUnavailable) else "unusable", **told}

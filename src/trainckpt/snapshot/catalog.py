@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.manifest import Manifest
-    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.base import Readable, Tier
 
 NOT_COMMITTED = "not committed: a save that was cut short"
 ABANDONED = "abandoned branch: a later attempt did not begin from it"
@@ -97,7 +97,7 @@ def ancestry(
     return reach
 
 
-def load_manifest(tier: Tier, run: str, name: SnapshotName) -> Manifest:
+def load_manifest(tier: Readable, run: str, name: SnapshotName) -> Manifest:
     """The manifest of one snapshot, checked to be the one its place promises.
 
     Raises:

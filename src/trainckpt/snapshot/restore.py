@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.snapshot.restore_plan import Read
-    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.base import Readable
 
 
 class Destination(Protocol):
@@ -37,7 +37,7 @@ class Destination(Protocol):
         """The elements of `part` alone, row-major, for another rank; `data` as for `put`."""
 
 
-def read_header(tier: Tier, folder: str, file: FileEntry) -> ShardHeader:
+def read_header(tier: Readable, folder: str, file: FileEntry) -> ShardHeader:
     """The verified header of one shard file."""
     key = f"{folder}/{file.name}"
     prefix = bytearray(8)
@@ -71,7 +71,7 @@ class Reader:
         planner: Of this manifest.
     """
 
-    def __init__(self, tier: Tier, manifest: Manifest) -> None:
+    def __init__(self, tier: Readable, manifest: Manifest) -> None:
         self._tier = tier
         self.manifest = manifest
         self.planner = Planner(manifest)

@@ -113,12 +113,12 @@ class MemoryPlace:
         """Bytes in arenas of this rank, its own or those of earlier attempts."""
         return sum(path.stat().st_blocks * 512 for path, owner in self._arenas() if owner == rank)
 
-    def held(self, folder: str, name: str, num_bytes: int) -> Held | None:
+    def held(self, folder: str, name: str, num_bytes: int | None = None) -> Held | None:
         """The bytes of a shard file, locked for reading; None if they are not here.
 
         Args:
             folder, name: Of the snapshot (`snapshots/...`), and of the file in it.
-            num_bytes: Its length. What has another one is not it.
+            num_bytes: Its length, if it is known. What has another one is not it.
         """
         path = self.root / folder / name
         try:
@@ -128,9 +128,10 @@ class MemoryPlace:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
-            if status.st_size != num_bytes or not num_bytes or status.st_uid != os.getuid():
+            size = status.st_size if num_bytes is None else num_bytes
+            if status.st_size != size or not size or status.st_uid != os.getuid():
                 raise MemoryTaken
-            return Held(descriptor, mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED,
+            return Held(descriptor, mmap.mmap(descriptor, size, mmap.MAP_SHARED,
                                               mmap.PROT_READ))  # fmt: skip
         except (OSError, ValueError):
             os.close(descriptor)

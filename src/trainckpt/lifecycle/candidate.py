@@ -1,0 +1,184 @@
+"""A candidate: one snapshot, read and verified by all ranks, or refused by all with the reasons.
+
+Each file is read from this host's memory where it is there, and if anything in it does not match
+its digest, on any rank, all read the snapshot once more, without memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import (
+    ConfigurationError,
+    NoAgreement,
+    StateMismatch,
+    TierUnavailable,
+    TrainckptError,
+)
+from trainckpt.lifecycle import error_json
+from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
+from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.read_state import read_state
+from trainckpt.lifecycle.read_together import offers, read_together
+from trainckpt.snapshot import catalog
+from trainckpt.tiers.near import NearTier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.lifecycle.read_state import Reading
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.ranks.world import World
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.registry import Registry
+    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.memory import MemoryPlace
+
+
+@dataclass
+class Candidate:
+    """What one rank has read of it; `reasons` are why all refuse it, none if they do not."""
+
+    manifest: Manifest | None = None
+    saved: Saved | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+def read_candidate(
+    tier: Tier,
+    memory: MemoryPlace | None,
+    channel: Channel,
+    registry: Registry,
+    run: str,
+    name: SnapshotName,
+) -> Candidate:
+    """Read this rank's part. Every rank calls it, and all come to the same result.
+
+    Args:
+        tier: The run's place.
+        memory: Of this host, if it has any of this run.
+        channel: Fresh keys.
+        registry: What is compared with it, and not touched.
+        run, name: The snapshot.
+
+    Raises:
+        TierUnavailable: the run's place refused on any rank.
+        StateMismatch: the script's objects differ from it on any rank.
+    """
+    for place in (memory, None):
+        near = NearTier(tier, place)
+        read = _Read(near, channel.world, registry, run, name)
+        part = channel.scoped("near" if place is memory else "far")
+        try:
+            results = _read(read, part, name)
+        finally:
+            near.close()
+        reasons = list(dict.fromkeys(r["message"] for r in results if r["kind"] != "ok"))
+        from_memory = any(r["near"] for r in results)
+        if not reasons or not from_memory:
+            break
+        if channel.world.rank == 0:
+            logger.warning("%s in memory is not good, reading it from %s: %s", name, tier.url,
+                           "; ".join(reasons)[:500])  # fmt: skip
+    if any(r["kind"] == "tier" for r in results):
+        raise TierUnavailable("; ".join(reasons), hint="make the run's place readable again")
+    if from_memory and not reasons and channel.world.rank == 0:
+        logger.info("%s was read from memory", name)
+    return Candidate(read.manifest, read.saved, reasons)
+
+
+def _read(read: _Read, channel: Channel, name: SnapshotName) -> list[dict[str, Any]]:
+    """What all ranks bring of it, in the end."""
+    results = channel.gather("alone", read.alone(), RANKS_TIMEOUT_S)
+    _must_fit(name, results)
+    if all(r["kind"] == "ok" for r in results) and any(r["offers"] for r in results):
+        result = read.together(channel, [r["offers"] for r in results])
+        results = channel.gather("together", result, RANKS_TIMEOUT_S)
+        _must_fit(name, results)
+    return results
+
+
+class _Read:
+    """This rank's part of one candidate; each step answers what to bring to the others.
+
+    Attributes:
+        manifest: The candidate's, once it was read.
+        saved: This rank's state of it, once it is complete.
+    """
+
+    def __init__(
+        self, tier: NearTier, world: World, registry: Registry, run: str, name: SnapshotName
+    ) -> None:
+        self.manifest: Manifest | None = None
+        self.saved: Saved | None = None
+        self._reading: Reading | None = None
+        self._tier, self._world, self._registry = tier, world, registry
+        self._run, self._name = run, name
+
+    def alone(self) -> dict[str, Any]:
+        """What no other rank needs a part of; and what to read together."""
+        return self._result(self._alone)
+
+    def together(self, channel: Channel, everyone: list[dict[str, str]]) -> dict[str, Any]:
+        """The rest, with the ranks that offer the same. All ranks were fine so far.
+
+        Raises:
+            NoAgreement: a rank is gone.
+        """
+        return self._result(lambda: self._together(channel, everyone))
+
+    def _alone(self) -> dict[str, Any]:
+        self.manifest = catalog.load_manifest(self._tier, self._run, self._name)
+        self._reading, self.saved = read_state(
+            self._tier, self.manifest, self._registry, self._world
+        )
+        exact = self._reading.targets.exact
+        return {"kind": "ok", "exact": exact, "offers": offers(self._reading)}
+
+    def _together(self, channel: Channel, everyone: list[dict[str, str]]) -> dict[str, Any]:
+        assert self._reading is not None
+        refusal = read_together(self._reading, channel, everyone)
+        if refusal is not None:
+            return _failed(refusal.error, refusal.rank)
+        self.saved = self.saved or self._reading.finish()
+        return {"kind": "ok", "exact": self._reading.targets.exact, "offers": {}}
+
+    def _result(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            result = call()
+        except NoAgreement:
+            raise
+        except TrainckptError as error:
+            result = _failed(error, self._world.rank)
+        return {**result, "near": bool(self._tier.used)}
+
+
+def _failed(error: TrainckptError, rank: int) -> dict[str, Any]:
+    """The result of a rank that failed; the reason is the same on all whom it reached."""
+    told = error_json.to_json(error)
+    if isinstance(error, ConfigurationError):
+        return {"kind": "mismatch", **told}
+    told["message"] = f"rank {rank}: {told['message']}"
+    return {"kind": "tier" if isinstance(error, TierUnavailable) else "unusable", **told}
+
+
+def _must_fit(name: SnapshotName, results: list[dict[str, Any]]) -> None:
+    """Raise the first difference between the script's objects and the snapshot, on all ranks."""
+    mismatch = [r for r in results if r["kind"] == "mismatch"]
+    if mismatch:
+        raise error_json.from_json(mismatch[0])
+    _must_agree(name, results)
+
+
+def _must_agree(name: SnapshotName, results: list[dict[str, Any]]) -> None:
+    """Ranks that go on inside the window would wait for ranks that begin it anew."""
+    exact = [r["exact"] for r in results if r["kind"] == "ok"]
+    if len(set(exact)) > 1:
+        raise StateMismatch(
+            f"snapshot {name} cannot be resumed in this layout",
+            [f"rank {rank} holds its tensors as they were" for rank, e in enumerate(exact) if e],
+            hint="wrap the model in the same way on every rank",
+        )

@@ -1,0 +1,66 @@
+"""A tier of which some files are held in this host's memory too: those are read there.
+
+Memory is nearer, not truer: whoever reads verifies every digest, and reads again from the tier
+itself if one does not match.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.memory import Held, MemoryPlace
+
+
+class NearTier:
+    """Reads of one snapshot, each file from memory if it is there.
+
+    Attributes:
+        used: Files that were read from memory, sorted by when they were first asked for.
+    """
+
+    def __init__(self, tier: Tier, place: MemoryPlace | None) -> None:
+        self.name, self.url = tier.name, tier.url
+        self.used: list[str] = []
+        self._tier = tier
+        self._place = place
+        self._held: dict[str, Held | None] = {}
+
+    def size(self, key: str) -> int | None:
+        """As the tier says: what is only in memory does not exist."""
+        return self._tier.size(key)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """As the tier."""
+        return self._tier.read(key, max_bytes=max_bytes)
+
+    def list(self, folder: str) -> list[str]:
+        """As the tier."""
+        return self._tier.list(folder)
+
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
+        """From memory, or as the tier."""
+        held = self._find(key)
+        if held is None or first_byte + len(into) > len(held.data):
+            self._tier.read_into(key, first_byte, into)
+        else:
+            into[:] = held.data[first_byte : first_byte + len(into)]
+
+    def close(self) -> None:
+        """Let the memory be written again."""
+        for held in self._held.values():
+            if held is not None:
+                held.close()
+        self._held.clear()
+
+    def _find(self, key: str) -> Held | None:
+        if key not in self._held:
+            held = None
+            if self._place is not None:
+                folder, _, name = key.rpartition("/")
+                held = self._place.held(folder, name)
+            if held is not None:
+                self.used.append(key)
+            self._held[key] = held
+        return self._held[key]
