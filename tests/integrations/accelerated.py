@@ -34,6 +34,19 @@ class Noisy(Dataset):
         return self.x[i] + 0.1 * noise, i
 
 
+class Harder(Noisy):
+    """Grows with the epoch, which Accelerate tells a dataset that wants to know."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, i):
+        x, i = super().__getitem__(i)
+        return x * (1 + self.epoch), i
+
+
 class Stream(IterableDataset):
     """Data without indices."""
 
@@ -71,17 +84,20 @@ class Training:
     Args:
         workers: Of the loader.
         own: Options of the DataLoader.
+        kind: Of the training data.
+        judging: Options of the evaluation's DataLoader.
         data: Options of Accelerate's DataLoaderConfiguration.
     """
 
-    def __init__(self, workers=0, accumulate=ACCUMULATE, items=ITEMS, own=None, **data):
+    def __init__(self, workers=0, accumulate=ACCUMULATE, items=ITEMS, own=None, kind=Noisy,
+                 judging=None, **data):  # fmt: skip
         self.accelerator = fresh(accumulate, **data)
         seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        loader = DataLoader(Noisy(items), BATCH, shuffle=True, num_workers=workers, **(own or {}))
-        self.judged = DataLoader(Noisy(6), 3, shuffle=True)
+        loader = DataLoader(kind(items), BATCH, shuffle=True, num_workers=workers, **(own or {}))
+        self.judged = DataLoader(Noisy(6), 3, shuffle=True, **(judging or {}))
         self.counter = Counter()
         self.model, self.optimizer, self.scheduler, self.loader, self.judged = (
             self.accelerator.prepare(model, optimizer, scheduler, loader, self.judged)
@@ -98,7 +114,10 @@ class Training:
             self.scheduler.step()
             self.optimizer.zero_grad()
         self.counter.seen += len(ids)
-        return ids.tolist(), loss.item().hex(), self.accelerator.sync_gradients
+        triggered = self.accelerator.check_trigger()  # by the micro-batch before
+        if self.counter.seen % 3 == 0:
+            self.accelerator.set_trigger()
+        return ids.tolist(), loss.item().hex(), self.accelerator.sync_gradients, triggered
 
     def judge(self):
         """An evaluation in the middle of the epoch, with a shuffled loader of its own."""
@@ -130,7 +149,7 @@ def plain(**how):
     return seen, training.state()
 
 
-def tracked(place, seen, strike_at=None, epochs=EPOCHS, **how):
+def tracked(place, seen, strike_at=None, epochs=EPOCHS, prepare=None, **how):
     """An attempt; with `strike_at`, SIGTERM arrives before that boundary. The end; None if stopped.
 
     Args:
@@ -138,6 +157,7 @@ def tracked(place, seen, strike_at=None, epochs=EPOCHS, **how):
         seen: Gets each micro-batch's line under its number, of all attempts.
         strike_at: Micro-batches trained when the signal comes.
         epochs: To train.
+        prepare: Called with the Checkpointer and the training, before it begins.
         how: Of `Training`; `every` and `resume` are the Checkpointer's.
     """
     options = {name: how.pop(name) for name in ("every", "resume") if name in how}
@@ -146,6 +166,8 @@ def tracked(place, seen, strike_at=None, epochs=EPOCHS, **how):
     ckpt = trainckpt.accelerate.attach(
         training.accelerator, place, stop_at="micro-batch", on_stop="return", **options
     )
+    if prepare is not None:
+        prepare(ckpt, training)
     if strike_at == 0:
         strike(ckpt, here=rank == 0)
     for _ in ckpt.epochs(epochs):
@@ -165,7 +187,7 @@ def one(training, seen, number, x, ids):
     seen.setdefault(number, []).append(line)
 
 
-def compared(place, stops, **how):
+def compared(place, stops, prepare=None, **how):
     """Straight with trainckpt, then stopped before each of these boundaries and resumed.
 
     Returns:
@@ -176,8 +198,8 @@ def compared(place, stops, **how):
     for at in (None, *stops):
         seen, run = {}, f"{place}/{'straight' if at is None else at}"
         if at is not None:
-            assert tracked(run, seen, strike_at=at, **how) is None
-        if tracked(run, seen, **how) != end or seen != want:
+            assert tracked(run, seen, strike_at=at, prepare=prepare, **how) is None
+        if tracked(run, seen, prepare=prepare, **how) != end or seen != want:
             wrong.append("straight" if at is None else at)
     return wrong
 

@@ -51,6 +51,43 @@ def test_every_kind_of_loader_goes_on_where_it_was(tmp_path, how):
     assert compared(tmp_path, [3, 8], **how) == []
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_is_told_the_epoch_is_told_before_anything_is_fetched_again(
+    tmp_path, workers
+):
+    """In the middle of the second epoch; workers get a copy of the dataset as they start."""
+    how = {"kind": accelerated.Harder, "workers": workers, "items": 10}
+    assert compared(tmp_path, [7], **how) == []
+
+
+KEEPS = {"num_workers": 1, "persistent_workers": True}
+
+
+def test_an_evaluation_whose_workers_are_kept_is_said_not_to_be_exact(tmp_path, caplog):
+    """Before anything is trained, and again by the resume; and nothing of the training loader."""
+    own = {"persistent_workers": True}
+    how = {"items": 8, "workers": 1, "own": own, "judging": KEEPS}
+    with caplog.at_level("INFO", "trainckpt"):
+        tracked(tmp_path, {}, strike_at=2, **how)
+        tracked(tmp_path, {}, strike_at=3, **how)
+    why = "prepared loader 1 has persistent_workers=True and is not read through ckpt.loader"
+    said = [line.partition(": ")[0] for line in caplog.messages if why in line]
+    assert said == ["not exact", "not bitwise", "not exact"]
+    assert "prepared loader 0 has" not in caplog.text
+    assert any(": same data, not bitwise" in line for line in caplog.messages)
+
+
+def test_an_evaluation_that_is_tracked_too_keeps_its_workers_randomness(tmp_path):
+    """The way out that the warning names."""
+
+    def judged_by(ckpt, training):
+        ckpt.loader(training.loader)
+        training.judged = ckpt.loader(training.judged)
+
+    how = {"items": 12, "judging": KEEPS}
+    assert compared(tmp_path, [8], prepare=judged_by, **how) == []
+
+
 def test_two_stops_in_one_window_and_a_change_of_epochs_are_exact(tmp_path):
     want, end = plain()
     seen = {}

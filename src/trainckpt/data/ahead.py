@@ -46,6 +46,9 @@ class Reader(Protocol):
     def read(self, open_it: Callable[[], Iterator[Any]], *, resumed: bool) -> Iterator[Any]:
         """Return one pass. `open_it` makes the iterator underneath, when the reader would."""
 
+    def goes_on(self) -> None:
+        """A saved pass goes on: bring what it reads to its epoch, before anything is fetched."""
+
     def was_over(self) -> None:
         """A pass goes on that had been read to its end, so it is not read again."""
 
@@ -92,6 +95,7 @@ class AheadSource:
     def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
         """Go on with the saved pass; fetches again what was not returned."""
         self._forget()
+        self._reader.goes_on()
         self._iterator = self._under.resume(saved["under"])
         self.progress = Progress(saved["position"], saved["samples"])
         for rng in saved["again"]:

@@ -119,6 +119,11 @@ class AttachedCheckpointer(Checkpointer):
         self._prepared.append((loader, prepared))
         return super().loader(prepared)
 
+    def _seldom(self, *, evaluation: bool) -> None:
+        if self._first:  # whoever is tracked is so by now
+            self._note(self._remembered.problems(self._remembered.tracked_now()))
+        super()._seldom(evaluation=evaluation)
+
     def _must_be_prepared(self, loader: Any) -> None:
         accelerator = self._accelerator
         if not any(loader is one for one in accelerator._dataloaders):

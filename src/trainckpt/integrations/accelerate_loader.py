@@ -107,6 +107,10 @@ class ShardReader:
         finally:
             shard.base_dataloader, shard.rng_types = under, rng_types
 
+    def goes_on(self) -> None:
+        """Tell samplers and the dataset the epoch: workers get the dataset as it is then."""
+        self.shard.set_epoch(self.shard.iteration)
+
     def was_over(self) -> None:
         """All of the pass was read: what is left is to count it."""
         self.shard.iteration += 1

@@ -13,7 +13,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.adapter import Relied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 RELIED = (
     Relied("accelerate:Accelerator", "_do_sync", "counts the micro-batches of a window"),
@@ -83,8 +83,9 @@ def identities(accelerator: Any) -> set[int]:
 class Remembered:
     """What an Accelerator remembers from one micro-batch to the next, as one object to track.
 
-    The phase of the window, whether a step was skipped, the number of its next own checkpoint; and
-    of prepared loaders that are not tracked (an evaluation's) their epoch and generators.
+    The phase of the window, whether a step was skipped, the number of its next own checkpoint, a
+    trigger that was set and not checked; and of prepared loaders that are not tracked (an
+    evaluation's) their epoch and generators.
 
     Args:
         accelerator: Whose.
@@ -99,16 +100,21 @@ class Remembered:
         self._accelerator = accelerator
         self._tracked = tracked
 
+    def tracked_now(self) -> list[int]:
+        """The places of tracked loaders among the prepared, the first one first."""
+        prepared = {id(loader): i for i, loader in enumerate(self._accelerator._dataloaders)}
+        return [prepared[id(loader)] for loader in self._tracked()]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and generators' states."""
         accelerator = self._accelerator
-        prepared = {id(loader): i for i, loader in enumerate(accelerator._dataloaders)}
-        tracked = [prepared[id(loader)] for loader in self._tracked()]
+        tracked = self.tracked_now()
         return {
             "step": accelerator.step,
             "sync_gradients": bool(accelerator.gradient_state.sync_gradients),
             "skipped": [bool(one.step_was_skipped) for one in accelerator._optimizers],
             "checkpoints": accelerator.project_configuration.iteration,
+            "trigger": accelerator.flag_tensor,
             "tracked": tracked,
             "loaders": {
                 str(i): {
@@ -120,6 +126,20 @@ class Remembered:
             },
         }
 
+    def problems(self, tracked: Collection[int]) -> list[str]:
+        """Return what a resume cannot make exact of the loaders but the tracked, by their place."""
+        return [
+            f"prepared loader {i} has persistent_workers=True and is not read through ckpt.loader, "
+            "so a resume makes its workers anew, with other randomness: read it through "
+            "ckpt.loader as well, made before training begins and after the training loader's, "
+            "or leave persistent_workers=False"
+            for i, loader in enumerate(self._accelerator._dataloaders)
+            if i not in tracked and _keeps_workers(loader)
+        ]
+
+    def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
+        return self.problems(saved["tracked"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put them back."""
         accelerator = self._accelerator
@@ -128,6 +148,8 @@ class Remembered:
         for one, skipped in zip(accelerator._optimizers, state["skipped"], strict=False):
             one._is_overflow = skipped
         accelerator.project_configuration.iteration = state["checkpoints"]
+        trigger = state.get("trigger")
+        accelerator.flag_tensor = None if trigger is None else trigger.to(accelerator.device)
         for i, loader in enumerate(accelerator._dataloaders):
             held = state["loaders"].get(str(i))
             if held is not None:
@@ -135,6 +157,11 @@ class Remembered:
                 sampler.restore(loader.base_dataloader, held["order"])
         there = dict(enumerate(accelerator._dataloaders))
         self.tracked_then = [there[i] for i in state["tracked"] if i in there]
+
+
+def _keeps_workers(loader: Any) -> bool:
+    under = loader.base_dataloader
+    return bool(getattr(under, "persistent_workers", False) and under.num_workers > 0)
 
 
 def _wrapped(model: Any) -> Any:

@@ -140,7 +140,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
-        other = _other_state(beginning, _own_objects(crew))
+        other = _other_state(beginning, _own_objects(crew)) + _said_by_objects(crew, beginning)
         exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
         _arrive(crew, departure, beginning, parent)
@@ -193,6 +193,18 @@ def _own_objects(crew: Crew) -> list[str]:
     """Names of tracked objects of the script's own kinds, which may count micro-batches."""
     kinds = {generic.name: type(generic.target) for generic in crew.registry.generics}
     return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
+
+
+def _said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
+    """What an integration's object, given its saved state, says cannot be exact."""
+    found: list[str] = []
+    for generic in crew.registry.generics:
+        say = getattr(type(generic.target), "__trainckpt_problems__", None)
+        if say is not None and beginning.saved is not None:
+            found += say(
+                generic.target, beginning.saved.decode(beginning.saved.values[generic.name])
+            )
+    return found
 
 
 def _other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
