@@ -40,6 +40,8 @@ $(VENV)/.bench: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compare --ranks 1,2 --gigabytes 0.3 --compute busy,off-cpu \
 	  --json benchmarks/results/compare.json --png benchmarks/results/compare.png
+	$(BIN)/python -m benchmarks.startup --gigabytes 0.3 --json benchmarks/results/startup.json
+	$(BIN)/python -m benchmarks.lora --json benchmarks/results/lora.json
 	$(BIN)/python -m benchmarks.boundary --json benchmarks/results/boundary.json
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/loader.json
 	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.compare.caches import evict
 from benchmarks.compare.together import slowest, timed
 
 if TYPE_CHECKING:
@@ -169,13 +170,3 @@ def in_threads(act: Callable[[Any], None], items: list[Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def evict(path: Path) -> None:
-    """Write back what the page cache holds of a file, or of all files of a folder; forget it."""
-    for each in [path] if path.is_file() else path.rglob("*"):
-        if each.is_file():
-            file = os.open(each, os.O_RDONLY)
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)

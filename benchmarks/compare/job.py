@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from benchmarks.compare import systems
-from benchmarks.compare.floors import Floors, evict
+from benchmarks.compare.caches import evict
+from benchmarks.compare.floors import Floors
 from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import Training
 

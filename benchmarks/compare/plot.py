@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-OURS, OTHERS = "#1f77b4", "#b0b7bf"
+OURS, OTHERS, FLOOR = "#1f77b4", "#b0b7bf", "#d62728"
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
@@ -40,15 +40,17 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def _panel(panel: Any, group: Sequence[dict[str, Any]], column: str, floor: str) -> None:
+    figure, beside = (name.removesuffix("_s") for name in (column, floor))
+    panel.set_title(f"{figure}, seconds\n(dashed: {beside})", fontsize=9)
+    panel.axvline(group[0][floor], color=FLOOR, linestyle="--", linewidth=1)
+    panel.tick_params(labelsize=8)
     shown = [row for row in group if row[column] is not None]
+    if not shown:
+        panel.set_yticks([])
+        return
     names = [row["system"] for row in shown]
     colours = [OURS if name == "trainckpt" else OTHERS for name in names]
     bars = panel.barh(names, [max(0.0, row[column]) for row in shown], color=colours)
-    panel.bar_label(bars, [f"{row[column]:.2f} s" for row in shown], padding=2, fontsize=8)
+    panel.bar_label(bars, [f"{row[column]:.2f}" for row in shown], padding=2, fontsize=8)
     panel.invert_yaxis()
     panel.margins(x=0.2)
-    panel.axvline(group[0][floor], color="#d62728", linestyle="--", linewidth=1)
-    panel.set_title(
-        f"{column.removesuffix('_s')}  (dashed: {floor.removesuffix('_s')})", fontsize=9
-    )
-    panel.tick_params(labelsize=8)
