@@ -30,7 +30,7 @@ from trainckpt.integrations.lightning_needs import (
     refuse_fetcher,
     refuse_path,
 )
-from trainckpt.integrations.lightning_results import MetricState, mark_metrics
+from trainckpt.integrations.lightning_results import MetricState
 from trainckpt.integrations.lightning_state import LoopState
 from trainckpt.lifecycle.checkpointer import Checkpointer
 from trainckpt.lifecycle.stopped import Stopped
@@ -82,6 +82,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         self._training: list[Any] = []
         self._validating: list[TrackedLoader] = []
         self._undo = ExitStack()
+        self._hooks: HookState
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -109,9 +110,9 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
                 "this TrainckptCallback was in a fit before, and a run has one fit",
                 hint="make a new Trainer with a new TrainckptCallback, in another place",
             )
+        self._undo.close()  # of a fit that came no further than this, or of a tuner's
         check_lightning(trainer)
         refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
-        self._used = True
         self._replace(trainer._signal_connector, "register_signal_handlers", _nothing)
         restore = trainer._checkpoint_connector._restore_modules_and_callbacks
         self._replace(
@@ -153,6 +154,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
     # ---- the stage
 
     def _around(self, trainer: Any, stage: Callable[[], Any]) -> Any:
+        self._used = True
         with self._undo:
             self._ckpt = ckpt = Checkpointer(self._run, **self._tracked(trainer), **self._options)
             lightning_launch.take_over_requeue(trainer, self._undo)
@@ -178,14 +180,13 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         beside = modules_of(trainer)
-        for averaged in beside.values():
-            mark_metrics(averaged)
+        self._hooks = HookState(trainer, self, beside)
         found: dict[str, Any] = {
             "model": strategy.model,
             "optimizer": _one_or_all(trainer.optimizers),
             "scheduler": _one_or_all(schedulers),
-            "metrics": MetricState(module),
-            "hooks": HookState(trainer, self),
+            "metrics": MetricState(lambda: {"": module, **modules_of(trainer)}),
+            "hooks": self._hooks,
             "trainer": LoopState(trainer),
             **beside,
         }
@@ -247,7 +248,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
     def _at_boundary(self, trainer: Any, boundary: Callable[[], None]) -> None:
         if not self._knows_fetcher:
             refuse_fetcher(trainer)
-            self._knows_fetcher = True
+            self._knows_fetcher = self._hooks.begun = True
         try:
             boundary()
         except StopIteration:

@@ -11,17 +11,19 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from trainckpt.integrations.lightning_needs import part_of
+from trainckpt.integrations.lightning_needs import is_a, part_of
 from trainckpt.state.kinds.model import kept_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph",
          "add_dataloader_idx", "dataloader_idx", "metric_attribute")  # fmt: skip
 _COUNTS = ("_update_count", "_computed", "_forward_cache")
+# What torchmetrics' own wrappers hold beside the states they were given.
+_BESIDE = {"Running": ("_num_vals_seen",), "MinMaxMetric": ("min_val", "max_val")}
 
 
 def read_results(results: Any) -> list[dict[str, Any]]:
@@ -73,33 +75,57 @@ def mark_metrics(module: torch.nn.Module) -> None:
 
 
 class MetricState:
-    """The torchmetrics inside a module; tracked under the name "metrics"."""
+    """The torchmetrics inside modules; tracked under the name "metrics".
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        mark_metrics(module)
+    Args:
+        modules: Gives them by name; "" is the module that is trained. Asked each time, since
+            callbacks may make theirs when training starts.
+    """
+
+    def __init__(self, modules: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
+        self._modules = modules
+        for module in modules().values():
+            mark_metrics(module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every state of every metric, by its path in the module."""
-        for part in self._module.modules():
+        """Every state of every metric, by its path."""
+        for _, part in self._parts():
             if isinstance(part, MetricCollection):
                 list(part.values(copy_state=False))  # those that share a state are brought up
-        return {path: _read_metric(metric) for path, metric in self._metrics()}
+        grown = {path: {"grown": len(tracker)} for path, tracker in self._trackers()}
+        return {**grown, **{path: _read_metric(metric) for path, metric in self._metrics()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the states back, each on its metric's device."""
+        for path, tracker in self._trackers():
+            _grow(tracker, state.get(path, {}).get("grown", len(tracker)))
         for path, metric in self._metrics():
             for name, value in state.get(path, {}).items():
                 setattr(metric, name, _on(metric.device, value))
 
+    def _parts(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        for name, module in self._modules().items():
+            yield from module.named_modules(prefix=name)
+
     def _metrics(self) -> Iterator[tuple[str, Metric]]:
-        for path, part in self._module.named_modules():
-            if isinstance(part, Metric):
-                yield path, part
+        return ((path, part) for path, part in self._parts() if isinstance(part, Metric))
+
+    def _trackers(self) -> list[tuple[str, MetricTracker]]:
+        return [(path, part) for path, part in self._parts() if isinstance(part, MetricTracker)]
+
+
+def _grow(tracker: MetricTracker, length: int) -> None:
+    """Give a tracker as many metrics as it had; a script may have added one for this epoch."""
+    while len(tracker) < length:
+        tracker.increment()
+    while len(tracker) > length:
+        del tracker._modules[str(len(tracker) - 1)]
 
 
 def _read_metric(metric: Metric) -> dict[str, Any]:
-    return {name: _plain(getattr(metric, name)) for name in (*metric._defaults, *_COUNTS)}
+    beside = [name for kind, names in _BESIDE.items() if is_a(metric, kind) for name in names]
+    names = (*metric._defaults, *_COUNTS, *(name for name in beside if hasattr(metric, name)))
+    return {name: _plain(getattr(metric, name)) for name in names}
 
 
 def _plain(value: Any) -> Any:
