@@ -2,7 +2,9 @@
 
 The rules are those of POSIX, read strictly: the bytes of a file are safe after its fsync, a name
 (created, linked, renamed, removed) after the fsync of its folder. Anything else may each have
-happened or not, whatever the order; unsynced bytes may also be there by half.
+happened or not, whatever the order; unsynced bytes may also be there by half, at their place. What
+several threads do stands in the list in the order in which it was over: what was still being
+written when the file was synced is not safe.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ class RecordingDisk(Disk):
         self._note("create", path)
         return descriptor
 
-    def write(self, path, descriptor, block):
-        super().write(path, descriptor, block)
-        self._note("write", path, bytes(block))
+    def reserve(self, path, descriptor, num_bytes):
+        super().reserve(path, descriptor, num_bytes)
+        self._note("reserve", path, num_bytes)
+
+    def write(self, path, descriptor, block, first_byte):
+        super().write(path, descriptor, block, first_byte)
+        self._note("write", path, first_byte, bytes(block))
 
     def sync(self, path, descriptor):
         super().sync(path, descriptor)
@@ -72,6 +78,26 @@ class KilledDisk(RecordingDisk):
         pass
 
 
+class LateDisk(RecordingDisk):
+    """A write of each file is over only when it was synced, as with a writer nobody awaits."""
+
+    def __init__(self):
+        super().__init__()
+        self._late = {}
+
+    def write(self, path, descriptor, block, first_byte):
+        if path.suffix == ".safetensors" and path not in self._late:
+            self._late[path] = ("write", path, first_byte, bytes(block))
+            Disk.write(self, path, descriptor, block, first_byte)
+        else:
+            super().write(path, descriptor, block, first_byte)
+
+    def sync(self, path, descriptor):
+        super().sync(path, descriptor)
+        if path in self._late:
+            self._note(*self._late.pop(path))
+
+
 class ForgetfulDisk(RecordingDisk):
     """Syncs nothing: with it every promise about power cuts must fail."""
 
@@ -88,7 +114,9 @@ class Pending:
 
     names: tuple  # (folder, name, number of the file or None), ... as it would make them
     number: int = 0
+    first_byte: int = 0
     data: bytes | None = None
+    length: int = 0  # that the file has at least
 
 
 @dataclass
@@ -96,7 +124,7 @@ class Storage:
     """What is on stable storage, and what may be."""
 
     names: dict = field(default_factory=dict)  # path -> number of the file, "folder"
-    data: dict = field(default_factory=dict)  # number -> bytes
+    data: dict = field(default_factory=dict)  # number -> bytes, zeros where none were written
     pending: list = field(default_factory=list)
     seen: dict = field(default_factory=dict)  # path -> number, as the running system sees it
     files: int = 0
@@ -119,9 +147,11 @@ class Storage:
             del self.seen[path]
             self.pending.append(Pending(((path, None),)))
         elif kind == "write":
-            self.pending.append(Pending((), self.seen[path], rest[0]))
+            self.pending.append(Pending((), self.seen[path], *rest))
+        elif kind == "reserve":
+            self.pending.append(Pending((), self.seen[path], length=rest[0]))
         elif kind == "sync":
-            self._settle(lambda p: p.data is not None and p.number == self.seen[path])
+            self._settle(lambda p: p.number == self.seen[path])
         elif kind == "sync folder":
             self._settle(lambda p: any(name.parent == path for name, _ in p.names))
 
@@ -136,8 +166,11 @@ class Storage:
 
     @staticmethod
     def _happen(pending, names, data, part=1.0):
-        if pending.data is not None:
-            data[pending.number] += pending.data[: int(len(pending.data) * part)]
+        if pending.number:
+            written = (pending.data or b"")[: int(len(pending.data or b"") * part)]
+            end = pending.first_byte + len(written) if written else 0
+            was = data[pending.number].ljust(max(end, pending.length), b"\0")
+            data[pending.number] = was[: pending.first_byte] + written + was[end:] if end else was
         for path, number in pending.names:
             if number is None:
                 names.pop(path, None)

@@ -168,7 +168,7 @@ class NoExclusion(Disk):
 
 
 class Full(Disk):
-    def write(self, path, descriptor, block):
+    def write(self, path, descriptor, block, first_byte):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 

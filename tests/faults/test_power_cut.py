@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.faults.power import ForgetfulDisk, KilledDisk, RecordingDisk, power_cuts, restore
+from tests.faults.power import (
+    ForgetfulDisk,
+    KilledDisk,
+    LateDisk,
+    RecordingDisk,
+    power_cuts,
+    restore,
+)
 from tests.snapshot.written import committed, referring
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
@@ -28,7 +35,16 @@ from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state.registry import Registry
 from trainckpt.state.stage import Destination
+from trainckpt.tiers import direct, new_file
 from trainckpt.tiers.local import LocalTier
+
+
+@pytest.fixture(autouse=True)
+def several_writers(monkeypatch):
+    """A shard file of a few kilobytes is written in pieces, as a large one is."""
+    monkeypatch.setattr(direct, "FROM_BYTES", 4096)
+    monkeypatch.setattr(new_file, "FROM_BYTES", 4096)
+    monkeypatch.setattr(new_file, "PIECE_BYTES", 4096)
 
 
 @dataclass
@@ -209,6 +225,19 @@ def test_on_a_disk_that_syncs_nothing_these_very_checks_fail(tmp_path, saves):
     recording = record(tmp_path / "disk", ForgetfulDisk(), saves=saves)
     broken, _ = cut_everywhere(recording, tmp_path / "after")
     assert broken is not None
+
+
+def test_if_a_file_were_synced_before_its_last_writer_is_done_these_checks_would_fail(tmp_path):
+    recording = record(tmp_path / "disk", LateDisk(), saves=1)
+    broken, _ = cut_everywhere(recording, tmp_path / "after")
+    assert broken is not None
+
+
+def test_these_recordings_hold_several_writers_of_one_file(tmp_path):
+    done = record(tmp_path / "disk", RecordingDisk(), saves=1).done
+    written = [at for kind, path, *at in done if kind == "write" and path.suffix == ".safetensors"]
+    assert len(written) > 3, [first_byte for first_byte, _ in written]
+    assert any(kind == "reserve" for kind, *_ in done)
 
 
 def test_a_folder_left_by_a_killed_process_is_made_durable_by_the_next(tmp_path):

@@ -55,13 +55,13 @@ def _faint_on_disk(moment, faint):
     """Let this process faint inside the first system call that belongs to the moment."""
     write, rename, remove = Disk.write, Disk.rename, Disk.remove
 
-    def slow_write(self, path, descriptor, block):
+    def slow_write(self, path, descriptor, block, first_byte):
         half = len(block) // 2 if path.name.startswith("rank") else 0
         if moment == "writing a shard file" and half:
-            write(self, path, descriptor, block[:half])
+            write(self, path, descriptor, block[:half], first_byte)
             faint()
-            block = block[half:]
-        write(self, path, descriptor, block)
+            block, first_byte = block[half:], first_byte + half
+        write(self, path, descriptor, block, first_byte)
 
     def slow_rename(self, source, target):
         names = {"committing": "manifest.json", "recording the commit": "1.json"}

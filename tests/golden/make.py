@@ -104,7 +104,7 @@ def save(tier, world, name, older=None):
             reached.append(replace(older.files[rank], name=file))
         planned = [region for region in planned if region.key not in references]
         shard = stage.stage(one, planned, rank=rank, world=world, references=references)
-        files.append(write_shard(tier, name, rank, shard.head, shard.blocks).file)
+        files.append(write_shard(tier, name, rank, shard).file)
         for r in regions:
             layout = layouts.get(r.tensor)
             tensors[r.tensor] = TensorEntry(r.dtype, r.of, SPLIT if layout else RANK, layout)

@@ -30,12 +30,12 @@ def slow_disk(first: int, seconds: float) -> None:
     """From shard file number `first` on, each takes so long to write: a disk under load."""
     write, seen = Disk.write, set()
 
-    def slow(self, path, descriptor, block):
+    def slow(self, path, descriptor, block, first_byte):
         if path.suffix == ".safetensors" and path not in seen:
             seen.add(path)
             if len(seen) >= first:
                 time.sleep(seconds)
-        write(self, path, descriptor, block)
+        write(self, path, descriptor, block, first_byte)
 
     Disk.write = slow
 

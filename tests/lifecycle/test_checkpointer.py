@@ -285,11 +285,11 @@ def test_what_something_writes_to_during_the_last_save_is_saved_again_from_a_cop
     """Such as a worker that counts in shared memory. What is committed can be read."""
     parts, write, changed = Parts(), Disk.write, []
 
-    def written_meanwhile(self, path, descriptor, block):
+    def written_meanwhile(self, path, descriptor, block, first_byte):
         if path.suffix == ".safetensors" and not changed:
             changed.append(path)
             parts.model[1].running_mean += 1.0
-        write(self, path, descriptor, block)
+        write(self, path, descriptor, block, first_byte)
 
     monkeypatch.setattr(Disk, "write", written_meanwhile)
     with caplog.at_level("WARNING", logger="trainckpt"):

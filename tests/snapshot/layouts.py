@@ -78,7 +78,7 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
         split = replicas.split_layouts(one, equal, world)
         regions = stage.describe(one, split)
         shard = stage.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
-        files.append(write_shard(tier, parsed, rank, shard.head, shard.blocks).file)
+        files.append(write_shard(tier, parsed, rank, shard).file)
         table = {
             r.tensor: TensorEntry(
                 r.dtype, r.of, SPLIT if r.tensor in split else RANK, split.get(r.tensor)

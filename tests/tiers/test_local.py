@@ -118,7 +118,7 @@ def test_files_are_0600_and_folders_0700_whatever_the_umask(tier, tmp_path):
 
 def test_no_temporary_file_is_left_or_listed(tier, tmp_path):
     class Full(Disk):
-        def write(self, path, descriptor, block):
+        def write(self, path, descriptor, block, first_byte):
             raise OSError(errno.ENOSPC, "full")
 
     tier.create("k", b"1")

@@ -22,7 +22,7 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.save import Receipt, write_shard
+from trainckpt.snapshot.save import Receipt, write_shard, write_stream
 from trainckpt.snapshot.tables import check_whole, merge_tables, table_from_json, table_to_json
 from trainckpt.state import stage
 from trainckpt.state.captured import VALUES
@@ -87,7 +87,10 @@ class Writer:
         try:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
-            receipt = write_shard(self._tier, manifest.name, rank, shard.head, shard.blocks)
+            if isinstance(shard, stage.Stream):
+                receipt = write_stream(self._tier, manifest.name, rank, shard.head, shard.blocks)
+            else:
+                receipt = write_shard(self._tier, manifest.name, rank, shard)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
             report["table"] = self._publish(entries)

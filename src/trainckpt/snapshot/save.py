@@ -6,8 +6,10 @@ This is 1, and the receipt of 2. Nothing refers to the file yet; a crash leaves 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainckpt.format.names import SnapshotName
+    from trainckpt.format.shard_file import ShardHeader
     from trainckpt.tiers.base import Tier
 
 
@@ -37,25 +40,71 @@ class Receipt:
         return cls(FileEntry(data["name"], data["bytes"], data["digest"], data["header"]))
 
 
-def write_shard(
+class InMemory(Protocol):
+    """A shard file in memory.
+
+    Attributes:
+        header: Laid out.
+        memory: The file's exact bytes, but for the head before that was asked for. At best it
+            begins at a page.
+    """
+
+    header: ShardHeader
+    memory: memoryview
+
+    @property
+    def head(self) -> bytes:
+        """The file's first bytes. Asked for on a thread: it digests everything."""
+
+
+def write_shard(tier: Tier, name: SnapshotName, rank: int, shard: InMemory) -> Receipt:
+    """Write one shard file from memory into the snapshot's folder; durable when it returns.
+
+    The data is on its way at once. Meanwhile a thread digests it, first by block for the head,
+    which comes last, then, behind the head, as the file.
+
+    Raises:
+        SaveFailed: the run's record is gone from the tier (its directory vanished).
+        TierUnavailable: the tier refused; nothing refers to what was written.
+    """
+    file_name, head_bytes = names.shard_file_name(rank), shard.header.header_bytes
+    num_bytes = len(shard.memory)
+
+    def parts() -> Iterator[tuple[int, memoryview]]:
+        if num_bytes > head_bytes:
+            yield head_bytes, shard.memory[head_bytes:]
+        head.result()  # stands in the memory now
+        yield 0, shard.memory[:head_bytes]
+
+    with _in_place(tier), ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
+        head = digesting.submit(lambda: digest.digest(shard.head))
+        whole = digesting.submit(lambda: digest.digest(shard.memory))
+        tier.write_parts(f"{name.folder}/{file_name}", num_bytes, parts())
+        entry = FileEntry(file_name, num_bytes, whole.result(), head.result())
+    return Receipt(entry)
+
+
+def write_stream(
     tier: Tier,
     name: SnapshotName,
     rank: int,
     head: bytes,
     blocks: Callable[[], Iterator[memoryview]],
 ) -> Receipt:
-    """Write one shard file into the snapshot's folder; durable when it returns.
+    """As `write_shard`, of a file whose bytes pass by in order, each block only for a moment."""
+    file_name, whole = names.shard_file_name(rank), digest.Running()
+    with _in_place(tier):
+        tier.write(f"{name.folder}/{file_name}", whole.over(blocks()))
+    entry = FileEntry(file_name, whole.num_bytes, whole.hexdigest(), digest.digest(head))
+    return Receipt(entry)
 
-    Raises:
-        SaveFailed: the run's record is gone from the tier (its directory vanished).
-        TierUnavailable: the tier refused; nothing refers to what was written.
-    """
+
+@contextmanager
+def _in_place(tier: Tier) -> Iterator[None]:
+    """Around a write: the run's place must be there, before and after."""
     if tier.size(names.RUN_RECORD) is None:
         raise SaveFailed(f"the run's place {tier.url} is gone", hint="restore it, or stop the run")
-    file_name = names.shard_file_name(rank)
-    whole = digest.Running()
     try:
-        tier.write(f"{name.folder}/{file_name}", whole.over(blocks()))
+        yield
     except UnusableSnapshot as error:  # a folder vanished under us
         raise SaveFailed(str(error)) from error
-    return Receipt(FileEntry(file_name, whole.num_bytes, whole.hexdigest(), digest.digest(head)))

@@ -3,7 +3,11 @@
 Any mix of calls, from several threads. Keys are relative paths with `/`.
 
     write    new bytes under a new key. When it returns they survive a power cut. Not atomic:
-             nothing may refer to the key before `write` returned.
+             nothing may refer to the key before `write` returned. Each block is done with when the
+             next is asked for.
+    write_parts  as `write`, of so many bytes that come as (first byte, memory), in any order, each
+             byte once; all that memory must stay as it is until the call returns. If it fails, or
+             what gives the parts raises, there is no key.
     replace  atomic: readers see the old bytes or the new ones, before and after a power cut.
     create   atomic, and exactly one of several callers gets True.
     list     names in one folder; an absent folder is an empty list, a denied one an error.
@@ -36,6 +40,9 @@ class Tier(Readable, Protocol):
     """One place for bytes, with a speed and a lifetime."""
 
     def write(self, key: str, blocks: Iterable[memoryview]) -> None: ...
+    def write_parts(
+        self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]
+    ) -> None: ...
     def replace(self, key: str, data: bytes) -> None: ...
     def create(self, key: str, data: bytes) -> bool: ...
     def remove(self, key: str) -> None: ...

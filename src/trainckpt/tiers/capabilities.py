@@ -125,7 +125,7 @@ def _can(act: Callable[[], object]) -> bool:
 def _write(disk: Disk, path: Path, data: bytes) -> None:
     descriptor = disk.create(path)
     try:
-        disk.write(path, descriptor, memoryview(data))
+        disk.write(path, descriptor, memoryview(data), 0)
         disk.sync(path, descriptor)
     finally:
         os.close(descriptor)

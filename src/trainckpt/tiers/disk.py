@@ -1,7 +1,8 @@
 """The few system calls a local tier is made of, one method each.
 
 A tier writes only through this object, so a test can record every call in order and replay any
-prefix of it: that is how the power-cut test knows what a crash may leave behind.
+prefix of it: that is how the power-cut test knows what a crash may leave behind. It reads files
+through it too, so that a test can let any read fail, or come short.
 Files are created 0600, folders 0700: a snapshot holds everything the model knows.
 """
 
@@ -10,23 +11,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from typing import TYPE_CHECKING
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system, and no O_DIRECT either
-    fcntl = None  # type: ignore[assignment]
+import threading
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DIRECT_FROM_BYTES = 8 << 20
-_PAGE = 4096
-_PIECE = 16 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
-# Not on this file system, or not with memory that lies so.
-_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# Never through a symbolic link, never into a child, never with other line ends.
+_PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_READ = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_MOST = 1 << 30  # bytes of one call; Linux takes no more than 2 GiB
+_CANNOT = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_seeking = threading.Lock()  # where a file has one position, and no call names another
 
 
 class Disk:
@@ -38,18 +35,37 @@ class Disk:
 
     def create(self, path: Path) -> int:
         """Create an empty private file, refusing an existing one; returns its descriptor."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600)
 
-    def write(self, path: Path, descriptor: int, block: memoryview) -> None:
-        """Write the whole block at the end of the file just created at `path`.
+    def open_direct(self, path: Path) -> int:
+        """A second descriptor of a file just created: its writes bypass the page cache."""
+        return os.open(path, os.O_WRONLY | _direct_flag() | _PLAIN)
 
-        A large one that lies at page boundaries, in memory and in the file, bypasses the page
-        cache (O_DIRECT) where the file system can: twice as fast, and nothing else is evicted.
+    def reserve(self, path: Path, descriptor: int, num_bytes: int) -> None:
+        """Give a file just created its length, and the space for it, where the system can.
+
+        Not by `posix_fallocate`: where the file system cannot, that writes to every block of it.
         """
         del path  # named for recorders
-        done = _write_direct(descriptor, block)
+        if _fallocate is None or num_bytes == 0:
+            return
+        while _fallocate(descriptor, 0, 0, num_bytes):
+            number = ctypes.get_errno()
+            if number in _CANNOT:
+                return
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
+
+    def write(self, path: Path, descriptor: int, block: memoryview, first_byte: int) -> None:
+        """Write the whole block to its place in the file just created at `path`; any thread.
+
+        Through the descriptor of `open_direct` the memory, the place and the length must be whole
+        pages; a file system may refuse it at any time (`EINVAL`). It can be written again then.
+        """
+        del path
+        done = 0
         while done < len(block):
-            done += os.write(descriptor, block[done : done + (1 << 30)])
+            done += _write_at(descriptor, block[done : done + _MOST], first_byte + done)
 
     def sync(self, path: Path, descriptor: int) -> None:
         """Return when the file's bytes and length are on stable storage."""
@@ -88,26 +104,49 @@ class Disk:
         """Remove one empty folder."""
         path.rmdir()
 
+    def open_to_read(self, path: Path, *, direct: bool = False) -> int:
+        """A descriptor of a file; `direct`: its reads bypass the page cache, in whole pages."""
+        descriptor = os.open(path, os.O_RDONLY | _READ | (_direct_flag() if direct else 0))
+        if not direct and hasattr(os, "posix_fadvise"):  # what is read ahead is read twice
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return descriptor
 
-def _write_direct(descriptor: int, block: memoryview) -> int:
-    """Write whole pages of `block` with O_DIRECT; how many bytes, 0 where that cannot be done."""
-    pages = len(block) - len(block) % _PAGE
-    at = os.lseek(descriptor, 0, os.SEEK_CUR) if pages >= DIRECT_FROM_BYTES and _DIRECT else 1
-    if at % _PAGE or _address(block) % _PAGE:
-        return 0
-    done, flags = 0, fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT)
-        while done < pages and done % _PAGE == 0:
-            done += os.write(descriptor, block[done : min(done + _PIECE, pages)])
-    except OSError as error:
-        if error.errno not in _NOT_DIRECT:
-            raise
-    finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    return done
+    def read(self, path: Path, descriptor: int, into: memoryview, first_byte: int) -> int:
+        """Read from a place in the file on, any thread; how many bytes came: 0 at its end."""
+        del path
+        if hasattr(os, "preadv"):
+            return os.preadv(descriptor, [into[:_MOST]], first_byte)
+        with _seeking:
+            os.lseek(descriptor, first_byte, os.SEEK_SET)
+            got = os.read(descriptor, min(len(into), _MOST))
+        into[: len(got)] = got
+        return len(got)
 
 
-def _address(block: memoryview) -> int:
-    """Where the block lies in memory; odd where that cannot be known."""
-    return 1 if block.readonly else ctypes.addressof(ctypes.c_char.from_buffer(block))
+def _direct_flag() -> int:
+    if not _DIRECT:
+        raise OSError(errno.EINVAL, "no O_DIRECT on this system")
+    return _DIRECT
+
+
+def _write_at(descriptor: int, block: memoryview, first_byte: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, block, first_byte)
+    with _seeking:
+        os.lseek(descriptor, first_byte, os.SEEK_SET)
+        return os.write(descriptor, block)
+
+
+def _find_fallocate() -> Any:
+    """The system call that reserves space, or None where there is none."""
+    if os.name == "nt":
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    for name in ("fallocate64", "fallocate"):
+        if (found := getattr(library, name, None)) is not None:
+            found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+            return found
+    return None
+
+
+_fallocate = _find_fallocate()

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import secrets
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.tiers.direct import Direct
 from trainckpt.tiers.disk import Disk
+from trainckpt.tiers.new_file import new_file
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Collection, Iterable, Iterator
 
 TEMPORARY = ".tmp-"
@@ -34,6 +36,7 @@ class LocalTier:
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self.disk = disk or Disk()
+        self._direct = Direct(self.url)
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
     def write(self, key: str, blocks: Iterable[memoryview]) -> None:
@@ -42,6 +45,20 @@ class LocalTier:
         with translated("write", path):
             self._make_folders(path.parent)
             self._write_file(path, blocks)
+            self.disk.sync_folder(path.parent)
+
+    def write_parts(
+        self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]
+    ) -> None:
+        """Create `key` with parts at their places, written at once; durable when it returns."""
+        path = self._path(key)
+        with translated("write", path):
+            self._make_folders(path.parent)
+            with new_file(self.disk, path, self._direct) as file:
+                file.reserve(num_bytes)
+                for first_byte, part in parts:
+                    file.put(first_byte, part)
+                file.must_hold(num_bytes)
             self.disk.sync_folder(path.parent)
 
     def replace(self, key: str, data: bytes) -> None:
@@ -163,17 +180,12 @@ class LocalTier:
         return tuple(reversed(missing))
 
     def _write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
-        descriptor = self.disk.create(path)
-        try:
+        at = 0
+        with new_file(self.disk, path, self._direct) as file:
             for block in blocks:
-                self.disk.write(path, descriptor, block)
-            self.disk.sync(path, descriptor)
-        except OSError:
-            with contextlib.suppress(OSError):  # on a full disk, the space it took
-                self.disk.remove(path)
-            raise
-        finally:
-            os.close(descriptor)
+                file.put(at, block)
+                file.settle()  # whoever gives the blocks may use the memory again
+                at += len(block)
 
     def _create(self, path: Path, data: bytes) -> None:
         with self._temporary(path, data) as temporary:

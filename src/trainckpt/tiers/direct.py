@@ -1,0 +1,89 @@
+"""O_DIRECT: past the page cache, twice as fast for large files, and nothing else is evicted.
+
+The kernel wants whole pages: memory, place in the file and length. So a block can go directly if
+its memory lies as its bytes lie in the file, to the byte inside a page; only its first and last
+bytes, no full page, go through the cache. A file system may refuse O_DIRECT when a file is opened,
+or only when it is written. Then everything goes through the cache, and one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE_BYTES = 4096
+FROM_BYTES = 1 << 20  # what is smaller goes through the page cache
+PIECE_BYTES = 8 << 20  # of one system call
+# Not on this file system, or not with memory that lies so.
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+
+logger = logging.getLogger("trainckpt")
+
+
+class Direct:
+    """Whether O_DIRECT is still tried in one place.
+
+    Attributes:
+        works: Not refused so far.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.works = True
+        self._place = place
+        self._saying = threading.Lock()
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """Around a direct call: if it is refused, say so once, and go on behind the block."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            with self._saying:
+                if self.works:
+                    self.works = False
+                    logger.info(
+                        "%s refuses O_DIRECT (%s): files there go through the page cache, slower",
+                        self._place, error.strerror,
+                    )  # fmt: skip
+
+
+class Body(NamedTuple):
+    """The whole pages inside a block, which can go directly: bytes `begin` to `end` of it."""
+
+    begin: int
+    end: int
+
+
+def body(first_byte: int, block: memoryview) -> Body | None:
+    """The pages of a large block that lies in memory as it does in the file; None: it does not."""
+    where = None if len(block) < FROM_BYTES else address(block)
+    if where is None or (where - first_byte) % PAGE_BYTES:
+        return None
+    begin = -first_byte % PAGE_BYTES
+    return Body(begin, len(block) - (first_byte + len(block)) % PAGE_BYTES)
+
+
+def address(block: memoryview) -> int | None:
+    """Where a block lies in memory; None where that cannot be known (it cannot be written to)."""
+    if block.readonly or not block.contiguous or not len(block):
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+
+def memory(num_bytes: int, first_byte: int = 0) -> memoryview:
+    """Fresh memory that lies as `num_bytes` from `first_byte` of a file do."""
+    before = first_byte % PAGE_BYTES
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return memoryview(bytearray(num_bytes))
+    fresh = mmap.mmap(-1, before + num_bytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memoryview(fresh)[before : before + num_bytes]

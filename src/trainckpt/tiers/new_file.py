@@ -1,0 +1,126 @@
+"""A new file on its way to stable storage, written by several threads.
+
+    reserve     the space, where the length is known: a full disk refuses before anything is written
+    put         each block to its place; of a large one the whole pages past the page cache, in
+                pieces, by several writers, while whoever writes already prepares the next block
+    at the end  all writers are done; fsync
+
+Nothing refers to the file before that. If anything fails, no file is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainckpt.tiers.direct import FROM_BYTES, PIECE_BYTES, body
+from trainckpt.tiers.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from trainckpt.tiers.direct import Direct
+    from trainckpt.tiers.disk import Disk
+
+NUM_WRITERS = 4
+
+
+class NewFile:
+    """One file that is being written; used by one thread. Made by `new_file`."""
+
+    def __init__(
+        self, disk: Disk, path: Path, descriptor: int, direct: Direct, workers: Workers
+    ) -> None:
+        self._disk, self._path, self._descriptor = disk, path, descriptor
+        self._direct, self._workers = direct, workers
+        self._bypass: int | None = None  # the same file, past the page cache
+        self._opening = threading.Lock()
+        self._places: list[tuple[int, int]] = []
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have the space for so many bytes; refused (ENOSPC) where there is not as much."""
+        self._disk.reserve(self._path, self._descriptor, num_bytes)
+
+    def put(self, first_byte: int, block: memoryview) -> None:
+        """Write a block to its place. A large one is on its way when this returns: see `settle`."""
+        self._places.append((first_byte, len(block)))
+        pages = body(first_byte, block) if self._direct.works else None
+        if pages is None:
+            self._in_pieces(first_byte, block, self._through_cache)
+            return
+        self._through_cache(first_byte, block[: pages.begin])
+        inside = block[pages.begin : pages.end]
+        self._in_pieces(first_byte + pages.begin, inside, self._past_cache)
+        self._through_cache(first_byte + pages.end, block[pages.end :])
+
+    def settle(self) -> None:
+        """Return when all that was put is written, and its memory may change."""
+        self._workers.settle()
+
+    def must_hold(self, num_bytes: int) -> None:
+        """Refuse what was put if it is not so many bytes, each once.
+
+        Raises:
+            ValueError: it leaves a gap, or overlaps, or ends elsewhere.
+        """
+        at = 0
+        for first_byte, length in [*sorted(self._places), (num_bytes, 0)]:
+            if first_byte != at:
+                raise ValueError(f"byte {min(at, first_byte)} of {self._path} was not put once")
+            at += length
+
+    def finish(self) -> None:
+        """All was put: return when it is on stable storage."""
+        self.settle()
+        self._disk.sync(self._path, self._descriptor)
+
+    def close(self) -> None:
+        """Let go of the file; nobody writes to it any more."""
+        for descriptor in (self._descriptor, self._bypass):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _in_pieces(
+        self, first_byte: int, block: memoryview, write: Callable[[int, memoryview], None]
+    ) -> None:
+        if len(block) < FROM_BYTES:
+            write(first_byte, block)
+            return
+        for at in range(0, len(block), PIECE_BYTES):
+            self._workers.submit(partial(write, first_byte + at, block[at : at + PIECE_BYTES]))
+
+    def _past_cache(self, first_byte: int, piece: memoryview) -> None:
+        with self._direct.tried():
+            if self._direct.works:
+                with self._opening:
+                    if self._bypass is None:
+                        self._bypass = self._disk.open_direct(self._path)
+                self._disk.write(self._path, self._bypass, piece, first_byte)
+                return
+        self._through_cache(first_byte, piece)
+
+    def _through_cache(self, first_byte: int, piece: memoryview) -> None:
+        if len(piece):
+            self._disk.write(self._path, self._descriptor, piece, first_byte)
+
+
+@contextlib.contextmanager
+def new_file(disk: Disk, path: Path, direct: Direct) -> Iterator[NewFile]:
+    """A file to put blocks into, on stable storage when the context ends; removed if that fails."""
+    descriptor = disk.create(path)
+    try:
+        with contextlib.ExitStack() as stack:
+            workers = Workers(NUM_WRITERS, "trainckpt-write")
+            file = NewFile(disk, path, descriptor, direct, workers)
+            stack.callback(file.close)
+            stack.enter_context(workers)  # left first: then no writer is at the file
+            yield file
+            file.finish()
+    except BaseException:
+        with contextlib.suppress(OSError):  # on a full disk, the space it took
+            disk.remove(path)
+        raise

@@ -1,0 +1,74 @@
+"""A few threads that make calls into a file system, so that several are on their way at once.
+
+They are daemons, unlike those of `concurrent.futures`: a call that hangs in a dead file system must
+not keep the interpreter from ending.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+
+class Workers:
+    """Makes calls in turn, several at a time. Once one has failed, those still queued are dropped.
+
+    Used by one thread, as a context: at its end no call is being made any more.
+    """
+
+    def __init__(self, num: int, name: str) -> None:
+        self._num, self._name = num, name
+        self._threads: list[threading.Thread] = []
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._asked = self._done = 0
+        self._errors: dict[int, BaseException] = {}
+        self._over = False
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Make this call on one of the threads, after those asked for before."""
+        self._queue.put((self._asked, call))
+        self._asked += 1
+        if len(self._threads) < min(self._num, self._asked - self._done):
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def settle(self) -> None:
+        """Return when all calls are made, or raise what failed: of several, what came first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done == self._asked)
+        if self._errors:
+            raise self._errors[min(self._errors)]
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._over = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            number, call = job
+            try:
+                if not self._errors and not self._over:
+                    call()
+            except BaseException as error:  # noqa: BLE001 - raised by `settle`
+                self._errors[number] = error
+            with self._changed:
+                self._done += 1
+                self._changed.notify_all()
