@@ -88,7 +88,7 @@ def record(place, disk, saves, keep_last=9):
         if step > keep_last:
             pruned[f"s{step - keep_last}~1.{step - keep_last}"] = commit
         committed[pending.snapshot] = (len(disk.done), float(step))
-    arenas.close(keep=False)
+    saver.close(keep=False)
     return Recording(place, list(disk.done), committed, pruned, claimed, parent)
 
 

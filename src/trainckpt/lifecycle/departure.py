@@ -138,6 +138,7 @@ class Departure:
         code = error.code if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
         self._last_save.wait(SAVE_IN_FLIGHT_S)
+        self._last_save.release_memory(keep=True)
         self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
         self._watch.end()
 

@@ -59,8 +59,7 @@ class LastSave:
 
     def release_memory(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next one."""
-        if not self._saver.busy:
-            self._saver.arenas.close(keep=keep)
+        self._saver.close(keep=keep)
 
     def standing(self, cursor: Cursor) -> tuple[str | None, int]:
         """Newest snapshot to go on from, and how many micro-batches it lies back."""

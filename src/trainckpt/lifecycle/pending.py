@@ -9,8 +9,12 @@ Made by the training thread, moved on by it (requested, staged) and by the savin
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError, SaveFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REQUESTED, STAGED, COMMITTED = 0, 1, 2
 MOMENTS = {"staged": STAGED, "local": COMMITTED, "durable": COMMITTED}
@@ -22,11 +26,13 @@ class PendingSave:
     Attributes:
         snapshot: Full name of the snapshot, once it is staged.
         error: Why it failed, or None.
+        settle: Called by the training thread before it waits: some copies are made beside it.
     """
 
     def __init__(self, training_thread: int | None = None) -> None:
         self.snapshot: str | None = None
         self.error: SaveFailed | None = None
+        self.settle: Callable[[], None] = lambda: None
         self._training_thread = training_thread or threading.get_ident()
         self._reached = REQUESTED
         self._changed = threading.Condition()
@@ -44,6 +50,8 @@ class PendingSave:
             hint = "wait for staged, local or durable"
             raise ConfigurationError(f"no tier of this run reaches the moment {moment!r}",
                                      hint=hint)  # fmt: skip
+        if self._is_training_thread():
+            self.settle()
         with self._changed:
             if self._reached == REQUESTED and self.error is None and self._is_training_thread():
                 raise ConfigurationError(

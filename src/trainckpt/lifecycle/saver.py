@@ -5,6 +5,7 @@
     2  capture; agree which groups are shared     6  report its receipt                 (every rank)
     3  plan what this rank stores                 7  commit when all have reported      (rank 0)
     4  copy it into one shard: "staged"           8  tell all: "durable"; prune         (rank 0)
+       (the saving thread may copy a part beside training: `copying`)
 
 All ranks take the same saves in the same order, since each is asked for at a boundary that all
 agreed on. A rank that fails says so in 2 or 6, and then nobody commits: training goes on, the
@@ -13,6 +14,7 @@ failure is logged, older snapshots stand.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,12 +24,14 @@ from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.arenas import NoArena
+from trainckpt.lifecycle.copying import Copying
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.writer import RANKS_TIMEOUT_S, Facts, Writer
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
+from trainckpt.state.overlap import only_stepped
 from trainckpt.state.weight import weigh
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
+
+COMPARED_EVERY = 8  # saves after which replicas are compared byte by byte, not by samples
 
 
 class Saver:
@@ -69,6 +75,7 @@ class Saver:
         self.in_flight: PendingSave | None = None
         self.arenas = arenas
         self._channel = channel
+        self._copying = Copying(registry)
         self._writer = Writer(tier, channel, registry.files, facts, log)
         self._registry = registry
         self._facts = facts
@@ -107,6 +114,7 @@ class Saver:
             self._writer.tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
             return pending
+        pending.settle = self._copying.settle
         pending.reach(STAGED, str(name))
         self._begun = begun_s, weigh(self._registry, gradients=True).now
         manifest = Manifest(
@@ -126,11 +134,18 @@ class Saver:
         return pending
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Return when no save is in flight, or after `limit_s` seconds."""
+        """Return when no save is in flight, or after `limit_s` seconds. Training thread."""
+        self._copying.settle()
         if self._thread is not None:
             self._thread.join(limit_s)
             if not self._thread.is_alive():
                 self._thread = None
+
+    def close(self, *, keep: bool) -> None:
+        """The attempt is over; `keep` what is in shared memory for the next one."""
+        self._copying.close()
+        if not self.busy:
+            self.arenas.close(keep=keep)
 
     def give_up(self) -> None:
         """The save in flight must not be committed any more, unless all is written already."""
@@ -149,8 +164,12 @@ class Saver:
         answer: dict[str, Any] = {"place": cursor.place(), "groups": {}}
         try:
             captured = capture(self._registry)
+            stepped = only_stepped(captured, self._registry)
             if world.size > 1:
-                answer["groups"] = replicas.group_digests(captured, world.rank, world.size)
+                sampled = () if last or self._sequence % COMPARED_EVERY == 1 else stepped
+                answer["groups"] = replicas.group_digests(
+                    captured, world.rank, world.size, sampled=sampled, number=self._sequence
+                )
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
         key = f"save/{self._sequence}/groups"
@@ -160,7 +179,7 @@ class Saver:
         layouts = replicas.split_layouts(captured, set(verdict["equal"]), world.size)
         regions = stage.describe(captured, layouts)
         planned = plan_save(regions, layouts, rank=world.rank)
-        shard = self._shard(captured, planned, last=last)
+        shard = self._shard(captured, planned, None if last else stepped)
         entries = {
             r.tensor: TensorEntry(
                 r.dtype, r.of, SPLIT if r.tensor in layouts else RANK, layouts.get(r.tensor)
@@ -170,17 +189,20 @@ class Saver:
         return shard, entries
 
     def _shard(
-        self, captured: Captured, planned: Sequence[Region], *, last: bool
+        self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
     ) -> stage.Shard | stage.Stream:
+        """`stepped`: what may be copied beside training; None: nothing need be, it waits anyway."""
         ranks: dict[str, Any] = {
             "rank": self._channel.world.rank,
             "world": self._channel.world.size,
         }
-        if not last or self.arenas.are_ready:
-            try:
-                return stage.stage(captured, planned, memory=self.arenas.memory, **ranks)
-            except NoArena:
-                pass
+        if stepped is not None or self.arenas.are_ready:
+            later = self._copying.later(stepped) if stepped else set[str]()
+            memory = self.arenas.memory
+            with contextlib.suppress(NoArena):
+                shard = stage.stage(captured, planned, memory=memory, later=later, **ranks)
+                self._copying.begin(shard)
+                return shard
         return stage.stream(captured, planned, **ranks)
 
     def _write(
@@ -192,7 +214,7 @@ class Saver:
     ) -> None:
         # background thread: no collectives here, only the store
         try:
-            self._writer.write(manifest, shard, entries)
+            self._writer.write(manifest, shard, entries, self._copying.finish)
         except SaveFailed as error:
             self._failed(pending, manifest.name, error)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on

@@ -28,7 +28,7 @@ from trainckpt.state import stage
 from trainckpt.state.captured import VALUES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.attempt_log import AttemptLog
@@ -75,9 +75,19 @@ class Writer:
         self._given_up.set()
 
     def write(
-        self, manifest: Manifest, shard: stage.Shard | stage.Stream, entries: dict[str, TensorEntry]
+        self,
+        manifest: Manifest,
+        shard: stage.Shard | stage.Stream,
+        entries: dict[str, TensorEntry],
+        finish: Callable[[], None],
     ) -> None:
         """Write this rank's file; returns once the snapshot is committed.
+
+        Args:
+            manifest: As far as one rank knows it.
+            shard: The file, once `finish` has returned.
+            entries: Every tensor of this rank.
+            finish: Returns when the shard is complete.
 
         Raises:
             SaveFailed: it is not, on any rank.
@@ -87,6 +97,7 @@ class Writer:
         try:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
+            finish()
             if isinstance(shard, stage.Stream):
                 receipt = write_stream(self._tier, manifest.name, rank, shard.head, shard.blocks)
             else:

@@ -13,6 +13,9 @@ import xxhash
 
 from trainckpt.state.stage import bytes_of
 
+PAGE_BYTES = 4096
+PARTS = 64  # a sample holds one of so many parts, in turn
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -20,11 +23,25 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Captured
 
 
-def group_digests(captured: Captured, rank: int, world: int) -> dict[str, tuple[str, int, str]]:
+def group_digests(
+    captured: Captured,
+    rank: int,
+    world: int,
+    *,
+    sampled: Collection[str] = (),
+    number: int = 0,
+) -> dict[str, tuple[str, int, str]]:
     """Group -> set of replicas, ranks in it, digest of the group's tensors, sorted by name.
 
     Only of tensors that other ranks should hold alike. The digest is over name, type, shape and
     bytes. `snapshot.save_plan.equal_groups` compares them.
+
+    Args:
+        captured: State of this rank.
+        rank, world: Of this process.
+        sampled: Tensors of which only a part is looked at: the first page, and a part that moves on
+            with `number`. To digest them all costs training as much as to copy them.
+        number: Of the save.
     """
     states: dict[str, tuple[str, int, Any]] = {}
     layouts = captured.layouts(world)
@@ -35,7 +52,12 @@ def group_digests(captured: Captured, rank: int, world: int) -> dict[str, tuple[
             if group not in states:
                 states[group] = (*layout.replica_set(rank), xxhash.xxh3_128())
             states[group][2].update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            states[group][2].update(bytes_of(tensor))
+            data = bytes_of(tensor)
+            if name in sampled:
+                first = number % PARTS * len(data) // PARTS
+                states[group][2].update(data[:PAGE_BYTES])
+                data = data[first : first + -(-len(data) // PARTS)]
+            states[group][2].update(data)
     return {group: (name, n, state.hexdigest()) for group, (name, n, state) in states.items()}
 
 

@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from trainckpt.format import digest, shard_file, strict
 from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import VALUES, Captured
+from trainckpt.state.overlap import Piece
 from trainckpt.state.values import DTYPES
 
 if TYPE_CHECKING:
@@ -51,10 +52,12 @@ class Shard:
     Attributes:
         header: Its digests are not known before `head` was asked for.
         memory: The file's exact bytes, once `head` was asked for.
+        rest: What was not copied yet; must be before `head` is asked for.
     """
 
     header: ShardHeader
     memory: memoryview
+    rest: list[Piece] = field(default_factory=list)
 
     @cached_property
     def data(self) -> memoryview:
@@ -168,6 +171,7 @@ def stage(
     world: int,
     memory: Callable[[int], memoryview] | None = None,
     references: Mapping[str, str] | None = None,
+    later: Collection[str] = (),
 ) -> Shard:
     """Copy `regions` of the captured tensors to their places in one shard file.
 
@@ -179,13 +183,19 @@ def stage(
         memory: Asked for so many bytes that begin at a page; what it gave before is then gone.
             None: fresh memory of this process.
         references: Regions that are not copied, since an older file holds their bytes.
+        later: Tensors that are not copied either, but named as the shard's `rest`.
     """
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     for region in header.regions:
-        if region.num_bytes:
-            _place(shard.data, region).copy_(_source(captured, region))
+        if not region.num_bytes:
+            continue
+        piece = Piece(region.tensor, _source(captured, region), _place(shard.data, region))
+        if region.tensor in later:
+            shard.rest.append(piece)
+        else:
+            piece.target.copy_(piece.source)
     return shard
 
 

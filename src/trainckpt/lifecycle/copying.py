@@ -1,0 +1,68 @@
+"""Copying: how the tensors of a save get into its arena, while training waits or beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.lifecycle.copy_choice import OVERLAP, CopyChoice
+from trainckpt.lifecycle.log import logger
+from trainckpt.state.overlap import Fence, Overlapped
+from trainckpt.state.stage import TensorsChanged
+
+if TYPE_CHECKING:
+    from trainckpt.state.registry import Registry
+    from trainckpt.state.stage import Shard
+
+PROVED_FIRST, PROVED_EVERY = 2, 8  # overlapped saves whose copies are compared with live tensors
+
+
+class Copying:
+    """Of one attempt."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._first = registry.optimizers[0].optimizer if registry.optimizers else None
+        self._choice = CopyChoice()
+        self._fence = Fence(self._stepping)
+        self._overlapped: Overlapped | None = None
+        self._number = 0
+        self._never: set[str] = set()  # tensors that something else was seen to change
+
+    def later(self, only_stepped: set[str]) -> set[str]:
+        """Which of these tensors the next save copies beside training."""
+        return only_stepped - self._never if self._choice.next() == OVERLAP else set()
+
+    def begin(self, shard: Shard) -> None:
+        """The save is staged but for its rest, which no step may change before it is copied."""
+        self._overlapped = None
+        if shard.rest:
+            self._number += 1
+            proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
+            self._overlapped = Overlapped(shard.rest, proves=proves)
+            self._fence.guard(self._overlapped)
+
+    def finish(self) -> None:
+        """Return when everything is copied. Saving thread.
+
+        Raises:
+            TensorsChanged: the copy is of no one instant.
+        """
+        if self._overlapped is None:
+            return
+        changed = self._overlapped.run()
+        if changed:
+            self._never.update(changed)
+            logger.info("from now on copied while training waits: %s", ", ".join(changed)[:500])
+            raise TensorsChanged(f"{', '.join(changed[:3])} changed between two optimizer steps")
+
+    def settle(self) -> None:
+        """The training thread waits, so nothing changes: let the save in flight be finished."""
+        self._fence.settle()
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self._fence.close()
+
+    def _stepping(self, optimizer: Any) -> None:
+        if optimizer is self._first:
+            self._choice.reach(time.perf_counter())

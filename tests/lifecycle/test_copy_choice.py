@@ -1,0 +1,32 @@
+"""Which copies are made beside training is decided by what was measured."""
+
+from __future__ import annotations
+
+from trainckpt.lifecycle.copy_choice import LOOK_AGAIN, NONE, OVERLAP, PLAIN, CopyChoice, choose
+
+
+def test_both_kinds_are_tried_and_the_faster_one_is_taken():
+    assert choose({PLAIN: [], OVERLAP: [], NONE: []}, 1) == PLAIN
+    assert choose({PLAIN: [], OVERLAP: [], NONE: []}, 2) == OVERLAP
+    assert choose({PLAIN: [], OVERLAP: [1.0], NONE: []}, 3) == PLAIN
+    assert choose({PLAIN: [2.0, 2.0], OVERLAP: [1.0, 9.0, 1.0]}, 7) == OVERLAP
+    assert choose({PLAIN: [1.0, 1.0], OVERLAP: [2.0, 0.1, 2.0]}, 7) == PLAIN
+
+
+def test_the_other_kind_is_looked_at_again_now_and_then():
+    assert choose({PLAIN: [1.0, 1.0], OVERLAP: [2.0, 2.0]}, LOOK_AGAIN) == OVERLAP
+    assert choose({PLAIN: [2.0, 2.0], OVERLAP: [1.0, 1.0]}, LOOK_AGAIN) == PLAIN
+
+
+def test_a_period_is_of_the_kind_of_the_one_save_in_it():
+    """The first save makes the arena, and two saves in one period measure neither."""
+    choice, now = CopyChoice(), 0.0
+    kinds = []
+    for saves, seconds in [(0, 1.0), (1, 5.0), (0, 1.0), (1, 2.0), (2, 9.0), (1, 3.0), (0, 1.0)]:
+        kinds += [choice.next() for _ in range(saves)]
+        now += seconds
+        choice.reach(now)
+    assert kinds == [PLAIN, OVERLAP, PLAIN, PLAIN, PLAIN]
+    assert {kind: list(seen) for kind, seen in choice._periods_s.items()} == {
+        NONE: [1.0, 1.0], OVERLAP: [2.0], PLAIN: [3.0]
+    }  # fmt: skip
