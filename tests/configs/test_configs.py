@@ -214,7 +214,8 @@ def test_systemd_finds_nothing_wrong_with_the_service(tmp_path):
 
 
 DISRUPTED = [{"type": "DisruptionTarget", "status": "True"}]
-API_VERSIONS = ("1.31", kubernetes_validate.latest_version())  # podFailurePolicy: since 1.31 stable
+NEWEST = int(kubernetes_validate.latest_version().split(".")[1])
+API_VERSIONS = [f"1.{n}" for n in range(31, NEWEST + 1)]  # podFailurePolicy is stable from 1.31 on
 TEXT, NUMBER = str, int
 # Of a JobSet only what stands around its Job, which is looked at as one.
 SET_RULE = {"name": TEXT, "action": TEXT, "onJobFailureReasons": [TEXT]}
