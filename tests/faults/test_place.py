@@ -81,6 +81,12 @@ def test_a_requeued_run_whose_place_does_not_answer_is_69(tmp_path, monkeypatch,
 
 # ---- requeued runs
 
+AFRESH = {
+    "SLURM_RESTART_COUNT": "submit the script again with sbatch",
+    "TORCHELASTIC_RESTART_COUNT": "start torchrun again",
+    "TRAINCKPT_RESTART": "without TRAINCKPT_RESTART",
+}
+
 
 @pytest.mark.parametrize("name", RESTARTS)
 def test_a_requeued_run_with_a_mistyped_place_is_66_and_nothing_is_made(
@@ -90,6 +96,9 @@ def test_a_requeued_run_with_a_mistyped_place_is_66_and_nothing_is_made(
     code, said = begins(tmp_path / "deep" / "mistyped")
     assert code == 66, said
     assert f"there is no run at {tmp_path}/deep/mistyped, and {name}=2 says" in said
+    assert "next: check the path" in said
+    assert AFRESH[name] in said, "for one that was stopped before its run had begun"
+    assert "resume='never'" not in said, "each restart would begin anew"
     assert list(tmp_path.iterdir()) == []
 
 

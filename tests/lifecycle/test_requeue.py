@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from trainckpt.lifecycle.requeue import LINGER_S, Requeue
-from trainckpt.preemption.slurm import Job, Scontrol
+from trainckpt.preemption.slurm import UNKNOWN, Job, Scontrol
+
+
+@pytest.fixture(autouse=True)
+def all_that_is_said(caplog):
+    caplog.set_level("INFO", "trainckpt")
 
 
 class Answers(Scontrol):
@@ -11,6 +18,7 @@ class Answers(Scontrol):
 
     def __init__(self, job: Job | None, refused: str = "") -> None:
         self.job, self.refused, self.asked = job, refused, 0
+        self.why = "" if job else "scontrol cannot be run"
 
     def show(self) -> Job | None:
         return self.job
@@ -20,9 +28,11 @@ class Answers(Scontrol):
         return self.refused
 
 
-def asked_and_waited(answers: Answers, reason: str) -> tuple[int, list[float]]:
+def asked_and_waited(
+    answers: Answers, reason: str, *, in_step: bool = True
+) -> tuple[int, list[float]]:
     waited: list[float] = []
-    Requeue("7", answers).ask(reason, sleep=waited.append)
+    Requeue("7", answers, in_step=in_step).ask(reason, sleep=waited.append)
     return answers.asked, waited
 
 
@@ -42,6 +52,28 @@ def test_a_job_that_is_cancelled_or_paused_is_neither_asked_for_nor_waited_for()
     assert asked_and_waited(Answers(Job("CANCELLED")), "SIGTERM") == (0, [])
     assert asked_and_waited(Answers(Job("RUNNING")), "trainckpt pause") == (0, [])
     assert asked_and_waited(Answers(Job("RUNNING"), "disabled"), "SIGUSR1") == (1, [])
+
+
+def test_nobody_waits_for_an_end_that_slurm_would_not_bring(caplog):
+    """A variable left over in a shell, a container or a machine that is no longer the job's."""
+    assert asked_and_waited(Answers(Job(UNKNOWN)), "SIGTERM") == (0, [])
+    assert "Slurm knows no job 7" in caplog.text
+    assert asked_and_waited(Answers(None, "no scontrol"), "SIGTERM", in_step=False) == (1, [])
+    assert "Slurm did not queue job 7 again: no scontrol" in caplog.text
+    assert "waiting" not in caplog.text
+
+
+def test_whoever_waits_says_so_and_why(caplog):
+    asked_and_waited(Answers(None), "SIGTERM")
+    [line] = caplog.messages
+    assert "waiting to be ended by Slurm, 600 s at most" in line
+    assert "scontrol cannot be run" in line
+    assert "requeue='never' leaves at once" in line
+
+
+def test_a_step_is_told_by_its_variable():
+    assert not Requeue.of({"SLURM_JOB_ID": "7"})._in_step
+    assert Requeue.of({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"})._in_step
 
 
 def test_outside_of_slurm_and_in_a_proof_nobody_is_asked():

@@ -60,17 +60,27 @@ def test_a_notice_for_another_attempt_is_ignored(tmp_path):
 def test_a_damaged_file_is_no_notice_and_is_remembered_with_the_reason(tmp_path, text):
     """It must not stop a run; the owner can log it."""
     (tmp_path / "1-a.json").write_text(text)
-    files = NoticeFiles(tmp_path, attempt=1)
+    said = []
+    files = NoticeFiles(tmp_path, attempt=1, say=said.append)
     assert files.poll() == []
     assert list(files.bad) == ["1-a.json"]
+    assert said == [], "somebody may be writing it"
+    assert files.poll() == files.poll() == []
+    assert said == [
+        f"the notice file {tmp_path / '1-a.json'} is not a notice, so nobody stops because of it: "
+        + files.bad["1-a.json"]
+    ]
 
 
 def test_a_file_that_was_half_written_is_read_when_it_is_whole(tmp_path):
     """Whoever writes it need not do so in one act."""
     path = tmp_path / "1-a.json"
     path.write_text('{"reason": "pau')
-    files = NoticeFiles(tmp_path, attempt=1)
+    said = []
+    files = NoticeFiles(tmp_path, attempt=1, say=said.append)
     assert files.poll() == []
     path.write_text('{"reason": "pause"}')
     assert [notice.reason for notice in files.poll()] == ["pause"]
     assert files.bad == {}
+    assert files.poll() == []
+    assert said == []

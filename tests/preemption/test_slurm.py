@@ -13,7 +13,9 @@ from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.slurm import (
     LEAVE,
     LINGER,
+    MOST_ASKED,
     REQUEUE,
+    UNKNOWN,
     Job,
     JobEnd,
     Scontrol,
@@ -83,10 +85,34 @@ def test_where_slurm_does_not_answer_or_refuses_only_a_preempted_job_waits_to_be
     assert after_refusal("SIGTERM", None) == LINGER
 
 
+def test_a_sigterm_that_slurm_did_not_send_is_not_waited_on():
+    """Slurm sends it to the processes of a step alone, and not for a job that it does not know."""
+    assert decide("SIGTERM", None, in_step=False) == REQUEUE
+    assert after_refusal("SIGTERM", None, in_step=False) == LEAVE
+    assert decide("SIGTERM", Job(UNKNOWN)) == LEAVE
+
+
 def test_a_machine_without_scontrol_says_so(tmp_path):
     scontrol = Scontrol("12", {"PATH": str(tmp_path)})
     assert scontrol.show() is None
+    assert "scontrol cannot be run" in scontrol.why
     assert "scontrol cannot be run" in scontrol.requeue()
+
+
+@pytest.mark.parametrize(
+    ("says", "job", "why"),
+    [
+        ("slurm_load_jobs error: Invalid job id specified", Job(UNKNOWN), "Invalid job id"),
+        ("Unable to contact slurm controller", None, "Unable to contact"),
+    ],
+)
+def test_a_job_that_slurm_does_not_know_is_another_thing_than_no_answer(tmp_path, says, job, why):
+    command = tmp_path / "scontrol"
+    command.write_text(f"#!/bin/sh\necho '{says}' >&2\nexit 1\n")
+    command.chmod(0o755)
+    scontrol = Scontrol("12", {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert scontrol.show() == job
+    assert why in scontrol.why
 
 
 class Clock:
@@ -119,6 +145,33 @@ def test_the_end_of_a_job_is_told_when_the_lead_is_reached_and_the_limit_was_not
     assert answered(source) == [Notice("wall time", seconds_left=199.0)]
     assert answered(source) == []
     source.stop()
+
+
+def test_a_controller_that_is_busy_is_asked_again_a_few_times():
+    clock, asked, jobs = Clock(), [], [None, None, Job("RUNNING", False, 1000.0, 1500.0)]
+
+    def show() -> Job | None:
+        asked.append(clock.now)
+        return jobs[min(len(asked), len(jobs)) - 1]
+
+    source = JobEnd(show, lambda whole_s: 10.0, clock=clock, date=clock)
+    source.start()
+    for _ in range(5):
+        answered(source)
+    assert asked == [1000.0]
+    for clock.now in (1070.0, 1140.0, 1200.0, 1495.0):
+        answered(source)
+    assert asked == [1000.0, 1070.0, 1140.0, 1495.0]
+    assert answered(source) == [Notice("wall time", seconds_left=5.0)]
+
+    asked.clear()
+    jobs[:] = [None]
+    source = JobEnd(show, lambda whole_s: 10.0, clock=clock, date=clock)
+    source.start()
+    for _ in range(20):
+        clock.now += 100.0
+        answered(source)
+    assert len(asked) == MOST_ASKED
 
 
 def test_a_slurm_that_answers_nothing_useful_tells_no_end():

@@ -11,6 +11,7 @@ import pytest
 
 from tests.preemption.metadata_server import serving
 from trainckpt.preemption.background import Background, Unanswered
+from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.spot import Aws, Azure, Gce, Metadata, metadata_of, this_cloud
 
 
@@ -202,6 +203,27 @@ def test_a_source_asks_until_there_is_a_notice_and_says_each_error_once(cloud):
     assert source.poll() == []
     assert len(said) == 1
     source.stop()
+
+
+def test_an_answer_that_nobody_foresaw_does_not_deafen():
+    """A driver that lacks a function, say; and an address that is none."""
+    said, answers = [], iter([AttributeError("no nvmlEventSetWait_v2"), [Notice("GPU 0: late")]])
+
+    def ask():
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    source = Background(ask, 0.001, said.append)
+    source.start()
+    while not (found := source.poll()):
+        time.sleep(0.001)
+    assert found == [Notice("GPU 0: late")]
+    assert said == ["AttributeError: no nvmlEventSetWait_v2"]
+    source.stop()
+    with pytest.raises(Unanswered, match="does not speak HTTP: InvalidURL"):
+        Metadata("http://169.254.169.254:imds").ask("/", {})
 
 
 def test_a_source_that_is_stopped_asks_no_more():

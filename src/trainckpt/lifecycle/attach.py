@@ -115,10 +115,23 @@ def _leaders(seats: Sequence[Seat]) -> list[int]:
 def _must_be_new(tier: LocalTier, mode: str, evidence: str, *, by_name: bool) -> None:
     if mode == "required" or (mode == "auto" and (evidence or by_name)):
         why = f", and {evidence} says this is a restart" if evidence else ""
-        raise NothingToResume(
-            f"there is no run at {tier.url}{why}",
-            hint="check the path; resume='never' starts a new run whatever there was",
-        )
+        raise NothingToResume(f"there is no run at {tier.url}{why}", hint=_how_to_begin(evidence))
+
+
+def _how_to_begin(evidence: str) -> str:
+    """What to type. A restart must not go on with resume='never': each would begin anew."""
+    afresh = {
+        "SLURM_RESTART_COUNT": "submit the script again with sbatch",
+        "TORCHELASTIC_RESTART_COUNT": "start torchrun again",
+        "TRAINCKPT_RESTART": "start the command again without TRAINCKPT_RESTART",
+    }.get(evidence.partition("=")[0])
+    if afresh is None:
+        return "check the path; resume='never' starts a new run whatever there was"
+    return (
+        "check the path: it has to be the one that the first start was given, and seen from here. "
+        f"If that start ended before it had begun its run, nothing is lost: {afresh}, which is no "
+        "restart"
+    )
 
 
 def _measure(tier: LocalTier, rank: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Who else may have to stop this attempt, besides signals and notice files: clocks and machines.
 
 the wall time    by the option, or by Slurm's variable
-Slurm            where no variable says when the job ends, rank 0 asks once
+Slurm            where no variable says when the job ends, rank 0 asks
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ LINGER_S = 600.0
 class Requeue:
     """Of the Slurm job that these processes belong to."""
 
-    def __init__(self, job: str, scontrol: slurm.Scontrol) -> None:
-        self._job, self._scontrol = job, scontrol
+    def __init__(self, job: str, scontrol: slurm.Scontrol, *, in_step: bool = True) -> None:
+        self._job, self._scontrol, self._in_step = job, scontrol, in_step
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Requeue | None:
@@ -36,7 +36,8 @@ class Requeue:
         job = slurm.job_to_requeue(environment)
         if job is None or environment.get(PROVE_VARIABLE):
             return None
-        return cls(job, slurm.Scontrol(job, environment))
+        in_step = slurm.STEP_VARIABLE in environment
+        return cls(job, slurm.Scontrol(job, environment), in_step=in_step)
 
     def ask(self, reason: str, sleep: Callable[[float], object] = time.sleep) -> None:
         """Ask, and linger if that is right. One rank.
@@ -46,15 +47,22 @@ class Requeue:
             sleep: How to linger; the process is killed meanwhile.
         """
         job = self._scontrol.show()
-        todo = slurm.decide(reason, job, of_machine=reason.startswith(OF_MACHINE))
+        of_machine = reason.startswith(OF_MACHINE)
+        todo = slurm.decide(reason, job, of_machine=of_machine, in_step=self._in_step)
+        refused = ""
         if todo == slurm.REQUEUE:
             refused = self._scontrol.requeue()
             if not refused:
                 logger.info("Slurm job %s is queued again", self._job)
                 return
             logger.warning("Slurm did not queue job %s again: %s", self._job, refused)
-            todo = slurm.after_refusal(reason, job)
+            todo = slurm.after_refusal(reason, job, in_step=self._in_step)
+        elif job is not None and job.state == slurm.UNKNOWN:
+            logger.info("Slurm knows no job %s, so nothing is queued again", self._job)
         if todo == slurm.LINGER:
-            logger.info("Slurm will end job %s; waiting for that, %g s at most", self._job,
-                        LINGER_S)  # fmt: skip
+            why = "it is preempted" if job else f"it may be preempted: {self._scontrol.why}"
+            logger.warning(
+                "waiting to be ended by Slurm, %g s at most, since a job that leaves by itself is "
+                "not queued again (%s); requeue='never' leaves at once", LINGER_S, why,
+            )  # fmt: skip
             sleep(LINGER_S)

@@ -84,7 +84,8 @@ class Watch:
 
     def start(self, attempt: int, *, is_first: bool) -> None:
         """Begin to act on notices. Main thread, all ranks; `is_first` on rank 0."""
-        notices = NoticeFiles(place.notices_folder(self._tier), attempt)
+        say = logger.warning if is_first else _nothing
+        notices = NoticeFiles(place.notices_folder(self._tier), attempt, say)
         others = [notices, *further_sources(self._options, self.grace_s, self._channel.world)]
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
         if is_first:
@@ -203,6 +204,10 @@ def early_limit_s(grace_s: float | None) -> float:
 def _aged(notice: Notice, seconds: float) -> Notice:
     left = notice.seconds_left
     return notice if left is None else replace(notice, seconds_left=max(left - seconds, 0.0))
+
+
+def _nothing(_: str) -> None:
+    """Rank 0 has said it."""
 
 
 def _stop_listening(early: _EarlyEars, signals: SignalSource) -> None:

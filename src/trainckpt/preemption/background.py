@@ -5,8 +5,8 @@
     poll    watcher       takes what has come, without waiting
     stop    main thread   no more questions; one that is being asked is not waited for
 
-An error is said once, and the same question is asked again after a longer and longer pause: what
-cannot be asked stops nothing.
+An error, whatever it is, is said once, and the same question is asked again after a longer and
+longer pause: what cannot be asked stops nothing, and no thread ends before its notice has come.
 
 Floor 1. Uses: preemption.notice. Used by: lifecycle.
 """
@@ -41,7 +41,7 @@ class Background:
         """Nothing is asked yet.
 
         Args:
-            ask: One question; raises `OSError` or `Unanswered` where there is no answer.
+            ask: One question; raises where there is no answer: `OSError` or `Unanswered`.
             pause_s: Between two questions.
             say: Told of each new error, in the thread.
             name: Of the thread.
@@ -75,10 +75,12 @@ class Background:
         while not self._stopping.wait(pause_s if said else 0.0):
             try:
                 notices = self._ask()
-            except (OSError, Unanswered) as error:
-                if said != str(error):
-                    self._say(str(error))
-                said = str(error) or "no answer"
+            except Exception as error:  # noqa: BLE001 - a driver's or a server's surprise
+                expected = isinstance(error, (OSError, Unanswered))
+                told = str(error) if expected else f"{type(error).__name__}: {error}"
+                if said != told:
+                    self._say(told)
+                said = told or "no answer"
                 pause_s = min(2 * pause_s, max(LONGEST_PAUSE_S, self._pause_s))
                 continue
             pause_s, said = self._pause_s, ""

@@ -4,8 +4,8 @@
 
 The attempt's number is in the name, so that a file left over from a stopped attempt never
 stops the next one. Each file is reported once. A file that cannot be read is not a notice: a
-half-written one must not stop a run. It is kept in `bad`, with the reason, for the owner to
-log, and looked at again when it changes.
+half-written one must not stop a run. It is kept in `bad`, with the reason, and looked at again when
+it changes; one that is as bad a second later is said aloud, once.
 
 Threads: the watcher's only. Floor 1. Uses: preemption.notice. Used by: lifecycle.
 """
@@ -20,6 +20,7 @@ from trainckpt.format.duration import MOST_S
 from trainckpt.preemption.notice import Notice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MAX_BYTES = 64 * 1024
@@ -32,12 +33,23 @@ class NoticeFiles:
         bad: File name -> why it is not a notice.
     """
 
-    def __init__(self, folder: Path, attempt: int) -> None:
+    def __init__(
+        self, folder: Path, attempt: int, say: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            folder: May appear later.
+            attempt: Whose notices count.
+            say: Told of each file that is not a notice.
+        """
         self.bad: dict[str, str] = {}
+        self._say = say
+        self._said: set[tuple[str, str]] = set()
         self._folder = folder
         self._attempt = attempt
         self._reported: set[str] = set()
-        self._looked_at: dict[str, tuple[int, int]] = {}
+        self._looked_at: dict[str, tuple[int, ...]] = {}
 
     def start(self) -> None:
         """Nothing to set up: the folder may appear later."""
@@ -59,14 +71,16 @@ class NoticeFiles:
             paths = sorted(self._folder.glob(f"{self._attempt}-*.json"))
         except OSError as error:
             self.bad[str(self._folder)] = str(error)
+            self._say_once(str(self._folder), "cannot be looked at")
             return []
         return [path for path in paths if path.name not in self._reported]
 
     def _read(self, path: Path) -> Notice | None:
         try:
             stat = path.stat()
-            seen = (stat.st_mtime_ns, stat.st_size)
+            seen = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
             if self._looked_at.get(path.name) == seen:
+                self._say_once(path.name, "is not a notice, so nobody stops because of it")
                 return None
             self._looked_at[path.name] = seen
             data = b""  # opening a pipe would wait for its other end
@@ -80,6 +94,12 @@ class NoticeFiles:
         self._reported.add(path.name)
         self.bad.pop(path.name, None)
         return notice
+
+    def _say_once(self, name: str, what: str) -> None:
+        why = self.bad[name]
+        if (name, why) not in self._said:
+            self._said.add((name, why))
+            self._say(f"the notice file {self._folder / name} {what}: {why}")
 
 
 def _parse(value: Any) -> Notice:

@@ -10,7 +10,8 @@ What Slurm tells the processes of a step (`srun`), and what is right after the s
 The signal alone does not say which it was; `scontrol show job` does. A job whose processes leave
 by themselves while Slurm waits for the end of their grace time has completed, and is not queued
 again: so we ask for that first, after the commit, and leave then. Where that is refused and the
-job is preempted, the processes linger until they are killed.
+job is preempted, the processes linger until they are killed. So do they where nobody can be asked,
+if they are part of a step: Slurm sends SIGTERM to nobody else.
 
 `parse_job` and `decide` are pure; `Scontrol` is the only place that runs a command.
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 REQUEUE, LINGER, LEAVE = "requeue", "linger", "leave"
+STEP_VARIABLE = "SLURM_STEP_ID"  # set by srun, and not for the batch shell
+UNKNOWN = "UNKNOWN"  # not a state of Slurm's: it answers, and knows no such job
+_NO_SUCH_JOB = "Invalid job id"
+ASK_AGAIN_S, MOST_ASKED = 60.0, 5
 FROM_SLURM = ("SIGTERM", "SIGUSR1", WALL_TIME)
 COMMAND_S = 30.0
 _FIELD = re.compile(r"(?:^|\s)(JobState|PreemptTime|EndTime|StartTime)=(\S*)")
@@ -46,7 +51,7 @@ class Job:
     """What Slurm's controller says of a job.
 
     Attributes:
-        state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on.
+        state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`.
         is_preempted: A grace time runs, or has run out.
         starts_at, ends_at: Seconds since the epoch; None: not known, or unlimited.
     """
@@ -86,7 +91,7 @@ def parse_job(text: str) -> Job | None:
     )
 
 
-def decide(reason: str, job: Job | None, *, of_machine: bool = False) -> str:
+def decide(reason: str, job: Job | None, *, of_machine: bool = False, in_step: bool = True) -> str:
     """What to do after the save: `REQUEUE`, `LINGER` or `LEAVE`.
 
     Args:
@@ -94,24 +99,30 @@ def decide(reason: str, job: Job | None, *, of_machine: bool = False) -> str:
             start.
         job: What Slurm says; None: it did not answer.
         of_machine: The machine is about to go, or is not well: the job is wanted all the same.
+        in_step: srun started these processes; else a SIGTERM was not Slurm's.
     """
     if reason not in FROM_SLURM and not of_machine:
         return LEAVE
     if job is None:
-        return LINGER if reason == "SIGTERM" else REQUEUE
+        return LINGER if reason == "SIGTERM" and in_step else REQUEUE
     return REQUEUE if job.state in ("RUNNING", "TIMEOUT") else LEAVE
 
 
-def after_refusal(reason: str, job: Job | None) -> str:
+def after_refusal(reason: str, job: Job | None, *, in_step: bool = True) -> str:
     """What to do where Slurm did not queue the job again: `LINGER` or `LEAVE`."""
-    preempted = job.is_preempted if job is not None else reason == "SIGTERM"
+    preempted = job.is_preempted if job is not None else reason == "SIGTERM" and in_step
     return LINGER if preempted else LEAVE
 
 
 class Scontrol:
-    """Slurm's own command. Any thread; each call may take up to half a minute."""
+    """Slurm's own command. Any thread; each call may take up to half a minute.
+
+    Attributes:
+        why: Why `show` got no answer; "" if it got one.
+    """
 
     def __init__(self, job: str, environment: Mapping[str, str] | None = None) -> None:
+        self.why = ""
         self._job = job
         self._environment = {
             **(os.environ if environment is None else environment),
@@ -121,6 +132,9 @@ class Scontrol:
     def show(self) -> Job | None:
         """What the controller says of the job; None if it does not answer."""
         code, said = self._call("--oneliner", "show", "job", self._job)
+        self.why = "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
+        if code > 0 and _NO_SUCH_JOB in said:
+            return Job(UNKNOWN)
         return parse_job(said) if code == 0 else None
 
     def requeue(self) -> str:
@@ -143,8 +157,8 @@ class Scontrol:
 class JobEnd:
     """The end of the job as a notice, where no variable tells it; a `NoticeSource`.
 
-    Slurm's controller is asked once at the start, and once more when the time has come, since a
-    limit can be raised. For one rank of the job: a thousand would be too many.
+    Slurm's controller is asked at the start, a few times if it does not answer, and once more when
+    the time has come, since a limit can be raised. For one rank: a thousand would be too many.
     """
 
     def __init__(
@@ -166,7 +180,8 @@ class JobEnd:
         self._show, self._lead_of, self._clock, self._date = show, lead_s, clock, date
         self._ends_s: float | None = None  # on `clock`
         self._lead_s = 0.0
-        self._has_asked_again = self._reported = False
+        self._has_asked_again = self._reported = self._has_answered = False
+        self._num_asked, self._ask_next_s = 0, 0.0
         self._asking = threading.Thread()
 
     def start(self) -> None:
@@ -179,7 +194,11 @@ class JobEnd:
 
     def poll(self) -> list[Notice]:
         """One notice, once no more than the lead is left and the limit was not raised."""
-        if self._asking.is_alive() or self._ends_s is None or self._reported:
+        if self._asking.is_alive() or self._reported:
+            return []
+        if self._ends_s is None:
+            if not self._has_answered and self._clock() >= self._ask_next_s:
+                self._ask()
             return []
         left_s = self._ends_s - self._clock()
         if left_s > self._lead_s:
@@ -196,11 +215,16 @@ class JobEnd:
         """Nothing to put back."""
 
     def _ask(self) -> None:
+        if not self._has_answered and self._num_asked >= MOST_ASKED:
+            return
+        self._num_asked += 1
+        self._ask_next_s = self._clock() + ASK_AGAIN_S
         self._asking = threading.Thread(target=self._look, name="trainckpt-slurm", daemon=True)
         self._asking.start()
 
     def _look(self) -> None:
         job, date_s = self._show(), self._date()
+        self._has_answered = self._has_answered or job is not None
         if job is None or job.ends_at is None or not 0 < job.ends_at - date_s <= MOST_S:
             return
         self._lead_s = self._lead_of(job.ends_at - (job.starts_at or date_s))

@@ -76,8 +76,9 @@ class Metadata:
             OSError: no answer in time.
             Unanswered: an answer that is not HTTP.
         """
-        connection = http.client.HTTPConnection(self._host, timeout=timeout_s)
+        connection = None
         try:
+            connection = http.client.HTTPConnection(self._host, timeout=timeout_s)
             connection.request(method, path, headers=dict(headers))
             response = connection.getresponse()
             text = response.read(MAX_BYTES).decode("utf-8", "replace").strip()
@@ -88,7 +89,8 @@ class Metadata:
             what = f"{type(error).__name__} {error}"[:200]
             raise Unanswered(f"{self._host} does not speak HTTP: {what}") from error
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
 
 
 class Aws:
