@@ -11,9 +11,11 @@ from torch.utils.data import IterableDataset
 
 import trainckpt
 from tests.integrations import trained
+from tests.integrations.accelerated import seed
 from tests.integrations.trained import Training, compared
 from tests.ranks import processes
 from tests.ranks.processes import context, run_ranks
+from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import transformers_needs
 
@@ -97,6 +99,35 @@ def test_a_stop_ends_the_script_with_the_code_for_start_me_again(tmp_path, monke
     with pytest.raises(trainckpt.Stopped) as caught:
         Training(tmp_path, {}, tmp_path / "run", strike_at=2, **exits).train()
     assert caught.value.code == 75
+
+
+def test_a_gpt2_that_is_exported_is_loaded_by_transformers_to_the_last_bit(
+    tmp_path, monkeypatch, capsys
+):
+    """In one file and in several with an index; the head is tied to the embedding, and left out."""
+    monkeypatch.delenv("TRAINCKPT_PROVE", raising=False)
+    seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    with trainckpt.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as ckpt:
+        ckpt.boundary()
+        ids = torch.arange(16).view(2, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    for how in ([], ["--max-shard-size", "5kB"]):
+        out = tmp_path / f"out{len(how)}"
+        out.mkdir()
+        config.save_pretrained(out)
+        assert main(["export", str(tmp_path / "run"), str(out), *how]) == 0
+        assert (len(list(out.glob("*.safetensors"))) > 1) == bool(how)
+        loaded, said = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        assert not any(said.values()), said
+        found, expected = loaded.state_dict(), model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    capsys.readouterr()
 
 
 # ---- wrong use
