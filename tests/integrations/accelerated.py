@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 
 import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+)
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import trainckpt.accelerate
@@ -67,15 +74,36 @@ class Counter:
         self.seen = state["seen"]
 
 
-def fresh(accumulate=ACCUMULATE, **data):
-    """An Accelerator as in a new process; its state is kept by the classes."""
+def fresh(accumulate=ACCUMULATE, fsdp=False, **data):
+    """An Accelerator as in a new process; its state is kept by the classes.
+
+    Args:
+        accumulate: Micro-batches a window.
+        fsdp: Shard the model by FSDP2. Accelerate takes it for GPUs alone, and trains with DDP on
+            CPUs without a word; there it is told that it may. What follows is its own code.
+        data: Options of Accelerate's DataLoaderConfiguration.
+    """
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    return Accelerator(
-        cpu=True,
+    on_gpu = fsdp and torch.cuda.is_available()
+    accelerator = Accelerator(
+        cpu=not on_gpu,
+        fsdp_plugin=sharding() if on_gpu else None,
         dataloader_config=DataLoaderConfiguration(**data),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulate),
     )
+    if fsdp and not on_gpu:
+        accelerator.state.fsdp_plugin = sharding()
+        accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator
+
+
+def sharding():
+    """FSDP2 with each layer by itself."""
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=20,
+        cpu_ram_efficient_loading=False,
+    )  # fmt: skip
 
 
 class Training:
@@ -86,7 +114,7 @@ class Training:
         own: Options of the DataLoader.
         kind: Of the training data.
         judging: Options of the evaluation's DataLoader.
-        data: Options of Accelerate's DataLoaderConfiguration.
+        data: Options of Accelerate's DataLoaderConfiguration, and `fsdp`.
     """
 
     def __init__(self, workers=0, accumulate=ACCUMULATE, items=ITEMS, own=None, kind=Noisy,
@@ -131,6 +159,7 @@ class Training:
         """All that must be equal in the end."""
         kept = [one.state_dict() for one in (self.model, self.optimizer, self.scheduler)]
         rng = (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())
+        kept = tree_map_only(DTensor, lambda tensor: tensor.to_local(), kept)
         return frozen(kept), rng, self.counter.seen, self.loader.iteration, self.accelerator.step
 
 
@@ -218,3 +247,26 @@ def of_ranks(rank, place, world, stops, **how):
     wrong = compared(place, stops, **how)
     wrapped = type(Training(**how).model).__name__
     return wrong, wrapped
+
+
+def of_shards(rank, place, world, stops):
+    """`compared` under FSDP2, as one of several ranks whose process group exists.
+
+    Returns:
+        What `compared` returns; kinds of parameters; the kind of device they are on.
+    """
+    be_rank(rank, world)
+    wrong = compared(place, stops, fsdp=True)
+    return wrong, *laid_out()
+
+
+def laid_out():
+    """Kinds of parameters that `prepare` makes under FSDP2, and of their devices."""
+    parameters = list(Training(fsdp=True).model.parameters())
+    return {type(p).__name__ for p in parameters}, {p.device.type for p in parameters}
+
+
+if __name__ == "__main__":  # under torchrun, on GPUs
+    torch.use_deterministic_algorithms(True)
+    print(compared(sys.argv[1], [2, 5, 13], fsdp=True), *laid_out(), flush=True)
+    torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -115,6 +116,29 @@ def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(
     program = functools.partial(accelerated.of_ranks, **how)
     found = run_ranks(program, world, str(tmp_path), world, [2] if world == 2 else [4])
     assert found == [([], "DistributedDataParallel")] * world
+
+
+def test_shards_of_fsdp2_that_accelerate_made_go_on_bit_for_bit(tmp_path, monkeypatch):
+    """On CPUs, where it has to be told that it may; inside a window, in two ranks."""
+    monkeypatch.setattr(processes, "LIMIT_S", 240)
+    found = run_ranks(accelerated.of_shards, 2, str(tmp_path), 2, [5])
+    assert found == [([], {"DTensor"}, {"cpu"})] * 2
+
+
+@pytest.mark.gpu
+def test_shards_of_fsdp2_on_gpus_go_on_bit_for_bit(tmp_path):
+    """Accelerate's own choice; on one GPU, or two where there are two."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: on CPUs Accelerate would use DDP in place of FSDP2")
+    ranks = min(2, torch.cuda.device_count())
+    launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    script = ("-m", "tests.integrations.accelerated", str(tmp_path))
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    told = subprocess.run(
+        [sys.executable, *launch, *script], env=environment, capture_output=True, text=True
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines() == ["[] {'DTensor'} {'cuda'}"] * ranks
 
 
 def test_its_own_checkpoints_are_what_they_were(tmp_path):
