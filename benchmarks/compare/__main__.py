@@ -23,7 +23,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,15 @@ def parsed() -> argparse.Namespace:
     return arguments
 
 
+def versions() -> str:
+    """Of what takes part, as far as it is installed."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("torch", "torchsnapshot-nightly", "torch_checkpointing"):
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return ", ".join(found)
+
+
 def listed(kind: type) -> Any:
     """A parser of values with commas between them."""
     return lambda text: [kind(part) for part in text.split(",")]
@@ -127,7 +138,6 @@ def environment(ranks: int, threads: int) -> dict[str, str]:
 
 def inside(arguments: argparse.Namespace) -> None:
     """One rank of one job."""
-    import torch
     from benchmarks.compare.job import Job, Plan, leave, start
 
     device = start(arguments.device, arguments.threads)
@@ -144,7 +154,7 @@ def inside(arguments: argparse.Namespace) -> None:
             "floors": job.floors,
             "samples": {name: asdict(samples) for name, samples in job.samples.items()},
             "left_out": job.left_out,
-            "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+            "versions": versions(),
         }
         (arguments.inside / "found.json").write_text(json.dumps(found))
     leave()

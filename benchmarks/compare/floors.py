@@ -38,7 +38,7 @@ FILES = 4  # written and read at once by all ranks together
 
 
 class Floors:
-    """Measures the floors of one training; keeps its touched memory from round to round."""
+    """Measures the floors of one training. Between two measurements it holds no memory."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -48,25 +48,30 @@ class Floors:
         files = max(1, FILES // self._ranks)
         self._files = [folder / f"floor{rank}.{number}" for number in range(files)]
         self._file_bytes = -(-self._share // files // PAGE) * PAGE
-        size = -(-min(self._num_bytes, AREA) // BLOCK) * BLOCK
-        self._memory = mmap.mmap(-1, size)  # page-aligned, as O_DIRECT wants it
-        for _ in range(size // BLOCK):
-            self._memory.write(os.urandom(PAGE) * (BLOCK // PAGE))
-        self._touched = torch.frombuffer(self._memory, dtype=torch.uint8)
-        if training.device != "cpu":
-            self._touched = self._touched.pin_memory()
         self._direct = os.O_DIRECT
 
     def measure(self, training: Training) -> dict[str, float]:
         """Seconds of each floor, of the slowest rank."""
         end = self._first + self._share
-        return {
+        self._memory, self._touched = self._touch(training)
+        found = {
             "floor_copy_s": timed(lambda: self._copy(training, 0, self._num_bytes)),
             "floor_copy_share_s": timed(lambda: self._copy(training, self._first, end)),
             "floor_fresh_copy_s": self._fresh_copy(training),
             "floor_write_s": timed(self._write),
             "floor_read_s": self._read(),
         }
+        del self._memory, self._touched
+        return found
+
+    def _touch(self, training: Training) -> tuple[mmap.mmap, torch.Tensor]:
+        """Memory that was touched: to write from, and to copy to."""
+        size = -(-min(self._num_bytes, AREA) // BLOCK) * BLOCK
+        memory = mmap.mmap(-1, size)  # page-aligned, as O_DIRECT wants it
+        for _ in range(size // BLOCK):
+            memory.write(os.urandom(PAGE) * (BLOCK // PAGE))
+        touched = torch.frombuffer(memory, dtype=torch.uint8)
+        return memory, touched if training.device == "cpu" else touched.pin_memory()
 
     def _copy(self, training: Training, first: int, end: int) -> None:
         for start in range(first, end, self._touched.numel()):

@@ -1,7 +1,7 @@
 """One job: so many ranks, so many bytes, one kind of training; every system takes its turn.
 
     round     the floors; then a turn of each system, in an order that moves on by one each round
-    turn      begin; one save that is not counted; pairs of windows, the one with the save now
+    turn      begin; two saves that are not counted; pairs of windows, the one with the save now
               first, now second; a save with nothing beside it; end; restore into a training that
               was just built, which the next turn goes on with
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.systems.base import System
 
-WARM_STEPS = 2
+WARM_STEPS = WARM_SAVES = 2  # the second save may be the first into a second buffer
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Job:
 
     def _turn(self, system: System, samples: Samples) -> None:
         system.begin(self.training)
-        self._train(system, WARM_STEPS)
-        system.save_now().wait()
-        self._train(system, WARM_STEPS)
+        for _ in range(WARM_SAVES):
+            self._train(system, WARM_STEPS)
+            system.save_now().wait()
         for number in range(self.plan.pairs):
             for saves in (False, True) if number % 2 else (True, False):
                 self._window(system, samples, saves=saves)
