@@ -1,7 +1,7 @@
 """One job: so many ranks, so many bytes, one kind of training; every system takes its turn.
 
     round     the floors; then a turn of each system, in an order that moves on by one each round
-    turn      begin; two saves that are not counted; pairs of windows, the one with the save now
+    turn      begin; a few saves that are not counted; pairs of windows, the one with the save now
               first, now second; a save with nothing beside it; end; restore into a training that
               was just built, which the next turn goes on with
 
@@ -19,6 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,11 +32,10 @@ from benchmarks.compare.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from benchmarks.compare.systems.base import System
 
-WARM_STEPS = WARM_SAVES = 2  # the second save may be the first into a second buffer
+WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,12 @@ class Job:
 
     def _turn(self, system: System, samples: Samples) -> None:
         system.begin(self.training)
-        for _ in range(WARM_SAVES):
+        self._train(system, WARM_STEPS)
+        for _ in range(system.warm_saves):
+            pending = system.save()
             self._train(system, WARM_STEPS)
-            system.save_now().wait()
+            pending.wait()
+            self._on_rank_0(system.forget)
         for number in range(self.plan.pairs):
             for saves in (False, True) if number % 2 else (True, False):
                 self._window(system, samples, saves=saves)
@@ -160,9 +163,13 @@ class Job:
             gc.collect()
             self._on_rank_0(partial(evict, system.folder))
             self.training = self._new(fresh=True)
+            before = bytes_read()
             seconds = timed(partial(self._restored, system, memory=memory))
             if self.training.digest() != expected:
                 raise AssertionError("what was restored is not what was saved")
+            if memory and slowest(bytes_read() - before) > self.num_bytes / 10:
+                self._tell("it was to be read from memory, and was read from the disk")
+                return
             (samples.restore_memory if memory else samples.restore_cold).append(seconds)
 
     def _restored(self, system: System, *, memory: bool) -> None:
@@ -176,8 +183,17 @@ class Job:
         dist.barrier()
 
     def _say(self, number: int, name: str, what: str) -> None:
+        self._tell(f"round {number + 1} of {self.plan.rounds}: {name}: {what}")
+
+    def _tell(self, what: str) -> None:
         if self.rank == 0:
-            print(f"round {number + 1} of {self.plan.rounds}: {name}: {what}", file=sys.stderr)
+            print(what, file=sys.stderr, flush=True)
+
+
+def bytes_read() -> int:
+    """Bytes that this process has had read from storage."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def start(device: str, threads: int) -> str:

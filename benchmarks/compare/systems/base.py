@@ -54,9 +54,12 @@ class System:
     """The base of all systems.
 
     Attributes:
+        warm_saves: After how many saves in training it does what it will do from then on. The
+            second may be the first into a second buffer.
         remembers: Whether `restore(memory=True)` reads from memory that outlives the process.
     """
 
+    warm_saves = 2
     remembers = False
 
     def __init__(self, folder: Path) -> None:

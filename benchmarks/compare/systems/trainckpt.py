@@ -22,6 +22,10 @@ MEMORY = "TRAINCKPT_MEMORY"
 
 
 class Trainckpt(System):
+    # after the first it tries two ways to copy, each twice, and keeps the better one
+    warm_saves = 5
+    remembers = True
+
     def begin(self, training: Training) -> None:
         super().begin(training)
         self.checkpointer = self._attach(training, "never")
@@ -46,7 +50,8 @@ class Trainckpt(System):
         while handle.snapshot is None and handle.error is None:
             self.checkpointer.boundary()
             time.sleep(SPIN_S)
-        return Pending(lambda: handle.wait("durable"))
+        handle.wait("durable")
+        return Pending()
 
     def end(self) -> None:
         """Leave as a run that dies: what was saved stands."""
@@ -62,7 +67,7 @@ class Trainckpt(System):
             checkpointer = self._attach(training, "required")
             checkpointer.resume()
         finally:
-            os.environ.pop(MEMORY)
+            os.environ.pop(MEMORY, None)
             if root is not None:
                 os.environ[MEMORY] = root
         checkpointer.boundary()  # here the last of the state is applied
