@@ -122,6 +122,31 @@ def test_fp32_moments_of_bf16_parameters_keep_every_bit():
     assert resumed.state[other.head.weight]["exp_avg"].dtype is torch.float32
 
 
+@pytest.mark.parametrize("between", ["nothing", "a step", "another tensor", "state lost"])
+def test_state_is_applied_again_whatever_the_script_did_since_in_the_same_memory_if_it_can(between):
+    model, optimizer = build(OPTIMIZERS["Adam"])
+    step(model, optimizer, 0)
+    source = registry(model=model, optimizer=optimizer)
+    other, resumed = build(OPTIMIZERS["Adam"], seed=1)
+    target = registry(model=other, optimizer=resumed)
+    saved = move(source, target)
+    moments = resumed.state[other.head.weight]
+    first = moments["exp_avg"]
+    if between == "a step":
+        step(other, resumed, 3)
+    elif between == "another tensor":
+        moments["exp_avg"] = torch.ones_like(first)
+    elif between == "state lost":
+        resumed.state.clear()
+    apply.apply(target, saved, again=True)
+    assert state_of(other, resumed) == state_of(model, optimizer)
+    kept = resumed.state[other.head.weight]["exp_avg"] is first
+    assert kept == (between in ("nothing", "a step"))
+    apply.settled(target)
+    apply.apply(target, saved, again=True)
+    assert resumed.state[other.head.weight]["exp_avg"] is not first
+
+
 def test_a_tensor_learning_rate_stays_the_tensor_that_others_hold():
     model, optimizer = build(OPTIMIZERS["Adam tensor lr"])
     optimizer.param_groups[0]["lr"].fill_(0.5)

@@ -118,4 +118,5 @@ class Arrival:
             )
 
     def _end(self) -> None:
+        apply.settled(self._registry)
         self._saved, self.under_way, self.to_come = None, False, False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.lifecycle import launch
@@ -150,6 +150,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
     policy = Policy(crew.options.every, crew.position.step, time.monotonic())
+    if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
+        beginning = replace(beginning, saved=beginning.saved.without_state())
     return Attempt(beginning, log, saver, departure, policy)
 
 

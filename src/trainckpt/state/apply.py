@@ -110,6 +110,12 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
             step(registry, saved)
 
 
+def settled(registry: Registry) -> None:
+    """The state has been put back for good."""
+    for optimizer in registry.optimizers:
+        optimizer.settled()
+
+
 def apply_rng(saved: Saved) -> None:
     """Put the random generators back: the last act before the first batch.
 

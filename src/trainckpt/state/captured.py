@@ -8,7 +8,7 @@ state that people are told of when two runs differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +123,10 @@ class Saved:
     worlds: tuple[int, int] = (1, 1)
     left: frozenset[str] = frozenset()
 
+    def without_state(self) -> Saved:
+        """What is still to be known of it when it has been applied."""
+        return replace(self, tensors={}, values={}, shapes={}, wraps={})
+
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""
         return values.decode(tree, lambda node: self.tensor(node, device))
@@ -140,6 +144,17 @@ class Saved:
         fresh = in_memory_order(fresh, node["order"]) if "order" in node else fresh
         wrap = self.wraps.get(node["$tensor"])
         return fresh if wrap is None else wrap(fresh)
+
+    def copy_into(self, node: Any, live: torch.Tensor) -> bool:
+        """Copy what a node stands for into a tensor that was made for it; False if it cannot be."""
+        name = node.get("$tensor") if isinstance(node, dict) else None
+        found = self.tensors.get(name) if isinstance(name, str) else None
+        if found is None or {"sparse", "order"} & node.keys() or name in self.wraps:
+            return False
+        if (live.dtype, live.shape, live.stride()) != (found.dtype, found.shape, found.stride()):
+            return False
+        live.copy_(found)
+        return True
 
     def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
         if name not in self.tensors:

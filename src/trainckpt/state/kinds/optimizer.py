@@ -24,6 +24,7 @@ class OptimizerState:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = optimizer
+        self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter of every group, in order."""
@@ -101,16 +102,48 @@ class OptimizerState:
                 else:
                     group[key] = value
         known = self._names(names)
+        before = dict(self.optimizer.state)
         self.optimizer.state.clear()
+        put, self._put = self._put, {}
         for parameter in self.parameters():
             items = stored["state"].get(known[id(parameter)])
             if items is not None:
+                live = before.get(parameter, {})
                 self.optimizer.state[parameter] = {
-                    saved.decode(key): saved.decode(value, parameter.device) for key, value in items
+                    (key := saved.decode(coded)): self._value(
+                        saved, value, parameter, key, put, live.get(key)
+                    )
+                    for coded, value in items
                 }
-
         for key, value in stored.get("own", ()):
             self.optimizer.state[saved.decode(key)] = saved.decode(value)
+
+    def _value(
+        self,
+        saved: Saved,
+        tree: Any,
+        parameter: torch.Tensor,
+        key: Any,
+        put: Mapping[tuple[int, Any], torch.Tensor],
+        live: Any,
+    ) -> Any:
+        """One saved value; in the tensor that the last `apply` made for it, if it is there still.
+
+        State is applied twice: on resuming, and at the first boundary.
+        """
+        where = id(parameter), key
+        ours = isinstance(live, torch.Tensor) and live is put.get(where)
+        if ours and saved.copy_into(tree, live):
+            value = live
+        else:
+            value = saved.decode(tree, parameter.device)
+        if type(value) is torch.Tensor:
+            self._put[where] = value
+        return value
+
+    def settled(self) -> None:
+        """Nothing is applied any more: forget what was made for it."""
+        self._put.clear()
 
     def _path(self, parameter: str, key: object) -> str:
         return f"{self.name}/{parameter}/{key}"
