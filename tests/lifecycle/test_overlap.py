@@ -164,6 +164,15 @@ def test_only_optimizers_that_call_the_hooks_have_their_tensors_copied_beside_tr
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     assert calls_hooks(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    assert "step" in vars(optimizer)
+    assert calls_hooks(optimizer)
+    seen = []
+    fence = Fence(seen.append)
+    optimizer.step()
+    scheduler.step()
+    fence.close()
+    assert seen == [optimizer]
     optimizer.step = lambda: None
     assert not calls_hooks(optimizer)
 

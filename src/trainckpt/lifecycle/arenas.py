@@ -12,6 +12,7 @@ shared memory is found there by the next attempt, and by every other rank of thi
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 MAX_ARENAS = 2
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
-STREAMED, PRIVATE = "streamed", "private"
+SHARED, PRIVATE, STREAMED = "shared", "private", "streamed"
+SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
 
 
 class NoArena(Exception):
@@ -56,7 +58,7 @@ def choose(room: Room, num_bytes: int) -> tuple[str, int]:
     budget = room.budget if room.budget is not None else MAX_ARENAS * num_bytes
     for number in range(MAX_ARENAS, 0, -1):
         if room.shared and number * num_bytes <= min(budget, room.shared_bytes):
-            return "shared", number
+            return SHARED, number
     return (PRIVATE, 1) if num_bytes <= budget else (STREAMED, 0)
 
 
@@ -79,11 +81,36 @@ class Arenas:
         self._filled: Arena | None = None  # by the save in flight
         self._private = memoryview(b"")
         self._said = ""
+        self._preparing: threading.Thread | None = None
+
+    def _wait(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
 
     @property
     def are_ready(self) -> bool:
         """Whether there is memory that has been touched before: copying to it costs little."""
+        self._wait()
         return bool(self._open) or len(self._private) > 0
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have memory for a file of about this size touched, by a thread, before it is needed."""
+        size = num_bytes + SPARE_BYTES
+        self._preparing = threading.Thread(
+            target=self._touch, args=(size,), name="trainckpt-arena", daemon=True
+        )
+        self._preparing.start()
+
+    def _touch(self, num_bytes: int) -> None:
+        kind, number = choose(self._room(), num_bytes)
+        if kind != SHARED:
+            return
+        self._find(number)
+        for arena in self._open:
+            if not arena.holds():
+                with contextlib.suppress(OSError):
+                    arena.reserve(num_bytes)
 
     def memory(self, num_bytes: int) -> memoryview:
         """So many bytes for the next shard file. What was given before the last is gone.
@@ -91,9 +118,10 @@ class Arenas:
         Raises:
             NoArena: not within the budget.
         """
+        self._wait()
         kind, number = choose(self._room(), num_bytes)
         self._filled = None
-        if kind == "shared":
+        if kind == SHARED:
             given = self._shared(num_bytes, number)
             if given is not None:
                 self._private = memoryview(b"")
@@ -139,6 +167,7 @@ class Arenas:
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next."""
+        self._wait()
         if not keep:
             for arena in self._open:
                 with contextlib.suppress(OSError):

@@ -20,6 +20,7 @@ from trainckpt.lifecycle.contents import models_in
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.initial import Initial, read_initial
+from trainckpt.lifecycle.interval import PRIOR_S, interval_s, mean_time_between_failures_s
 from trainckpt.lifecycle.last_save import LastSave
 from trainckpt.lifecycle.load import put
 from trainckpt.lifecycle.log import logger
@@ -28,11 +29,12 @@ from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_r
 from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
+from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.state.capture import capture
 from trainckpt.tiers.memory import reclaim
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
@@ -149,7 +151,9 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         _say_what_was_chosen(crew, initial)
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
-    policy = Policy(crew.options.every, crew.position.step, time.monotonic())
+    policy = Policy(
+        crew.options.every, crew.position.step, time.monotonic(), _interval(crew, beginning)
+    )
     if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
         beginning = replace(beginning, saved=beginning.saved.without_state())
     return Attempt(beginning, log, saver, departure, policy)
@@ -280,6 +284,23 @@ def _arenas(crew: Crew, beginning: Beginning) -> Arenas:
     if beginning.manifest is not None:
         arenas.newest = beginning.manifest.name.folder
     return arenas
+
+
+def _interval(crew: Crew, beginning: Beginning) -> Callable[[], float]:
+    """How long until the next save, where nobody says; rank 0 is the one that asks for it."""
+    mean_s = PRIOR_S
+    if crew.options.every.auto and crew.world.rank == 0:
+        own = beginning.record.attempt
+        before = [r for n, r in read_attempts(crew.tier).items() if n < own]
+        mean_s = mean_time_between_failures_s(before)
+
+    def seconds() -> float:
+        found = interval_s(crew.pace.stall_s, crew.pace.save_s, mean_s)
+        if crew.options.every.auto and crew.pace.stall_s is not None:
+            logger.info("next save in %.0f s", found)
+        return found
+
+    return seconds
 
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:

@@ -13,8 +13,7 @@ Order of events:
                 agreed on. Without a notice it costs a flag test
     close       a counted boundary, the final snapshot, a barrier               (on leaving)
 
-Everything public is called on the training thread, by all ranks alike, except `save`, which one
-rank alone may call.
+Everything public is called on the training thread, by all ranks alike; `save` also by one alone.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ class Checkpointer:
             self._seldom(evaluation=evaluation)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         if resumable and policy.due_by_steps(position.step, position.micro):
-            attempt.saver.save(position.cursor, policy.reason, (), PendingSave())
+            attempt.saver.save(position.cursor, policy.reason, (), PendingSave(), may_skip=True)
             self._pace.leave(time.monotonic())
         self._watch.check()
         if policy.due_by_time(now_s) and self._world.rank == 0:
@@ -375,7 +374,8 @@ class Checkpointer:
 
     def _take_requested(self, cursor: Cursor, due: Due) -> None:
         pending, tags = self._requests.taken(due.number), (due.tag,) if due.tag else ()
-        self._must_have_resumed().saver.save(cursor, due.reason, tags, pending)
+        saver, asked = self._must_have_resumed().saver, due.number is not None
+        saver.save(cursor, due.reason, tags, pending, may_skip=not asked)
         self._agreement.close_round(due.round)
 
     # ---- small things

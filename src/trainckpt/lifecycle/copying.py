@@ -11,21 +11,27 @@ from trainckpt.state.overlap import Fence, Overlapped
 from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainckpt.state.registry import Registry
     from trainckpt.state.stage import Shard
 
+PREPARED_AT = 2  # the second step: the first has made the optimizer's state
 PROVED_FIRST, PROVED_EVERY = 2, 8  # overlapped saves whose copies are compared with live tensors
 
 
 class Copying:
     """Of one attempt."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, prepare: Callable[[], None] = lambda: None) -> None:
+        """`prepare` is called once, when all state is there: before the second step."""
         self._first = registry.optimizers[0].optimizer if registry.optimizers else None
         self._choice = CopyChoice()
         self._fence = Fence(self._stepping)
         self._overlapped: Overlapped | None = None
         self._number = 0
+        self._prepare = prepare
+        self._steps = 0
         self._never: set[str] = set()  # tensors that something else was seen to change
 
     def later(self, only_stepped: set[str]) -> set[str]:
@@ -65,4 +71,7 @@ class Copying:
 
     def _stepping(self, optimizer: Any) -> None:
         if optimizer is self._first:
+            self._steps += 1
+            if self._steps == PREPARED_AT:
+                self._prepare()
             self._choice.reach(time.perf_counter())

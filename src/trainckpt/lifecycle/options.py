@@ -30,11 +30,12 @@ _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 @dataclass(frozen=True)
 class Every:
-    """When to save unasked: after so many steps, or so many seconds; neither is never."""
+    """When to save unasked: after so many steps, so many seconds, or as measured; else never."""
 
     steps: int | None = None
     seconds: float | None = None
     text: str = "never"
+    auto: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Options:
     """What the user chose.
 
     Attributes:
-        every: "100 steps", "10 min", or "never" (only at a stop and at the end).
+        every: "100 steps", "10 min", "auto", or "never" (only at a stop and at the end).
         keep_last: Usable snapshots kept; tagged ones are kept besides.
         stop_at: "micro-batch", "window", or "auto" (see lifecycle.stop_plan).
         grace: Seconds from a signal until this process is killed; None: nobody said.
@@ -129,8 +130,8 @@ def _parse_every(value: Any) -> Every:
     if isinstance(value, Every):
         return value
     text = str(value).strip()
-    if text == "never":
-        return Every()
+    if text in ("never", AUTO):
+        return Every(text=text, auto=text == AUTO)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
     if match is None:
         raise ValueError(text)
@@ -219,7 +220,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 # name -> default, parser, what to type
 TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
-    "every": ("10 min", _parse_every, '"100 steps", "10 min", "30 s" or "never"'),
+    "every": ("10 min", _parse_every, '"100 steps", "10 min", "auto" or "never"'),
     "keep_last": (3, _number(1, 10**6), "a number from 1 on"),
     "stop_at": (
         "auto",

@@ -18,6 +18,8 @@ class Pace:
     def __init__(self) -> None:
         self._durations_s: deque[float] = deque(maxlen=REMEMBERED)
         self._saves: deque[float] = deque(maxlen=3)
+        self._save_s: float | None = None
+        self._stalls: deque[float] = deque(maxlen=5)
         self._last_s: float | None = None
 
     def reach(self, now_s: float) -> None:
@@ -32,8 +34,23 @@ class Pace:
 
     def saved(self, num_bytes: int, seconds: float) -> None:
         """A save of this rank was committed. Saving thread."""
+        self._save_s = seconds
         if num_bytes > 0:
             self._saves.append(seconds / num_bytes)
+
+    def stalled(self, seconds: float) -> None:
+        """A save was staged, and training waited so long for it."""
+        self._stalls.append(seconds)
+
+    @property
+    def stall_s(self) -> float | None:
+        """Median of what the last saves cost; None before the first."""
+        return statistics.median(tuple(self._stalls)) if self._stalls else None
+
+    @property
+    def save_s(self) -> float | None:
+        """How long the last save took until its commit; None before the first."""
+        return self._save_s
 
     @property
     def micro_batch_s(self) -> float | None:

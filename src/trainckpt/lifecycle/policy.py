@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainckpt.lifecycle.options import Every
 
 
@@ -13,11 +15,20 @@ class Policy:
 
     `every="100 steps"` is a pure function of the cursor, so every rank finds it due at the same
     boundary. `every="10 min"` is not: one rank asks, and all agree on the boundary.
+    `every="auto"` is by time, and each interval follows from what was measured before it.
     """
 
-    def __init__(self, every: Every, begun_step: int, now_s: float) -> None:
+    def __init__(
+        self,
+        every: Every,
+        begun_step: int,
+        now_s: float,
+        interval: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`interval` is asked for the next one, in seconds, where `every` is "auto"."""
         self._steps = every.steps
-        self._seconds = every.seconds
+        self._interval = interval if every.auto else None
+        self._seconds = interval() if every.auto else every.seconds
         self.reason = f"every {every.text}"
         self._multiple = begun_step // self._steps if self._steps else 0
         self._next_s = now_s + self._seconds if self._seconds else float("inf")
@@ -36,5 +47,7 @@ class Policy:
         """True once each time the interval has passed."""
         if now_s < self._next_s or self._seconds is None:
             return False
+        if self._interval is not None:
+            self._seconds = self._interval()
         self._next_s = now_s + self._seconds
         return True

@@ -27,12 +27,13 @@ from trainckpt.lifecycle.arenas import NoArena
 from trainckpt.lifecycle.copying import Copying
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
+from trainckpt.lifecycle.stale import Stale
 from trainckpt.lifecycle.writer import RANKS_TIMEOUT_S, Facts, Writer
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
-from trainckpt.state.weight import weigh
+from trainckpt.state.weight import shard_bytes, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +48,12 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
 
+NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save that should be there so soon is waited for so long
 COMPARED_EVERY = 8  # saves after which replicas are compared byte by byte, not by samples
+
+
+class _Skipped(Exception):
+    """All ranks skip this save."""
 
 
 class Saver:
@@ -57,6 +63,7 @@ class Saver:
         committed: Full name and cursor of the newest snapshot this attempt committed.
         in_flight: The save that is being written, or the last one.
         attempt: Its number.
+        skipped: Saves that all ranks have skipped, since one before was still being written.
     """
 
     def __init__(
@@ -73,10 +80,12 @@ class Saver:
         self.attempt = facts.attempt
         self.committed: tuple[str, Cursor] | None = None
         self.in_flight: PendingSave | None = None
+        self.skipped = 0
         self.arenas = arenas
         self._channel = channel
-        self._copying = Copying(registry)
+        self._copying = Copying(registry, self._prepare)
         self._writer = Writer(tier, channel, registry.files, facts, log)
+        self._stale = Stale(registry)
         self._registry = registry
         self._facts = facts
         self._pace = pace
@@ -93,6 +102,7 @@ class Saver:
         pending: PendingSave,
         *,
         last: bool = False,
+        may_skip: bool = False,
     ) -> PendingSave:
         """Take a snapshot now. Every rank calls it at the same boundary.
 
@@ -102,18 +112,25 @@ class Saver:
             cursor, reason, tags: For the manifest.
             pending: Is moved on.
             last: Nothing need be copied: the caller changes nothing before `wait` or `give_up`.
+            may_skip: All skip it if on any rank the save before is far from being written.
         """
-        self.wait()
+        behind = may_skip and self._is_behind()
+        if not behind:
+            self.wait()
         begun_s = time.monotonic()
         self._sequence += 1
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
-        self.in_flight = pending
         try:
-            shard, shared = self._stage(cursor, last=last)
+            shard, shared = self._stage(cursor, last=last, behind=behind)
+        except _Skipped as skipped:
+            self._skip(pending, name, str(skipped))
+            return pending
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._writer.tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
             return pending
+        self.in_flight = pending
+        self._pace.stalled(time.monotonic() - begun_s)
         pending.settle = self._copying.settle
         pending.reach(STAGED, str(name))
         self._begun = begun_s, weigh(self._registry, gradients=True).now
@@ -156,12 +173,28 @@ class Saver:
         """Whether a save is in flight."""
         return self._thread is not None and self._thread.is_alive()
 
+    def _is_behind(self) -> bool:
+        """Whether the save in flight will take a while. One that is nearly there is waited for."""
+        if self.busy:
+            begun_s, num_bytes = self._begun
+            predicted_s = num_bytes * (self._pace.seconds_per_byte or 0.0)
+            if predicted_s - (time.monotonic() - begun_s) < NEARLY_S:
+                self.wait(PATIENCE_S)
+        return self.busy
+
+    def _skip(self, pending: PendingSave, name: SnapshotName, why: str) -> None:
+        self.skipped += 1
+        pending.fail(SaveFailed(f"skipped: {why}"))
+        if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
+            logger.warning("save %s was skipped: %s (%d so far); save less often, or to a faster "
+                           "place", name, why, self.skipped)  # fmt: skip
+
     def _stage(
-        self, cursor: Cursor, *, last: bool
+        self, cursor: Cursor, *, last: bool, behind: bool
     ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry]]:
         """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
         world = self._channel.world
-        answer: dict[str, Any] = {"place": cursor.place(), "groups": {}}
+        answer: dict[str, Any] = {"place": cursor.place(), "groups": {}, "behind": behind}
         try:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry)
@@ -176,6 +209,8 @@ class Saver:
         verdict = self._channel.fold(key, answer, _compare, RANKS_TIMEOUT_S)
         if verdict["error"]:
             raise SaveFailed(verdict["error"])
+        if verdict["behind"]:
+            raise _Skipped("the one before it is still being written")
         layouts = replicas.split_layouts(captured, set(verdict["equal"]), world.size)
         regions = stage.describe(captured, layouts)
         planned = plan_save(regions, layouts, rank=world.rank)
@@ -205,6 +240,10 @@ class Saver:
                 return shard
         return stage.stream(captured, planned, **ranks)
 
+    def _prepare(self) -> None:
+        """Before the first save asks for it: to touch so much memory anew takes long."""
+        self.arenas.prepare(shard_bytes(self._registry, self._channel.world.size))
+
     def _write(
         self,
         manifest: Manifest,
@@ -221,6 +260,7 @@ class Saver:
             self._failed(pending, manifest.name, SaveFailed(str(error) or repr(error)))
         else:
             self.committed = (str(manifest.name), manifest.cursor)
+            self._stale.look(manifest.cursor.step, shard.header)
             if isinstance(shard, stage.Shard):
                 self.arenas.publish(manifest.name, shard_file_name(self._channel.world.rank))
             if self._channel.world.rank == 0:
@@ -241,4 +281,5 @@ def _compare(answers: list[dict[str, Any]]) -> dict[str, Any]:
     if any(place != places[0] for place in places):
         errors.append(f"the ranks are not at one boundary: {places[:16]}")
     equal = [] if errors else equal_groups([answer["groups"] for answer in answers])
-    return {"error": "; ".join(errors), "equal": equal}
+    behind = any(answer["behind"] for answer in answers)
+    return {"error": "; ".join(errors), "equal": equal, "behind": behind}

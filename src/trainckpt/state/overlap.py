@@ -55,8 +55,13 @@ def only_stepped(captured: Captured, registry: Registry) -> set[str]:
 
 
 def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step calls the hooks before it: an instance's own `step` may not."""
-    return hasattr(type(optimizer).step, "hooked") and "step" not in vars(optimizer)
+    """Whether its step calls the hooks before it: an instance's own `step` may not.
+
+    Torch's learning rate schedulers put one there that does.
+    """
+    own = vars(optimizer).get("step")
+    passes = own is None or hasattr(own, "_wrapped_by_lr_sched")
+    return passes and hasattr(type(optimizer).step, "hooked")
 
 
 class Overlapped:

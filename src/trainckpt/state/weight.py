@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt.state.kinds import fsdp
 
@@ -67,3 +68,9 @@ def _bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     except RuntimeError:
         return 0
+
+
+def shard_bytes(registry: Registry, world: int) -> int:
+    """About how large one rank's shard file will be at a window's end."""
+    shared = any(isinstance(m.wrapped, DistributedDataParallel) for m in registry.models)
+    return weigh(registry, gradients=False).state // (world if shared else 1)
