@@ -112,6 +112,39 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on_to_the_same_bit(
     run.assert_exact(straight(2))
 
 
+SLOW_TO_BEGIN = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+import trainckpt
+"""
+
+
+def test_a_job_that_is_preempted_before_its_ranks_have_begun_is_queued_again(cluster, tmp_path):
+    """Nobody has saved anything, or listens, but the supervisor; leaving would end the job."""
+    script, up = tmp_path / "script.py", tmp_path / "up"
+    script.write_text(SLOW_TO_BEGIN)
+    job_script = tmp_path / "job.sbatch"
+    job_script.write_text(f"#!/bin/bash\nsrun trainckpt run --nproc 1 -- {script} {up}\n")
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    said = cluster.command(
+        "sbatch", "--parsable", f"--output={tmp_path / 'out'}", "--open-mode=append", "--nodes=2",
+        "--ntasks=2", str(job_script), variables={**launch.environment(), "PATH": path},
+    )  # fmt: skip
+    job = said.strip()
+    out = tmp_path / "out"
+    wait_for(up.exists, LIMIT_S, lambda: cluster.try_("scontrol", "show", "job", job))
+    cluster.submit("srun true", "-p", "high", "-N2", "-n2", cwd=tmp_path)
+
+    def queued_again() -> bool:
+        assert cluster.job(job)["JobState"] not in ENDED, out.read_text(errors="replace")
+        return cluster.job(job)["Restarts"] == "1"
+
+    wait_for(queued_again, LIMIT_S, cluster.said)
+    cluster.command("scancel", job)
+    assert out.read_text(errors="replace").count(f"Slurm job {job} is queued again") == 1
+
+
 def test_a_requeue_by_somebody_else_is_left_to_slurm(cluster, straight, tmp_path):
     """The job is queued again already when its processes hear of it."""
     run = Run(tmp_path / "r", 1)

@@ -15,7 +15,9 @@ from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle import launch, place
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.command import take_max_restarts, torchrun_command
+from trainckpt.supervisor.early_stop import ask_to_be_queued_again
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
+from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
 
 if TYPE_CHECKING:
@@ -58,16 +60,19 @@ def execute(arguments: argparse.Namespace) -> int:
             hint="start the script again as before, from wherever it lies now",
         )
     by_us = facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
-    ended = supervise(
-        full,
-        environment=_variables(facts, arguments),
-        cwd=cwd,
-        output=sys.stderr if arguments.json else None,
-        max_restarts=restarts,
-        ours=not by_us,
-        name=partial(NamedRun, tier.url, command, cwd, nproc) if by_us else None,
-        say=say,
-    )
+    with Inbox() as inbox:
+        ended = supervise(
+            full,
+            environment=_variables(facts, arguments),
+            cwd=cwd,
+            output=sys.stderr if arguments.json else None,
+            max_restarts=restarts,
+            ours=not by_us,
+            name=partial(NamedRun, tier.url, command, cwd, nproc) if by_us else None,
+            say=say,
+            inbox=inbox,
+        )
+        ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
 
 

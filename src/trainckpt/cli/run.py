@@ -16,6 +16,7 @@ from trainckpt.supervisor.command import (
     take_max_restarts,
     torchrun_command,
 )
+from trainckpt.supervisor.early_stop import ask_to_be_queued_again
 from trainckpt.supervisor.record import NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import Ended, supervise
@@ -58,6 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
             say=say,
             inbox=inbox,
         )
+        ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
 
 

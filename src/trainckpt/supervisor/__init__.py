@@ -9,4 +9,5 @@ command     torchrun's command line
 agent       torchrun itself, as a process that tells us how each rank ended (`report`)
 processes   who lives, who descends from whom, and an end to all of them
 signals     what this process is sent
+early_stop  a Slurm job that is stopped before its ranks have begun
 """

@@ -19,11 +19,13 @@ class Inbox:
     """While it is entered, signals come here instead of ending this process.
 
     Attributes:
+        first: Name of the first that came; "" before.
         interrupts: How many were SIGINT.
         signalled: Whether any has come.
     """
 
     def __init__(self) -> None:
+        self.first = ""
         self.interrupts = 0
         self.signalled = False
         self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -53,5 +55,6 @@ class Inbox:
 
     def _hear(self, number: int, _: Any) -> None:
         self.signalled = True
+        self.first = self.first or signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
         self._queue.put(number)  # safe in a handler: SimpleQueue is re-entrant

@@ -1,0 +1,45 @@
+"""A Slurm job that is stopped before any of its ranks has claimed an attempt.
+
+Ranks ask to be queued again after their commit. Before they have begun there is nobody to ask: the
+signal ends them while they import and build, and a job that leaves so counts as completed. So the
+supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from trainckpt.supervisor.verdict import START_AGAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.supervisor.signals import Inbox
+    from trainckpt.supervisor.supervise import Ended
+
+TASK_VARIABLE = "SLURM_PROCID"
+
+
+def ask_to_be_queued_again(
+    ended: Ended, inbox: Inbox, sleep: Callable[[float], object] = time.sleep
+) -> None:
+    """Ask, where it is right and nobody else does. Main thread, while `inbox` hears signals.
+
+    Args:
+        ended: How the command ended.
+        inbox: Knows the first signal.
+        sleep: How to linger, see `lifecycle.requeue`.
+    """
+    begun = ended.record is not None or ended.exit_code != START_AGAIN
+    if begun or not inbox.first or os.environ.get(TASK_VARIABLE, "0") != "0":
+        return
+    from trainckpt.lifecycle.log import prepare
+    from trainckpt.lifecycle.options import read_options
+    from trainckpt.lifecycle.requeue import Requeue
+
+    requeue = Requeue.of(os.environ)
+    if requeue is not None and read_options({}).requeue != "never":
+        prepare()
+        requeue.ask(inbox.first, sleep)
