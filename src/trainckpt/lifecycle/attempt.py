@@ -145,6 +145,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         other = _other_state(beginning, _own_objects(crew)) + _said_by_objects(crew, beginning)
         exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
+        saver.references.begin_from(beginning.manifest)
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
         say_where(crew.tier.url, beginning, exactness, reasons)

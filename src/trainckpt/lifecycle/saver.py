@@ -3,8 +3,9 @@
     training thread, at a boundary               saving thread, training goes on
     1  wait for the save in flight, if any        5  write the shard file, fsync        (every rank)
     2  capture; agree which groups are shared     6  report its receipt                 (every rank)
-    3  plan what this rank stores                 7  commit when all have reported      (rank 0)
-    4  copy it into one shard: "staged"           8  tell all: "durable"; prune         (rank 0)
+    3  plan what this rank stores, and what of    7  commit when all have reported      (rank 0)
+       it an older file holds already
+    4  copy the rest into one shard: "staged"     8  tell all: "durable"; prune         (rank 0)
        (the saving thread may copy a part beside training: `copying`)
 
 All ranks take the same saves in the same order, since each is asked for at a boundary that all
@@ -27,6 +28,7 @@ from trainckpt.lifecycle.arenas import NoArena
 from trainckpt.lifecycle.copying import Copying
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
+from trainckpt.lifecycle.references import References
 from trainckpt.lifecycle.stale import Stale
 from trainckpt.lifecycle.writer import RANKS_TIMEOUT_S, Facts, Writer
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
@@ -64,6 +66,7 @@ class Saver:
         in_flight: The save that is being written, or the last one.
         attempt: Its number.
         skipped: Saves that all ranks have skipped, since one before was still being written.
+        references: What of this rank need not be written.
     """
 
     def __init__(
@@ -84,7 +87,8 @@ class Saver:
         self.arenas = arenas
         self._channel = channel
         self._copying = Copying(registry, self._prepare)
-        self._writer = Writer(tier, channel, registry.files, facts, log)
+        self.references = References(tier, channel.world.rank, registry)
+        self._writer = Writer(tier, channel, registry.files, facts, log, self.references)
         self._stale = Stale(registry)
         self._registry = registry
         self._facts = facts
@@ -227,18 +231,20 @@ class Saver:
         self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
     ) -> stage.Shard | stage.Stream:
         """`stepped`: what may be copied beside training; None: nothing need be, it waits anyway."""
-        ranks: dict[str, Any] = {
+        how: dict[str, Any] = {
             "rank": self._channel.world.rank,
             "world": self._channel.world.size,
+            "references": self.references.find(captured, planned),
         }
+        planned = [region for region in planned if region.key not in how["references"]]
         if stepped is not None or self.arenas.are_ready:
             later = self._copying.later(stepped) if stepped else set[str]()
             memory = self.arenas.memory
             with contextlib.suppress(NoArena):
-                shard = stage.stage(captured, planned, memory=memory, later=later, **ranks)
+                shard = stage.stage(captured, planned, memory=memory, later=later, **how)
                 self._copying.begin(shard)
                 return shard
-        return stage.stream(captured, planned, **ranks)
+        return stage.stream(captured, planned, **how)
 
     def _prepare(self) -> None:
         """Before the first save asks for it: to touch so much memory anew takes long."""

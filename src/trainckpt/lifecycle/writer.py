@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.lifecycle.references import References
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.kinds.tracked_file import TrackedFile
     from trainckpt.tiers.base import Tier
@@ -60,8 +61,10 @@ class Writer:
         files: Sequence[TrackedFile],
         facts: Facts,
         log: AttemptLog,
+        references: References,
     ) -> None:
         self._tier = tier
+        self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
         self._files = files
@@ -97,11 +100,13 @@ class Writer:
         try:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
+            reached = self._references.reached(shard.header)
             finish()
             if isinstance(shard, stage.Stream):
                 receipt = write_stream(self._tier, manifest.name, rank, shard.head, shard.blocks)
             else:
                 receipt = write_shard(self._tier, manifest.name, rank, shard)
+            receipt = replace(receipt, reached=reached)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
             report["table"] = self._publish(entries)
@@ -117,6 +122,7 @@ class Writer:
         if "error" in verdict:
             kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
             raise kind(str(verdict["error"]))
+        self._references.committed(manifest.name, receipt.file, shard.header)
         if rank == 0:
             self._log.change(newest_commit=str(manifest.name))
             self._prune()
@@ -146,8 +152,11 @@ class Writer:
                 self._discard(manifest.name)
                 changed = any(report.get("changed") for report in reports)
                 return {"error": "; ".join(errors), "changed": changed}
-            files = Files.of([Receipt.from_json(report["receipt"]).file for report in reports])
-            commit(self._tier, replace(manifest, files=files, tensors=tensors))
+            receipts = [Receipt.from_json(report["receipt"]) for report in reports]
+            files = Files.of([receipt.file for receipt in receipts])
+            older = {file.name: file for receipt in receipts for file in receipt.reached}
+            reached = tuple(older[name] for name in sorted(older))
+            commit(self._tier, replace(manifest, files=files, tensors=tensors, reached=reached))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
         return {"ok": True}

@@ -25,19 +25,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank reports once its shard file is on stable storage."""
+    """What a rank reports once its shard file is on stable storage.
+
+    Attributes:
+        file: Its own.
+        reached: Older ones that it refers to.
+    """
 
     file: FileEntry
+    reached: tuple[FileEntry, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As it travels between ranks."""
-        f = self.file
-        return {"name": f.name, "bytes": f.num_bytes, "digest": f.digest, "header": f.header_digest}
+        return {"file": _to_json(self.file), "reached": [_to_json(file) for file in self.reached]}
 
     @classmethod
     def from_json(cls, data: Any) -> Receipt:
         """The inverse of `to_json`."""
-        return cls(FileEntry(data["name"], data["bytes"], data["digest"], data["header"]))
+        return cls(FileEntry(*data["file"]), tuple(FileEntry(*each) for each in data["reached"]))
+
+
+def _to_json(file: FileEntry) -> list[Any]:
+    return [file.name, file.num_bytes, file.digest, file.header_digest]
 
 
 class InMemory(Protocol):

@@ -220,14 +220,19 @@ def stream(
     """As `stage`, but nothing is copied before the file is written."""
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     sources = [_source(captured, region) for region in header.regions]
-    digests = {
-        region.key: digest.digests_by_block(
-            bytes_of(source), shard_file.block_bytes(region.num_bytes)
-        )
-        for region, source in zip(header.regions, sources, strict=True)
-    }
-    header = shard_file.with_digests(header, digests)
+    header = shard_file.with_digests(header, digests_of(captured, header.regions))
     return Stream(header, shard_file.build(header), sources)
+
+
+@torch.no_grad()
+def digests_of(captured: Captured, regions: Iterable[Region]) -> dict[str, str]:
+    """Key -> digests by block of the live tensors' bytes, as a header tells them."""
+    return {
+        region.key: digest.digests_by_block(
+            bytes_of(_source(captured, region)), shard_file.block_bytes(region.num_bytes)
+        )
+        for region in regions
+    }
 
 
 class Destination:
