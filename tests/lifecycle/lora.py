@@ -1,4 +1,4 @@
-"""A LoRA-style training: 1 % of the parameters is trained, beside a frozen base. One rank or more."""
+"""A LoRA-style training: 1 % of the parameters is trained, beside a frozen base."""
 
 from __future__ import annotations
 
@@ -58,16 +58,24 @@ def train(rank, place, world, until, act=None, inside=(), optimizer=torch.optim.
                 if act is not None and not at.micro:
                     act(at.step, model)
                 model(x + torch.rand(1)).square().mean().backward()
-                losses[f"{at.step}.{at.micro}"] = float(sum(
-                    p.detach().double().sum() for p in model.parameters())).hex()
+                losses[f"{at.step}.{at.micro}"] = float(
+                    sum(p.detach().double().sum() for p in model.parameters())
+                ).hex()
                 if at.micro:
                     tracked["optimizer"].step()
-                    tracked["optimizer"].zero_grad(set_to_none=False)
+                    tracked["optimizer"].zero_grad()
                 elif at.step in inside:
                     ckpt.save()
                 if ckpt.cursor.step == until:
                     return losses
     return losses
+
+
+def all_ways(rank, folder, world):
+    """Without a stop; and stopped after two steps, with saves inside windows. Losses of both."""
+    straight = train(rank, folder / "straight", world, 4, every="never")
+    first = train(rank, folder / "run", world, 2, inside=(0, 1))
+    return straight, {**first, **train(rank, folder / "run", world, 4, inside=(3,))}
 
 
 def killed(rank, place, world, until, at):

@@ -118,6 +118,19 @@ class Layout:
                 index, coordinate[m] = divmod(index, self.mesh[m])
         return self.rank_at(coordinate)
 
+    def respelled(self, number: int) -> Layout:
+        """The same layout as another value: with so many mesh dimensions of one rank more.
+
+        Tensors of two spellings are divided over replicas apart from each other (`Stretch`).
+        """
+        room = min(number, MAX_MESH_DIMS - len(self.mesh))
+        last = range(len(self.mesh), len(self.mesh) + room)
+        ones = (1,) * room
+        return Layout(
+            (*self.mesh, *ones), (*self.strides, *ones), self.base, (*self.dims, *[None] * room),
+            (*self.order, *last),
+        )  # fmt: skip
+
     def box(self, shape: Counts, coordinate: Counts) -> Box:
         """The part of a tensor of `shape` that lies at `coordinate`."""
         first, extent = [0] * len(shape), list(shape)

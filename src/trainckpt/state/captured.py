@@ -46,11 +46,13 @@ class Captured:
             split over them; a tensor without a group is this rank's own.
         placed: Tensor name -> how it lies over the ranks, of sharded ones. A sharded tensor that
             is not here has no regular layout.
+        apart: Group -> number, of those whose tensors come and go; from 1.
         values: Part of the state -> encoded values.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     groups: dict[str, str] = field(default_factory=dict)
+    apart: dict[str, int] = field(default_factory=dict)
     placed: dict[str, Placed] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -79,11 +81,22 @@ class Captured:
         return {**node, "order": order} if order else node
 
     def layouts(self, world: int) -> dict[str, Layout]:
-        """Tensor -> layout, of those that may be no rank's own: their replicas may be equal."""
+        """Tensor -> layout, of those that may be no rank's own: their replicas may be equal.
+
+        What replicas hold alike is divided layout by layout, so what comes and goes is spelled as
+        a layout of its own: a window's gradients do not move the cuts through the parameters, whose
+        parts stay what an older file holds.
+        """
         plain = replicated(world)
-        return {
-            name: self.placed[name].layout if name in self.placed else plain for name in self.groups
-        }
+        met: dict[tuple[Layout, int], Layout] = {}
+        found: dict[str, Layout] = {}
+        for name, group in self.groups.items():
+            layout = self.placed[name].layout if name in self.placed else plain
+            key = layout, self.apart.get(group, 0)
+            if key not in met:
+                met[key] = layout.respelled(key[1]) if layout.num_replicas > 1 else layout
+            found[name] = met[key]
+        return found
 
     def _add_sharded(self, name: str, tensor: torch.Tensor, group: str) -> dict[str, Any]:
         layout = sharded.layout_of(tensor)

@@ -20,6 +20,7 @@ PART = "gradients"
 
 def capture(out: Captured, parameters: Mapping[str, torch.Tensor]) -> None:
     """Add every gradient that is not None."""
+    out.apart[PART] = 2
     out.values[PART] = {
         name: out.add(f"{PART}/{name}", parameter.grad, PART)
         for name, parameter in parameters.items()

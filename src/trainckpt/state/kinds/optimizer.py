@@ -33,6 +33,7 @@ class OptimizerState:
     def capture(self, out: Captured, names: Mapping[int, str]) -> None:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
         known, group = self._names(names), self.name
+        out.apart[group] = 1
         groups = [
             {
                 "options": out.encode(_options(group), f"{self.name}/group{i}", self.name),
