@@ -32,7 +32,9 @@ class Run:
         planned = {n: (c[1] if type(c) is tuple else region(n)) for n, c in contents.items()}
         digests = {n: digest(str(c[0] if type(c) is tuple else c).encode())
                    for n, c in contents.items()}  # fmt: skip
-        found = list(unchanged.candidates(self.known, planned.values(), self.untrained))
+        found = list(
+            unchanged.candidates(self.known, planned.values(), self.untrained.__contains__)
+        )
         looked = {r.key: digests[r.tensor] for r in found}
         references = unchanged.decide(self.known, planned.values(), looked)
         stored = [replace(r, digest=digests[n]) for n, r in planned.items()

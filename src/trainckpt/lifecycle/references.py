@@ -57,7 +57,15 @@ class References:
 
     def find(self, captured: Captured, planned: Sequence[Region]) -> dict[str, str]:
         """Key of a region that need not be written -> the file that holds it."""
-        likely = list(unchanged.candidates(self._known, planned, self._untrained()))
+        if not self._known.held:
+            return {}
+        models = {model.name for model in self._registry.models}
+        trained = self._trained()
+
+        def is_untrained(name: str) -> bool:  # a buffer, or frozen
+            return name.partition("/")[0] in models and name.partition("#")[0] not in trained
+
+        likely = list(unchanged.candidates(self._known, planned, is_untrained))
         return unchanged.decide(self._known, planned, digests_of(captured, likely))
 
     def reached(self, header: ShardHeader) -> tuple[FileEntry, ...]:
@@ -89,9 +97,8 @@ class References:
         except UnusableSnapshot:
             return None
 
-    def _untrained(self) -> set[str]:
-        """Tensors of models that no optimizer has in its groups: buffers, and what is frozen."""
+    def _trained(self) -> set[str]:
+        """Parameters of models that an optimizer has in its groups."""
         names = self._registry.parameter_names()
-        trained = {n for optimizer in self._registry.optimizers for _, n in optimizer.named(names)}
-        found = (name for model in self._registry.models for name in model.tensors())
-        return {name for name in found if name.partition("#")[0] not in trained}
+        held = (p for optimizer in self._registry.optimizers for p in optimizer.parameters())
+        return {names[id(parameter)] for parameter in held if id(parameter) in names}

@@ -17,13 +17,13 @@ written anew, and the file can go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.format.shard_file import MIN_BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from trainckpt.format.manifest import FileEntry
     from trainckpt.format.shard_file import Region
@@ -61,21 +61,24 @@ class Known:
 
 
 def candidates(
-    known: Known, planned: Iterable[Region], untrained: Collection[str]
+    known: Known, planned: Iterable[Region], is_untrained: Callable[[str], bool]
 ) -> Iterator[Region]:
     """The regions that are worth a digest now.
 
     Args:
         known: Of the newest committed snapshot.
         planned: What this rank stores now.
-        untrained: Tensors that no optimizer changes.
+        is_untrained: Whether no optimizer changes the tensor of that name.
     """
     for region in planned:
-        held = known.held.get(region.key)
-        if held is None or region.num_bytes < MIN_BYTES or not _is_same(region, held.region):
+        key = region.key
+        held = known.held.get(key)
+        if held is None or region.num_bytes < MIN_BYTES:
             continue
-        needed = known.needed.get(region.key, 0 if region.tensor in untrained else 1)
-        if known.streaks.get(region.key, 0) >= needed:
+        needed = known.needed.get(key)
+        if needed is None:
+            needed = 0 if is_untrained(region.tensor) else 1
+        if known.streaks.get(key, 0) >= needed and _is_same(region, held.region):
             yield region
 
 
@@ -131,4 +134,5 @@ def committed(
 
 def _is_same(a: Region, b: Region) -> bool:
     """The same box of the same tensor, of the same type; where it lies is not looked at."""
-    return replace(a, first_byte=0, digest="") == replace(b, first_byte=0, digest="")
+    ours = a.tensor, a.dtype, a.offset, a.shape, a.of, a.true_dtype
+    return ours == (b.tensor, b.dtype, b.offset, b.shape, b.of, b.true_dtype)
