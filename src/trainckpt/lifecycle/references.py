@@ -18,6 +18,7 @@ from trainckpt.format.names import SNAPSHOTS, reached_file
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import unchanged
 from trainckpt.snapshot.restore import Reader
+from trainckpt.state.captured import VALUES
 from trainckpt.state.stage import digests_of
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class References:
         def is_untrained(name: str) -> bool:  # a buffer, or frozen
             return name.partition("/")[0] in models and name.partition("#")[0] not in trained
 
-        likely = list(unchanged.candidates(self._known, planned, is_untrained))
+        tensors = [region for region in planned if region.tensor != VALUES]  # those are read first
+        likely = list(unchanged.candidates(self._known, tensors, is_untrained))
         return unchanged.decide(self._known, planned, digests_of(captured, likely))
 
     def reached(self, header: ShardHeader) -> tuple[FileEntry, ...]:
