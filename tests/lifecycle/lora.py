@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ def train(rank, place, world, until, act=None, inside=(), optimizer=torch.optim.
         for _ in ckpt.epochs(99):
             for (x,) in ckpt.batches():
                 at = ckpt.cursor
+                ckpt._attempt.saver.wait()  # else a save is skipped where disks are slow
                 if act is not None and not at.micro:
                     act(at.step, model)
                 model(x + torch.rand(1)).square().mean().backward()
@@ -66,6 +68,8 @@ def train(rank, place, world, until, act=None, inside=(), optimizer=torch.optim.
                     tracked["optimizer"].zero_grad()
                 elif at.step in inside:
                     ckpt.save()
+                    while not ckpt._agreement.has_open_round():
+                        time.sleep(0.001)
                 if ckpt.cursor.step == until:
                     return losses
     return losses
