@@ -33,7 +33,7 @@ from benchmarks.compare.training import Training
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks.compare.systems.base import System
+    from benchmarks.compare.systems.base import Pending, System
 
 WARM_STEPS = 3
 
@@ -118,7 +118,7 @@ class Job:
         self._train(system, WARM_STEPS)
         for _ in range(system.warm_saves):
             pending = system.save()
-            self._train(system, WARM_STEPS)
+            self._train(system, WARM_STEPS, pending)
             pending.wait()
             self._on_rank_0(system.forget)
         for number in range(self.plan.pairs):
@@ -133,10 +133,12 @@ class Job:
         self._restore(system, samples, expected)
         self._on_rank_0(system.discard)
 
-    def _train(self, system: System, steps: int) -> None:
-        for _ in range(steps):
+    def _train(self, system: System, steps: int, pending: Pending | None = None) -> None:
+        """So many steps; more, if a save that was asked for has not been taken by then."""
+        while steps > 0 or (pending is not None and not pending.taken()):
             system.boundary()
             self.training.step(system.fence)
+            steps -= 1
         self.training.wait_for_device()
 
     def _window(self, system: System, samples: Samples, *, saves: bool) -> None:
@@ -147,7 +149,7 @@ class Job:
         dist.barrier()
         begun = time.perf_counter()
         pending = system.save()
-        self._train(system, self.plan.window)
+        self._train(system, self.plan.window, pending)
         trained = time.perf_counter()
         durable = pending.wait()
         settled = time.perf_counter()

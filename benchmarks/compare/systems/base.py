@@ -33,9 +33,16 @@ class Pending:
 
     Args:
         finish: Returns once it is. Without it, it is fsynced already.
+        taken: Whether training need not go on for it any more; alike on all ranks between two
+            steps.
     """
 
-    def __init__(self, finish: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], object] = lambda: None,
+        taken: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.taken = taken
         self._thread = ThreadPoolExecutor(1)
         self._future = self._thread.submit(self._finish, finish)
 

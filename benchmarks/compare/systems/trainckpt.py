@@ -17,6 +17,8 @@ from trainckpt.tiers.memory import reclaim
 if TYPE_CHECKING:
     from benchmarks.compare.training import Training
 
+    from trainckpt.lifecycle.pending import PendingSave
+
 SPIN_S = 0.001
 MEMORY = "TRAINCKPT_MEMORY"
 
@@ -42,12 +44,12 @@ class Trainckpt(System):
 
     def save(self) -> Pending:
         handle = self.checkpointer.save()
-        return Pending(lambda: handle.wait("durable"))
+        return Pending(lambda: handle.wait("durable"), lambda: taken(handle))
 
     def save_now(self) -> Pending:
         """It is taken at a boundary, so boundaries follow until it is."""
         handle = self.checkpointer.save()
-        while handle.snapshot is None and handle.error is None:
+        while not taken(handle):
             self.checkpointer.boundary()
             time.sleep(SPIN_S)
         handle.wait("durable")
@@ -79,6 +81,11 @@ class Trainckpt(System):
     def discard(self) -> None:
         super().discard()
         reclaim()
+
+
+def taken(handle: PendingSave) -> bool:
+    """Whether the boundary at which it is captured has been passed, by all ranks the same one."""
+    return handle.snapshot is not None or handle.error is not None
 
 
 SYSTEM = Trainckpt
