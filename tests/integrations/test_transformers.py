@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch.utils.data import IterableDataset
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import trainckpt
 from tests.integrations import trained
@@ -150,6 +151,9 @@ def test_wrong_use_gets_one_sentence_and_what_to_do(tmp_path):
     refused(new(ignore_data_skip=True), "ignore_data_skip")
     keeps = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     refused(new(**keeps), "workers of evaluations", "eval_strategy='no'")
+    layerwise = new(max_steps=2)
+    layerwise.trainer.optimizer = LayerWiseDummyOptimizer(optimizer_dict={}, lr=0.1)
+    refused(layerwise, "layerwise optimizer", "without '_layerwise'")
     stream = new(max_steps=2)
     stream.trainer.train_dataset = Stream()
     refused(stream, "IterableDataset", "map-style")

@@ -43,6 +43,23 @@ def test_a_run_that_crashed_anywhere_ends_as_the_one_that_did_not(tmp_path, stra
     assert parts.state() == end
 
 
+def test_a_notice_file_that_is_none_is_said_and_training_goes_on(tmp_path, caplog):
+    def held(ckpt, _):
+        if ckpt.cursor.micro_batches == 1:
+            folder = tmp_path / "notices"
+            folder.mkdir()
+            (folder / f"{ckpt.attempt}-x.json").write_text("{")
+            until = time.monotonic() + 60
+            while "1-x.json is not a notice" not in caplog.text:
+                assert time.monotonic() < until, "nobody said it"
+                time.sleep(0.01)
+
+    with caplog.at_level("WARNING", "trainckpt"):
+        _, ckpt = attempt(tmp_path, epochs=1, inside=held)
+    assert ckpt._attempt.departure.left
+    assert not ckpt._attempt.departure.stopped
+
+
 def test_a_stop_inside_a_window_is_exact_and_continues_at_that_micro_batch(tmp_path, straight):
     """By a notice, at whatever micro-batch the watcher hears of it."""
     seen = {}

@@ -75,7 +75,7 @@ def trainer_of(callback: Any) -> tuple[Any, dict[str, Any]]:
 
 def refuse_trainer(callback: Any, trainer: Any, given: dict[str, Any]) -> None:
     """Raise ConfigurationError for what cannot be exact; one sentence and what to do."""
-    args = trainer.args
+    args, inner = trainer.args, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     ours = [one for one in trainer.callback_handler.callbacks if isinstance(one, type(callback))]
     refusals = (
         (len(ours) > 1, (f"this Trainer has {len(ours)} TrainckptCallbacks, and each run is saved "
@@ -100,6 +100,9 @@ def refuse_trainer(callback: Any, trainer: Any, given: dict[str, Any]) -> None:
             "randomness nobody can put back"),
             "leave dataloader_persistent_workers=False, or eval_strategy='no'",
         ),
+        (type(inner).__name__ == "LayerWiseDummyOptimizer", ("a layerwise optimizer has its "
+         "state in a hook of each parameter, where nobody sees it"),
+         "use the same optim without '_layerwise'"),
         (args.n_gpu > 1, "one process trains on several GPUs by DataParallel",
          "start it with torchrun, one process for each GPU"),
     )  # fmt: skip
