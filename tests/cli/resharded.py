@@ -46,16 +46,16 @@ def load_sharded(rank, place):
     model = make(torch.distributed.get_world_size(), seed=9)
     optimizer = torch.optim.AdamW(model.parameters(), 0.5)
     read = []
-    reading = LocalTier.read_into
+    reading = LocalTier.read_parts
 
-    def note(tier, key, first_byte, into):
+    def note(tier, key, *parts):
         read.append(key.rpartition("/")[2])
-        reading(tier, key, first_byte, into)
+        reading(tier, key, *parts)
 
-    LocalTier.read_into = note
+    LocalTier.read_parts = note
     load(place, into=model, only="0.weight")
     others = {f"rank{r:05d}.safetensors" for r in range(2) if r != rank}
-    LocalTier.read_into = reading
+    LocalTier.read_parts = reading
     load(place, into={"model": model, "optimizer": optimizer})
     assert optimizer.param_groups[0]["lr"] == 0.01
     first = model[0].weight

@@ -84,6 +84,11 @@ class _Tier:
             raise UnusableSnapshot(f"{key} ends too early")
         into[:] = part
 
+    def read_parts(self, key, parts, done):
+        for number, part in enumerate(parts):
+            self.read_into(key, *part)
+            done(number)
+
 
 def run_restore(data):
     """A manifest, the length of a shard file's header, and the file."""

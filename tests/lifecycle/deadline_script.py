@@ -42,15 +42,15 @@ def slow_disk(first: int, seconds: float) -> None:
 
 def slow_reads(seconds: float) -> None:
     """Each read of a shard file takes so long."""
-    read = LocalTier.read_into
+    read = LocalTier.read_parts
 
-    def slow(self, key, first_byte, into):
+    def slow(self, key, *parts):
         if key.endswith(".safetensors"):
             say("reading")
             time.sleep(seconds)
-        read(self, key, first_byte, into)
+        read(self, key, *parts)
 
-    LocalTier.read_into = slow
+    LocalTier.read_parts = slow
 
 
 def slow_records(seconds: float) -> None:

@@ -96,22 +96,22 @@ class Noted:
 
     def __enter__(self):
         self.num_bytes, self.groups = 0, []
-        self._kept = LocalTier.read_into, read_together.Exchange
+        self._kept = LocalTier.read_parts, read_together.Exchange
 
-        def read_into(tier, key, first_byte, into):
+        def read_parts(tier, key, parts, *done):
             if key.endswith(".safetensors"):
-                self.num_bytes += len(into)
-            self._kept[0](tier, key, first_byte, into)
+                self.num_bytes += sum(len(into) for _, into in parts)
+            self._kept[0](tier, key, parts, *done)
 
         def exchange(channel, key, members, timeout_s):
             self.groups.append(tuple(members))
             return self._kept[1](channel, key, members, timeout_s)
 
-        LocalTier.read_into, read_together.Exchange = read_into, exchange
+        LocalTier.read_parts, read_together.Exchange = read_parts, exchange
         return self
 
     def __exit__(self, *_):
-        LocalTier.read_into, read_together.Exchange = self._kept
+        LocalTier.read_parts, read_together.Exchange = self._kept
 
 
 def resume(place, model, called="model"):

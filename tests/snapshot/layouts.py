@@ -103,6 +103,10 @@ class Counting:
         self.num_bytes += len(memory)
         self.tier.read_into(key, first_byte, memory)
 
+    def read_parts(self, key, parts, done):
+        self.num_bytes += sum(len(memory) for _, memory in parts)
+        self.tier.read_parts(key, parts, done)
+
     def __getattr__(self, name):
         return getattr(self.tier, name)
 

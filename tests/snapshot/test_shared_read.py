@@ -45,10 +45,10 @@ def test_a_tier_that_refuses_one_member_is_told_to_the_others_as_that(saved):
     tier, manifest, _ = saved
 
     class Denies(layouts.Counting):
-        def read_into(self, key, first_byte, memory):
+        def read_parts(self, key, parts, done):
             if self.num_bytes > 200_000:
                 raise TierUnavailable(f"cannot read {key}: denied", hint="make it readable")
-            super().read_into(key, first_byte, memory)
+            super().read_parts(key, parts, done)
 
     refusals = layouts.restore_world([tier, tier, Denies(tier)], manifest, {"w": COLUMNS})
     assert [(r.rank, type(r.error), r.error.hint) for r in refusals] == [

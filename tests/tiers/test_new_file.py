@@ -35,7 +35,7 @@ class Noting(Disk):
 
     def __init__(self):
         self.direct, self.num_direct, self.reserved = set(), 0, []
-        self.threads = set()
+        self.threads, self.counting = set(), threading.Lock()
 
     def open_direct(self, path):
         descriptor = super().open_direct(path)
@@ -48,9 +48,9 @@ class Noting(Disk):
 
     def write(self, path, descriptor, block, first_byte):
         super().write(path, descriptor, block, first_byte)
-        self.threads.add(threading.get_ident())
-        if descriptor in self.direct:
-            self.num_direct += len(block)
+        with self.counting:
+            self.threads.add(threading.get_ident())
+            self.num_direct += len(block) if descriptor in self.direct else 0
 
 
 def memory(random, num_bytes, address):

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
+from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
+from trainckpt.tiers.direct import memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -27,8 +29,12 @@ if TYPE_CHECKING:
 class Destination(Protocol):
     """Where a restore puts what it reads: memory for the box that is wanted of each tensor."""
 
-    def memory_for(self, region: Region, part: Box) -> memoryview | None:
-        """The bytes that `part` fills, to be written at once; None: it is not one run of bytes."""
+    def memory_for(self, region: Region, part: Box, first_byte: int) -> memoryview | None:
+        """The bytes that `part` fills, to be written at once; None: it is not one run of bytes.
+
+        At best they lie in memory, to the byte inside a page, as they do in their file, where they
+        begin at `first_byte`.
+        """
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
@@ -50,17 +56,6 @@ def read_header(tier: Readable, folder: str, file: FileEntry) -> ShardHeader:
     if digest.digest(head) != file.header_digest:
         raise UnusableSnapshot(f"the header of {key} does not match its digest")
     return shard_file.parse(bytes(head), key, file_bytes=file.num_bytes)
-
-
-class Found(NamedTuple):
-    """A region found in the header of a file, and the first byte of it in that file.
-
-    The file is the one that holds its bytes: of this snapshot, or of one that it refers to.
-    """
-
-    key: str
-    first_byte: int
-    region: Region
 
 
 class Reader:
@@ -99,8 +94,13 @@ class Reader:
             for _, of_file in groupby(reads, key=lambda read: read.file)
             for place, read in self._look_up(list(of_file))
         ]
+        batch, puts = Batch(self._tier), list[Put]()
         for place, read in found:
-            self._read(place, read.part or place.region.box, destination)
+            put = _add(batch, place, read.part or place.region.box, destination)
+            puts += [put] if put is not None else []
+            if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
+                puts = _put(batch, puts, destination)
+        _put(batch, puts, destination)
 
     def find(self, read: Read) -> Found:
         """Where the region of one read lies; errors as `read`."""
@@ -125,36 +125,14 @@ class Reader:
         Returns:
             The first byte read, and the bytes from there on; errors as `read`.
         """
-        region = place.region
-        block = region.num_bytes
-        if len(region.digest) > digest.NUM_HEX:
-            block = shard_file.block_bytes(region.num_bytes)
-        first = begin // block * block if block else 0
-        last = min(-(-end // block) * block, region.num_bytes) if block else 0
+        first, last = hull(place, begin, end)
         if into is None or len(into) != last - first:
-            into = memoryview(bytearray(last - first))
-        key = place.key
-        self._tier.read_into(key, place.first_byte + first, into)
-        at = first // block * digest.NUM_HEX if block else 0
-        told = region.digest[at : at + max(1, -(-len(into) // (block or 1))) * digest.NUM_HEX]
-        if digest.digests_by_block(into, block or 1) != told:
-            raise UnusableSnapshot(f"{key}: {region.key[:100]} does not match its digest")
+            into = memory(last - first, place.first_byte + first)
+        batch = Batch(self._tier)
+        for load in loads(place, first, last, into):
+            batch.add(load)
+        batch.read()
         return first, into
-
-    def _read(self, place: Found, part: Box, destination: Destination) -> None:
-        region = place.region
-        begin, end = span(region.box, part, region.dtype)
-        is_run = end - begin == shard_file.num_bytes(part.shape, region.dtype)
-        memory = destination.memory_for(region, part) if is_run else None
-        if part.is_empty and region.num_bytes:
-            return  # only the type was wanted
-        if memory is not None and len(memory) != end - begin:
-            raise UnusableSnapshot(f"{place.key}: {region.key[:100]} does not fit its tensor")
-        first, data = self.read_blocks(place, begin, end, memory)
-        if memory is None:
-            destination.put(region, part, data[begin - first : end - first])
-        elif data is not memory:
-            memory[:] = data[begin - first : end - first]
 
     def _look_up(self, reads: Sequence[Read]) -> list[tuple[Found, Read]]:
         """Where the regions of one file begin, in the order of the file."""
@@ -192,3 +170,40 @@ class Reader:
                 raise UnusableSnapshot(f"{what} refers to {region_key[:100]}, not held by {name}")
             found[region_key] = self._held[name][region_key]
         return found
+
+
+class Put(NamedTuple):
+    """A part that is no run of bytes, to be copied once `data` was read."""
+
+    region: Region
+    part: Box
+    data: memoryview
+
+
+def _add(batch: Batch, place: Found, part: Box, destination: Destination) -> Put | None:
+    """Let a part be read to where it belongs; or to memory from which it is then to be put."""
+    region = place.region
+    begin, end = span(region.box, part, region.dtype)
+    is_run = end - begin == shard_file.num_bytes(part.shape, region.dtype)
+    into = destination.memory_for(region, part, place.first_byte + begin) if is_run else None
+    if part.is_empty and region.num_bytes:
+        return None  # only the type was wanted
+    if into is not None and len(into) != end - begin:
+        raise UnusableSnapshot(f"{place.key}: {region.key[:100]} does not fit its tensor")
+    put = None
+    if into is None:
+        first, last = hull(place, begin, end)
+        into = memory(last - first, place.first_byte + first)
+        put = Put(region, part, into[begin - first : end - first])
+        begin, end = first, last
+    for load in loads(place, begin, end, into):
+        batch.add(load)
+    return put
+
+
+def _put(batch: Batch, puts: list[Put], destination: Destination) -> list[Put]:
+    """Read what was added, and put what is to be put: nothing is left."""
+    batch.read()
+    for put in puts:
+        destination.put(*put)
+    return []

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainckpt.format.layout import Box
-    from trainckpt.snapshot.restore import Destination, Found, Reader
+    from trainckpt.snapshot.blocks import Found
+    from trainckpt.snapshot.restore import Destination, Reader
     from trainckpt.snapshot.shared_plan import Group, Piece, Run
 
 HEAD_BYTES = 1024  # before each message's data: empty, or why there is none

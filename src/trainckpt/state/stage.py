@@ -26,6 +26,7 @@ from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import VALUES, Captured
 from trainckpt.state.overlap import Piece
 from trainckpt.state.values import DTYPES
+from trainckpt.tiers.direct import FROM_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -245,12 +246,13 @@ class Destination:
         self._true: dict[str, str] = {}
         self._filled: dict[str, int] = {}
 
-    def memory_for(self, region: Region, part: Box) -> memoryview | None:
-        """The bytes that `part` fills, or None where that is not one run of bytes."""
-        tensor, box = self._tensor(region)
-        first = last = 0
-        for o, n, at, of in zip(part.offset, part.shape, box.offset, box.shape, strict=True):
-            first, last = first * of + o - at, last * of + o - at + n - 1
+    def memory_for(self, region: Region, part: Box, first_byte: int = 0) -> memoryview | None:
+        """The bytes that `part` fills, lying as those from `first_byte` of a file do, if possible.
+
+        None where that is not one run of bytes.
+        """
+        tensor, box = self._tensor(region, part, first_byte)
+        first, last = _reach(box, part)
         size = math.prod(part.shape)
         if size and last - first + 1 != size:
             return None
@@ -260,7 +262,7 @@ class Destination:
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
-        tensor, box = self._tensor(region)
+        tensor, box = self._tensor(region, part)
         target = tensor
         for d, (o, n, at) in enumerate(zip(part.offset, part.shape, box.offset, strict=True)):
             target = target.narrow(d, o - at, n)
@@ -285,12 +287,12 @@ class Destination:
                 raise UnusableSnapshot(f"{name[:100]}: a part of it is missing")
         return {name: _as_live(t, self._true.get(name, "")) for name, t in self._tensors.items()}
 
-    def _tensor(self, region: Region) -> tuple[torch.Tensor, Box]:
+    def _tensor(self, region: Region, part: Box, first_byte: int = 0) -> tuple[torch.Tensor, Box]:
         name = region.tensor
         box = self._wanted.get(name) or whole(region.of)
         if name not in self._tensors:
             try:
-                fresh = torch.empty(box.shape, dtype=_DTYPES[region.dtype])
+                fresh = _lying(box, _DTYPES[region.dtype], first_byte, _reach(box, part)[0])
             except RuntimeError as error:  # more than there is, or than can be counted
                 raise UnusableSnapshot(f"{name[:100]}: {str(error)[:200]}") from error
             self._tensors[name], self._filled[name] = fresh, 0
@@ -299,6 +301,24 @@ class Destination:
         if tuple(tensor.shape) != box.shape or tensor.dtype != _DTYPES[region.dtype]:
             raise UnusableSnapshot(f"{name[:100]}: its regions do not belong together")
         return tensor, box
+
+
+def _reach(box: Box, part: Box) -> tuple[int, int]:
+    """Which element of a box, row-major, is the first of a part of it, and which the last."""
+    first = last = 0
+    for o, n, at, of in zip(part.offset, part.shape, box.offset, box.shape, strict=True):
+        first, last = first * of + o - at, last * of + o - at + n - 1
+    return first, last
+
+
+def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch.Tensor:
+    """A fresh tensor; in a large one the element lies, inside its page, as `first_byte` does."""
+    fresh = torch.empty(box.shape, dtype=dtype)
+    before = (first_byte - element * fresh.element_size()) % shard_file.PAGE_BYTES
+    if fresh.nbytes < FROM_BYTES or before % fresh.element_size():
+        return fresh
+    flat = _page_aligned(before + fresh.nbytes)[before:]
+    return torch.frombuffer(bytes_of(flat), dtype=dtype).view(box.shape)
 
 
 def _inside(region: Region, part: Box, data: memoryview) -> torch.Tensor:

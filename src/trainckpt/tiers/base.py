@@ -10,6 +10,9 @@ Any mix of calls, from several threads. Keys are relative paths with `/`.
              what gives the parts raises, there is no key.
     replace  atomic: readers see the old bytes or the new ones, before and after a power cut.
     create   atomic, and exactly one of several callers gets True.
+    read_parts  each memory is filled from its first byte on, several at once; `done` is told the
+             number of each one, from any thread, as soon as it is full. What `done` raises ends
+             the rest, and is raised. Nobody writes to any of it when the call returned.
     list     names in one folder; an absent folder is an empty list, a denied one an error.
     remove   what is gone already is no error. A folder of which files are kept stays.
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 class Readable(Protocol):
@@ -33,6 +36,9 @@ class Readable(Protocol):
     def size(self, key: str) -> int | None: ...
     def read(self, key: str, *, max_bytes: int) -> bytes: ...
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None: ...
+    def read_parts(
+        self, key: str, parts: Sequence[tuple[int, memoryview]], done: Callable[[int], None]
+    ) -> None: ...
     def list(self, folder: str) -> list[str]: ...
 
 

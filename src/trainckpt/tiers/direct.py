@@ -80,6 +80,17 @@ def address(block: memoryview) -> int | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 
+def copy(into: memoryview, data: memoryview) -> None:
+    """`into[:] = data`, while other threads run."""
+    if not len(into) and not len(data):
+        return
+    target, source = address(into), address(data)
+    if target is None or source is None or len(into) != len(data):
+        into[:] = data
+    else:
+        ctypes.memmove(target, source, len(data))
+
+
 def memory(num_bytes: int, first_byte: int = 0) -> memoryview:
     """Fresh memory that lies as `num_bytes` from `first_byte` of a file do."""
     before = first_byte % PAGE_BYTES

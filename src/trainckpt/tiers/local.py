@@ -19,10 +19,11 @@ from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers.direct import Direct
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.new_file import new_file
+from trainckpt.tiers.read_file import ReadFile, read_parts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 TEMPORARY = ".tmp-"
 
@@ -107,15 +108,18 @@ class LocalTier:
 
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
         """Fill `into` from `first_byte` on; raises if the file ends before."""
+        self.read_parts(key, [(first_byte, into)])
+
+    def read_parts(
+        self,
+        key: str,
+        parts: Sequence[tuple[int, memoryview]],
+        done: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Fill every part, several at once; `done` is told each one's number, on any thread."""
         path = self._path(key)
-        with translated("read", path), path.open("rb", buffering=0) as file:
-            file.seek(first_byte)
-            done = 0
-            while done < len(into):
-                got = file.readinto(into[done : done + (1 << 30)])
-                if not got:
-                    raise UnusableSnapshot(f"{key} ends {len(into) - done} bytes too early")
-                done += got
+        with translated("read", path), ReadFile(self.disk, path, key, self._direct) as file:
+            read_parts(file, parts, done)
 
     def list(self, folder: str) -> list[str]:
         """Names in `folder`, sorted, temporary ones left out; empty if there is no folder."""

@@ -6,9 +6,15 @@ itself if one does not match.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+from trainckpt.tiers.read_file import NUM_READERS
+from trainckpt.tiers.workers import Workers
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.memory import Held, MemoryPlace
 
@@ -46,6 +52,25 @@ class NearTier:
             self._tier.read_into(key, first_byte, into)
         else:
             into[:] = held.data[first_byte : first_byte + len(into)]
+
+    def read_parts(
+        self, key: str, parts: Sequence[tuple[int, memoryview]], done: Callable[[int], None]
+    ) -> None:
+        """From memory, or as the tier."""
+        held = self._find(key)
+        if held is None or any(at + len(into) > len(held.data) for at, into in parts):
+            self._tier.read_parts(key, parts, done)
+            return
+
+        def one(number: int) -> None:
+            first_byte, into = parts[number]
+            into[:] = held.data[first_byte : first_byte + len(into)]
+            done(number)
+
+        with Workers(NUM_READERS, "trainckpt-read") as workers:
+            for number in range(len(parts)):
+                workers.submit(partial(one, number))
+            workers.settle()
 
     def close(self) -> None:
         """Let the memory be written again."""

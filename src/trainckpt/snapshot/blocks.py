@@ -1,0 +1,195 @@
+"""Blocks: what is read of a file in one go, verified block by block as soon as it is there.
+
+    loads       of each region: runs of whole blocks, at most a few MiB, which may be read to where
+                they belong, or through scratch memory where only some of a block is wanted
+    Batch       loads of one file, read by several threads; small ones that lie together in one
+                read. Whichever thread has read one verifies it while others read the next
+
+Every byte that is wanted is read once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import digest, shard_file
+from trainckpt.tiers.direct import FROM_BYTES, PAGE_BYTES, copy, memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainckpt.format.shard_file import Region
+    from trainckpt.tiers.base import Readable
+
+READ_BYTES = 8 << 20  # of one read, more only where a single block is longer
+SCRATCH_BYTES = 32 << 20
+CLOSE_BYTES = PAGE_BYTES  # what lies no further apart is read together
+
+
+class Found(NamedTuple):
+    """A region found in the header of a file, and the first byte of it in that file.
+
+    The file is the one that holds its bytes: of this snapshot, or of one that it refers to.
+    """
+
+    key: str
+    first_byte: int
+    region: Region
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that have a digest of their own; a file of format 1 has one for all."""
+        size = self.region.num_bytes
+        return shard_file.block_bytes(size) if len(self.region.digest) > digest.NUM_HEX else size
+
+
+class Load(NamedTuple):
+    """A run of blocks of one region.
+
+    Attributes:
+        place: The region.
+        first, last: Their first byte in the region, and the one behind the last.
+        into: Memory for all of it; None: only some of it is wanted.
+        wanted: From which byte of the region on some is wanted, and memory for that.
+    """
+
+    place: Found
+    first: int
+    last: int
+    into: memoryview | None
+    wanted: tuple[int, memoryview] | None = None
+
+    @property
+    def first_byte(self) -> int:
+        """In the file."""
+        return self.place.first_byte + self.first
+
+    def take(self, data: memoryview) -> None:
+        """Verify what was read, and put it where it belongs, if it is not there.
+
+        Raises:
+            UnusableSnapshot: a block does not match its digest.
+        """
+        region, block = self.place.region, self.place.block_bytes or 1
+        at = self.first // block * digest.NUM_HEX
+        end = at + max(1, -(-(self.last - self.first) // block)) * digest.NUM_HEX
+        if digest.digests_by_block(data, block) != region.digest[at:end]:
+            raise UnusableSnapshot(
+                f"{self.place.key}: {region.key[:100]} does not match its digest"
+            )
+        if self.into is not None and data is not self.into:
+            copy(self.into, data)
+        elif self.wanted is not None:
+            begin, into = self.wanted
+            copy(into, data[begin - self.first : begin - self.first + len(into)])
+
+
+def hull(place: Found, begin: int, end: int) -> tuple[int, int]:
+    """First byte of the blocks that hold bytes `begin` to `end`, and the one behind the last."""
+    block = place.block_bytes
+    if not block:
+        return 0, 0
+    return begin // block * block, min(-(-end // block) * block, place.region.num_bytes)
+
+
+def loads(place: Found, begin: int, end: int, into: memoryview) -> Iterator[Load]:
+    """What is to be read so that bytes `begin` to `end` of a region come to `into`, verified."""
+    block = place.block_bytes
+    at, last = hull(place, begin, end)
+    if not block:
+        yield Load(place, 0, 0, into)
+    whole = end if end == last else end // block * block  # up to here every block is wanted whole
+    while at < last:
+        if at >= begin and at < whole:
+            to = min(at + max(READ_BYTES // block, 1) * block, whole)
+            yield Load(place, at, to, into[at - begin : to - begin])
+        else:
+            to = min(at + block, last)
+            low, high = max(at, begin), min(to, end)
+            yield Load(place, at, to, None, (low, into[low - begin : high - begin]))
+        at = to
+
+
+class Batch:
+    """Loads that are read together; used by one thread."""
+
+    def __init__(self, tier: Readable) -> None:
+        self._tier = tier
+        self._key = ""
+        self._parts: list[tuple[int, memoryview]] = []
+        self._loads: list[list[tuple[Load, int]]] = []  # of each part, with its place in that
+        self._small: list[Load] = []  # that lie together, not yet a part
+        self._scratch: memoryview | None = None
+        self._used = 0
+
+    def add(self, load: Load) -> None:
+        """Read this too; may read what was added before. In the order of the file."""
+        if load.place.key != self._key:
+            self.read()
+            self._key = load.place.key
+        size = load.last - load.first
+        if not size:
+            load.take(memoryview(b""))
+        elif size < FROM_BYTES or load.into is None:
+            self._add_small(load)
+        else:
+            self._join()
+            self._parts.append((load.first_byte, load.into))
+            self._loads.append([(load, 0)])
+
+    def read(self) -> None:
+        """Read and verify all that was added.
+
+        Raises:
+            UnusableSnapshot: a file ends too early, or a block does not match its digest.
+            TierUnavailable: the tier refused.
+        """
+        self._join()
+        parts, self._parts, of_parts, self._loads = self._parts, [], self._loads, []
+        self._used = 0
+
+        def take(number: int) -> None:
+            # on any thread
+            data = parts[number][1]
+            for load, at in of_parts[number]:
+                size = load.last - load.first
+                load.take(data if size == len(data) else data[at : at + size])
+
+        if parts:
+            self._tier.read_parts(self._key, parts, take)
+
+    def _add_small(self, load: Load) -> None:
+        if self._small:
+            first, last = self._small[0].first_byte, self._small[-1]
+            behind = last.first_byte + last.last - last.first
+            end = load.first_byte + load.last - load.first
+            if not 0 <= load.first_byte - behind <= CLOSE_BYTES or end - first > READ_BYTES:
+                self._join()
+        self._small.append(load)
+
+    def _join(self) -> None:
+        """What is small and lies together becomes one part."""
+        small, self._small = self._small, []
+        if not small:
+            return
+        first = small[0].first_byte
+        size = small[-1].first_byte + small[-1].last - small[-1].first - first
+        into = small[0].into if len(small) == 1 else None
+        if into is None:
+            into = self._scratch_for(first, size)
+        self._parts.append((first, into))
+        self._loads.append([(load, load.first_byte - first) for load in small])
+
+    def _scratch_for(self, first_byte: int, num_bytes: int) -> memoryview:
+        """Memory until the next `read`, which lies as the bytes do in the file."""
+        begin = self._used + (first_byte - self._used) % PAGE_BYTES
+        if begin + num_bytes > SCRATCH_BYTES:
+            self.read()
+            begin = first_byte % PAGE_BYTES
+        if begin + num_bytes > SCRATCH_BYTES:
+            return memory(num_bytes, first_byte)
+        if self._scratch is None:
+            self._scratch = memory(SCRATCH_BYTES)
+        self._used = begin + num_bytes
+        return self._scratch[begin : begin + num_bytes]
