@@ -33,8 +33,8 @@ from trainckpt.snapshot import attempts, prune
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
+from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.state.stage import Destination
 from trainckpt.tiers import direct, new_file
 from trainckpt.tiers.local import LocalTier
 

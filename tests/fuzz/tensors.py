@@ -20,7 +20,8 @@ from trainckpt.format.layout import replicated
 from trainckpt.snapshot.restore import Reader
 from trainckpt.state import values
 from trainckpt.state.captured import VALUES
-from trainckpt.state.stage import Destination, parse_values
+from trainckpt.state.destination import Destination
+from trainckpt.state.stage import parse_values
 from trainckpt.state.targets import find_targets
 
 REFUSALS = (TrainckptError,)

@@ -32,6 +32,7 @@ from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES
+from trainckpt.state.destination import Destination
 from trainckpt.tiers.local import LocalTier
 
 HERE = Path(__file__).parent
@@ -119,7 +120,7 @@ def save(tier, world, name, older=None):
 
 def digests_of(tier, manifest, rank):
     """Digest of each tensor that `rank` reads; the values as they are, but for the generators."""
-    destination = stage.Destination(dict.fromkeys(manifest.tensors))
+    destination = Destination(dict.fromkeys(manifest.tensors))
     Reader(tier, manifest).read(dict.fromkeys(manifest.tensors), destination, donor=rank)
     read = destination.finish({})
     values = stage.parse_values(read.pop(VALUES))

@@ -22,6 +22,7 @@ from trainckpt.snapshot.shared_read import SharedRead
 from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
 from trainckpt.state import replicas, stage
 from trainckpt.state.captured import Captured, Placed
+from trainckpt.state.destination import Destination
 from trainckpt.state.targets import Targets
 
 # (name, mesh) by number of ranks; the dimensions divided are drawn for each tensor.
@@ -113,7 +114,7 @@ class Counting:
 
 def restore(tier, manifest, wanted, donor=0):
     """What a rank that wants these boxes reads: its tensors."""
-    destination = stage.Destination(wanted)
+    destination = Destination(wanted)
     Reader(tier, manifest).read(wanted, destination, donor=donor)
     return destination.finish({name: manifest.tensors[name].dtype for name in wanted})
 
@@ -169,7 +170,7 @@ def restore_world(tiers, manifest, layouts):
 
     def one(rank):
         targets = Targets(False, wanted[rank])
-        destination = stage.Destination(wanted[rank])
+        destination = Destination(wanted[rank])
         agreed = [part for part in parts[rank] if part.offer and part.group.key in switches]
         readers[rank].read(alone(targets, agreed, manifest), destination, donor=0)
         for part in agreed:

@@ -15,7 +15,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import Box, replicated
 from trainckpt.snapshot import blocks
 from trainckpt.snapshot.restore import read_header
-from trainckpt.state import stage
+from trainckpt.state import destination, stage
 from trainckpt.tiers import direct, new_file, read_file
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
@@ -29,7 +29,7 @@ SHAPES = {"a": (3,), "b": (5000,), "c": (70, 701), "d": (1,), "e": (0, 4), "f": 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A file of some hundred kilobytes is read as one of some gigabytes."""
-    for module in (direct, read_file, new_file, blocks, stage):
+    for module in (direct, read_file, new_file, blocks, destination):
         monkeypatch.setattr(module, "FROM_BYTES", 4 * PAGE)
     for module in (read_file, new_file):
         monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)

@@ -16,7 +16,7 @@ from trainckpt.snapshot import prune, sweep
 from trainckpt.snapshot.catalog import NOT_COMMITTED, load_manifest, read_catalog
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
-from trainckpt.state.stage import Destination
+from trainckpt.state.destination import Destination
 from trainckpt.tiers.local import LocalTier
 
 RECORDS = {1: AttemptRecord(1, None)}

@@ -9,6 +9,7 @@ from trainckpt.snapshot.save_plan import plan_save
 from trainckpt.state import apply, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved
+from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
 
 
@@ -33,7 +34,7 @@ def saved_of(source):
     data = b"".join(shard_of(source).blocks())
     head = data[: shard_file.header_length(data, "x")]
     header = shard_file.parse(head, "x", file_bytes=len(data))
-    destination = stage.Destination({region.tensor: None for region in header.regions})
+    destination = Destination({region.tensor: None for region in header.regions})
     for region in header.regions:
         memory = destination.memory_for(region, region.box)
         first = header.header_bytes + region.first_byte

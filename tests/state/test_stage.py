@@ -13,9 +13,9 @@ from tests.state.helpers import bits, registry, shard_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.shard_file import Region
 from trainckpt.state.capture import capture
+from trainckpt.state.destination import Destination
 from trainckpt.state.stage import (
     STREAM_BYTES,
-    Destination,
     TensorsChanged,
     describe,
     parse_values,

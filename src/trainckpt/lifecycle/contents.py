@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.snapshot.restore import Reader
 from trainckpt.state.captured import VALUES
-from trainckpt.state.stage import Destination, parse_values
+from trainckpt.state.destination import Destination
+from trainckpt.state.stage import parse_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,10 +27,10 @@ from trainckpt.lifecycle.source import open_source
 from trainckpt.ranks.world import current_world
 from trainckpt.state import apply
 from trainckpt.state.captured import Saved
+from trainckpt.state.destination import Destination
 from trainckpt.state.kinds import fsdp
 from trainckpt.state.kinds.model import compare, copy
 from trainckpt.state.registry import Registry
-from trainckpt.state.stage import Destination
 from trainckpt.state.targets import find_targets
 
 if TYPE_CHECKING:

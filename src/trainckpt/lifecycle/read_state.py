@@ -19,7 +19,8 @@ from trainckpt.snapshot.shared_plan import Sharing
 from trainckpt.snapshot.shared_read import SharedRead
 from trainckpt.state import apply
 from trainckpt.state.captured import VALUES, Saved
-from trainckpt.state.stage import Destination, parse_values
+from trainckpt.state.destination import Destination
+from trainckpt.state.stage import parse_values
 from trainckpt.state.targets import find_targets
 
 if TYPE_CHECKING:

@@ -1,0 +1,128 @@
+"""Destination: where a restore puts what it reads. The way back from `stage`.
+
+Fresh memory, from which the live tensors are filled once everything was verified; they are never
+bound to it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import shard_file
+from trainckpt.format.layout import whole
+from trainckpt.state.stage import TYPES, bytes_of, private_memory
+from trainckpt.state.values import DTYPES
+from trainckpt.tiers.direct import FROM_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainckpt.format.layout import Box
+    from trainckpt.format.shard_file import Region
+
+
+class Destination:
+    """Where a restore puts what it reads: fresh CPU memory for one box of each tensor."""
+
+    def __init__(self, wanted: Mapping[str, Box | None]) -> None:
+        """`wanted`: tensor -> box; None: the whole of it."""
+        self._wanted = wanted
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._true: dict[str, str] = {}
+        self._filled: dict[str, int] = {}
+
+    def memory_for(self, region: Region, part: Box, first_byte: int = 0) -> memoryview | None:
+        """The bytes that `part` fills, lying as those from `first_byte` of a file do, if possible.
+
+        None where that is not one run of bytes.
+        """
+        tensor, box = self._tensor(region, part, first_byte)
+        first, last = _reach(box, part)
+        size = math.prod(part.shape)
+        if size and last - first + 1 != size:
+            return None
+        self._filled[region.tensor] += size
+        item = tensor.element_size()
+        return bytes_of(tensor)[first * item : (first + size) * item]
+
+    def put(self, region: Region, part: Box, data: memoryview) -> None:
+        """Copy `part`: `data` begins with its first element and goes on as `region` does."""
+        tensor, box = self._tensor(region, part)
+        target = tensor
+        for d, (o, n, at) in enumerate(zip(part.offset, part.shape, box.offset, strict=True)):
+            target = target.narrow(d, o - at, n)
+        target.copy_(_inside(region, part, data))
+        self._filled[region.tensor] += target.numel()
+
+    def take(self, region: Region, part: Box, data: memoryview, into: memoryview) -> None:
+        """The elements of `part` alone, row-major, for another rank; `data` as for `put`."""
+        found = torch.frombuffer(into, dtype=TYPES[region.dtype]).view(part.shape)
+        found.copy_(_inside(region, part, data))
+
+    def finish(self, dtypes: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """The tensors, once everything was read; raises if a part is missing.
+
+        `dtypes` is asked for the safetensors types of those of which this rank has no element.
+        """
+        for name, box in self._wanted.items():
+            if name not in self._tensors and box is not None and box.is_empty:
+                self._tensors[name] = torch.empty(box.shape, dtype=TYPES[dtypes[name]])
+            tensor = self._tensors.get(name)
+            if tensor is None or self._filled.get(name, 0) != tensor.numel():
+                raise UnusableSnapshot(f"{name[:100]}: a part of it is missing")
+        return {name: _as_live(t, self._true.get(name, "")) for name, t in self._tensors.items()}
+
+    def _tensor(self, region: Region, part: Box, first_byte: int = 0) -> tuple[torch.Tensor, Box]:
+        name = region.tensor
+        box = self._wanted.get(name) or whole(region.of)
+        if name not in self._tensors:
+            try:
+                fresh = _lying(box, TYPES[region.dtype], first_byte, _reach(box, part)[0])
+            except RuntimeError as error:  # more than there is, or than can be counted
+                raise UnusableSnapshot(f"{name[:100]}: {str(error)[:200]}") from error
+            self._tensors[name], self._filled[name] = fresh, 0
+            self._true[name] = region.true_dtype
+        tensor = self._tensors[name]
+        if tuple(tensor.shape) != box.shape or tensor.dtype != TYPES[region.dtype]:
+            raise UnusableSnapshot(f"{name[:100]}: its regions do not belong together")
+        return tensor, box
+
+
+def _reach(box: Box, part: Box) -> tuple[int, int]:
+    """Which element of a box, row-major, is the first of a part of it, and which the last."""
+    first = last = 0
+    for o, n, at, of in zip(part.offset, part.shape, box.offset, box.shape, strict=True):
+        first, last = first * of + o - at, last * of + o - at + n - 1
+    return first, last
+
+
+def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch.Tensor:
+    """A fresh tensor; in a large one the element lies, inside its page, as `first_byte` does."""
+    fresh = torch.empty(box.shape, dtype=dtype)
+    before = (first_byte - element * fresh.element_size()) % shard_file.PAGE_BYTES
+    if fresh.nbytes < FROM_BYTES or before % fresh.element_size():
+        return fresh
+    flat = private_memory(before + fresh.nbytes)[before:]
+    return torch.frombuffer(flat, dtype=dtype).view(box.shape)
+
+
+def _inside(region: Region, part: Box, data: memoryview) -> torch.Tensor:
+    """A part of a region: `data` begins with its first element and goes on as the region does."""
+    flat = torch.frombuffer(data, dtype=TYPES[region.dtype])
+    strides = [math.prod(region.shape[d + 1 :]) for d in range(len(region.shape))]
+    return flat.as_strided(part.shape, strides)
+
+
+def _as_live(tensor: torch.Tensor, true_dtype: str) -> torch.Tensor:
+    if not true_dtype:
+        return tensor
+    if true_dtype not in DTYPES or true_dtype.startswith("q"):  # quantized: never captured
+        raise UnusableSnapshot(f"a stored tensor has the unknown type {true_dtype[:40]!r}")
+    try:
+        return tensor.view(DTYPES[true_dtype]).squeeze(-1)
+    except RuntimeError as error:
+        raise UnusableSnapshot(f"stored bytes are no {true_dtype}: {str(error)[:100]}") from error
