@@ -164,7 +164,10 @@ def test_the_memory_of_a_run_that_is_gone_is_given_back_and_no_other(tmp_path, m
 
 def test_what_ranks_of_an_earlier_attempt_left_is_given_back(place):
     kept, left = filled(place, b"x" * 100), filled(place, b"y" * 100, rank=7)
+    other, more = filled(place, b"z" * 100, rank=1), filled(place, b"z" * 100, number=1)
+    for arena in (left, other, more):
+        arena.close()
+    place.keep_arenas([0, 1], 0, [kept.path])
+    names = sorted(path.name for path in (place.root / "arenas").iterdir())
+    assert names == ["rank00000.0", "rank00001.0"]
     kept.close()
-    left.close()
-    place.keep_arenas([0])
-    assert [path.name for path in (place.root / "arenas").iterdir()] == ["rank00000.0"]

@@ -71,6 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
             name=partial(NamedRun, tier.url, command, cwd, nproc) if by_us else None,
             say=say,
             inbox=inbox,
+            run=tier.url,
         )
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)

@@ -58,6 +58,7 @@ def execute(arguments: argparse.Namespace) -> int:
             name=name,
             say=say,
             inbox=inbox,
+            run=arguments.run,
         )
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)

@@ -154,16 +154,17 @@ class Arenas:
             self.newest = folder
         except OSError as error:  # its folder may have been taken away under us
             logger.warning("what was saved is not kept in memory: %s", error)
-        if self._rank == self._ranks[0]:
-            self._tidy(name)
+        self._tidy(name)
 
     def _tidy(self, name: SnapshotName) -> None:
         """What earlier attempts left is not needed any more: this one has committed."""
         assert self._place is not None
         old = [folder for folder in self._place.folders() if _age([folder])[0] < name.attempt]
         with contextlib.suppress(OSError):
-            self._place.forget(old)
-            self._place.keep_arenas(self._ranks)
+            if self._rank == self._ranks[0]:
+                self._place.forget(old)
+            own = [arena.path for arena in self._open]
+            self._place.keep_arenas(self._ranks, self._rank, own)
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next."""

@@ -1,11 +1,13 @@
 """A candidate: one snapshot, read and verified by all ranks, or refused by all with the reasons.
 
+What all ranks of a host need is brought into its memory once, each rank its share of the files.
 Each file is read from this host's memory where it is there, and if anything in it does not match
 its digest, on any rank, all read the snapshot once more, without memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,15 @@ from trainckpt.errors import (
 from trainckpt.lifecycle import error_json
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.memory import has_room
 from trainckpt.lifecycle.read_state import read_state
 from trainckpt.lifecycle.read_together import offers, read_together
 from trainckpt.snapshot import catalog
+from trainckpt.snapshot.fetch import fetch, is_shared
 from trainckpt.tiers.near import NearTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.memory import MemoryPlace
+
+FETCHED_WITHIN_S = 120.0
+FETCHED_FROM_BYTES = 8 << 20  # what is smaller is read sooner than it is shared
 
 
 @dataclass
@@ -54,6 +61,7 @@ def read_candidate(
     registry: Registry,
     run: str,
     name: SnapshotName,
+    local: Sequence[int] = (0,),
 ) -> Candidate:
     """Read this rank's part. Every rank calls it, and all come to the same result.
 
@@ -63,6 +71,7 @@ def read_candidate(
         channel: Fresh keys.
         registry: What is compared with it, and not touched.
         run, name: The snapshot.
+        local: Ranks on this host.
 
     Raises:
         TierUnavailable: the run's place refused on any rank.
@@ -73,6 +82,10 @@ def read_candidate(
         read = _Read(near, channel.world, registry, run, name)
         part = channel.scoped("near" if place is memory else "far")
         try:
+            if place is not None:
+                place.wait_fetched(FETCHED_WITHIN_S)
+            if len(local) > 1 and place is not None:
+                _fetch_together(tier, place, part, run, name, local)
             results = _read(read, part, name)
         finally:
             near.close()
@@ -88,6 +101,24 @@ def read_candidate(
     if from_memory and not reasons and channel.world.rank == 0:
         logger.info("%s was read from memory", name)
     return Candidate(read.manifest, read.saved, reasons)
+
+
+def _fetch_together(
+    tier: Tier,
+    place: MemoryPlace,
+    channel: Channel,
+    run: str,
+    name: SnapshotName,
+    local: Sequence[int],
+) -> None:
+    """Bring this rank's share of the files that all ranks of this host need; wait for theirs."""
+    with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
+        manifest = catalog.load_manifest(tier, run, name)
+        total = sum(file.num_bytes for file in manifest.files)
+        if total >= FETCHED_FROM_BYTES and is_shared(manifest) and has_room(place, total):
+            share = range(local.index(channel.world.rank), len(manifest.files), len(local))
+            fetch(tier, place, manifest, share)
+    channel.gather("fetched", True, RANKS_TIMEOUT_S)
 
 
 def _read(read: _Read, channel: Channel, name: SnapshotName) -> list[dict[str, Any]]:

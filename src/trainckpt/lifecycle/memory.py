@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainckpt.tiers.memory import MemoryPlace
+
+DEFAULT_SHARE = 0.4
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -38,3 +44,10 @@ def _read(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdecimal() else None
+
+
+def has_room(place: MemoryPlace, num_bytes: int) -> bool:
+    """Whether so much may be brought into shared memory, what is there already given up for it."""
+    budget = budget_bytes(DEFAULT_SHARE, None)
+    room = place.free_bytes + place.num_bytes
+    return num_bytes <= (room if budget is None else min(room, budget))

@@ -250,13 +250,15 @@ def _try_in_order(
 ) -> Beginning:
     refused = dict(told["refused"])
     names = [SnapshotName.parse(text) for text in told["candidates"]]
-    memory = MemoryPlace.found(tier.url)
+    memory = MemoryPlace.of(tier.url)
+    hosts = beginning.record.facts["hosts"]
+    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
     for number, name in enumerate(names):
         assert name is not None
         record = _now_reading(tier, channel, beginning.record, number, name)
         beginning = replace(beginning, record=record)
         part = channel.scoped(f"read/{number}")
-        read = read_candidate(tier, memory, part, registry, beginning.run, name)
+        read = read_candidate(tier, memory, part, registry, beginning.run, name, local)
         if not read.reasons:
             lost = told["lost"].get(str(name))
             found = replace(beginning, manifest=read.manifest, saved=read.saved, refused=refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.names import RUN_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ NPROC_OPTIONS = ("--nproc-per-node", "--nproc_per_node")
 MODULE_OPTIONS = ("-m", "--module")
 NO_PYTHON_OPTIONS = ("--no-python", "--no_python")
 SCRIPT_BYTES = 1 << 20
+MAX_PATH = 1024  # what is longer is no path
 _MENTION = re.compile(rb"\btrainckpt\b")
 
 
@@ -111,6 +114,18 @@ def mentions_us(command: Sequence[str], cwd: str | None = None) -> bool:
                 continue  # the interpreter
             return _speaks(folder / word)
     return False
+
+
+def likely_run(command: Sequence[str], cwd: str | None = None) -> str | None:
+    """The run that a command names among its arguments, if it is there already."""
+    for word in command:
+        for text in (word, word.partition("=")[2]):
+            if text and len(text) < MAX_PATH and "\0" not in text:
+                folder = Path(cwd or ".") / text
+                with contextlib.suppress(OSError):
+                    if (folder / RUN_RECORD).is_file():
+                        return str(folder.absolute())
+    return None
 
 
 def _is_program(path: Path) -> bool:

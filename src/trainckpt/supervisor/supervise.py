@@ -30,6 +30,7 @@ from trainckpt.supervisor import record as records
 from trainckpt.supervisor.command import (
     RESTARTS_VARIABLE,
     is_torchrun,
+    likely_run,
     mentions_us,
     split_torchrun_options,
     take_max_restarts,
@@ -37,6 +38,7 @@ from trainckpt.supervisor.command import (
 )
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import starts_again
+from trainckpt.supervisor.prefetch import beside
 from trainckpt.supervisor.processes import kill_session
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.verdict import INTERRUPTED, START_AGAIN, judge
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.lifecycle.told import Told
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.verdict import Verdict
 
@@ -90,6 +93,7 @@ class _Start:
     output: Any
     watch: Callable[[Process], None] | None
     ours: bool
+    run: str | None = None
 
 
 def supervise(
@@ -104,6 +108,7 @@ def supervise(
     name: Callable[[], NamedRun] | None = None,
     say: Callable[[str], None] | None = None,
     inbox: Inbox | None = None,
+    run: str | None = None,
 ) -> Ended:
     """Run `command` to its end, and again where it failed. Main thread.
 
@@ -118,6 +123,7 @@ def supervise(
         name: Makes the run of a command that has none, for each launch.
         say: Told of restarts, a line at a time.
         inbox: An entered one, where signals are heard already.
+        run: Directory of the run that will most likely go on; its snapshot is read ahead.
 
     Raises:
         ConfigurationError: the command cannot be started.
@@ -128,7 +134,8 @@ def supervise(
     }  # fmt: skip
     variables.pop(RESTARTS_VARIABLE, None)
     ours = ours or mentions_us(command, cwd)
-    start = _Start(command, variables, cwd, output, watch, ours)
+    run = run or likely_run(command, cwd)
+    start = _Start(command, variables, cwd, output, watch, ours, run)
     newest: AttemptRecord | None = None
     with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
         done = 0
@@ -137,7 +144,7 @@ def supervise(
                 code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
                 return Ended(code, newest, done, "a signal came before the command was started")
             named = name() if name is not None else None
-            verdict, found, claimed, asked = _launch(start, signals, named)
+            verdict, found, ranks, asked = _launch(start, signals, named)
             newest = found or newest
             if say is not None and named is not None and named.problem:
                 say(f"--run: {named.problem}")
@@ -146,8 +153,9 @@ def supervise(
             done += 1
             if say is not None:
                 say(f"{verdict.why}; restart {done} of {max_restarts}")
+            claimed = [told for told in ranks if told.attempt is not None]
             if claimed:
-                start = _again(start, done, found)
+                start = replace(_again(start, done, found), run=claimed[0].run)
 
 
 def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
@@ -160,19 +168,20 @@ def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
 
 def _launch(
     start: _Start, inbox: Inbox, named: NamedRun | None
-) -> tuple[Verdict, AttemptRecord | None, bool, bool]:
-    """One launch: how it ended, its record; whether a rank claimed an attempt, and was to stop."""
+) -> tuple[Verdict, AttemptRecord | None, Sequence[Told], bool]:
+    """One launch: how it ended, its record; what its ranks told, and whether it was to stop."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
         if named is not None:
             variables[records.NAME_VARIABLE] = named.url
-        process = _execute(start, variables)
-        launched = Launched(
-            process, Path(folder), inbox,
-            has_agent=is_torchrun(start.command), ours=start.ours, named=named,
-        )  # fmt: skip
-        with _watching(start.watch, process):
-            course = launched.run()
+        with beside(start.run, variables, variables.get(AT_VARIABLE)):
+            process = _execute(start, variables)
+            launched = Launched(
+                process, Path(folder), inbox,
+                has_agent=is_torchrun(start.command), ours=start.ours, named=named,
+            )  # fmt: skip
+            with _watching(start.watch, process):
+                course = launched.run()
         ranks = launched.told()
         told = [*course.told, *records.recorded_word(ranks)]
         verdict = judge(replace(course, told=told))
@@ -180,7 +189,7 @@ def _launch(
         record = records.settle(ranks, verdict, asked=asked)
         if record is None and named is not None:
             record = named.end(ranks, verdict)
-        return verdict, record, any(told.attempt is not None for told in ranks), asked
+        return verdict, record, ranks, asked
 
 
 def _execute(start: _Start, variables: Mapping[str, str]) -> Process:

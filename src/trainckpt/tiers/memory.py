@@ -21,6 +21,7 @@ import hashlib
 import mmap
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 ROOT_VARIABLE = "TRAINCKPT_MEMORY"  # another tmpfs than /dev/shm, or "none"
 NONE = "none"
 _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - what is made in it is private, and checked to be ours
-_OWNER, _ARENAS, _SNAPSHOTS = "place", "arenas", "snapshots"
+_OWNER, _ARENAS, _SNAPSHOTS, _FETCHING = "place", "arenas", "snapshots", "fetching"
+_LOOK_AGAIN_S = 0.02
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: page tables ahead of the copy, since Linux 5.14
 _ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches through the same tmpfs
@@ -137,6 +139,26 @@ class MemoryPlace:
             os.close(descriptor)
             return None
 
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Around bringing files here: others wait for them, as long as this process lives."""
+        descriptor = os.open(self.root / _FETCHING, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def wait_fetched(self, limit_s: float) -> bool:
+        """Return when nobody brings files here any more; False if that took too long."""
+        until_s = time.monotonic() + limit_s
+        path = self.root / _FETCHING
+        while path.exists() and not _try_lock(path):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+        return True
+
     def folders(self) -> list[str]:
         """Snapshots of which anything is held: `snapshots/...`, sorted."""
         with contextlib.suppress(OSError):
@@ -148,10 +170,15 @@ class MemoryPlace:
         for folder in folders:
             shutil.rmtree(self.root / folder, ignore_errors=True)
 
-    def keep_arenas(self, world: Collection[int]) -> None:
-        """Give back what other ranks than these left behind, unless it is held or in use."""
-        for path, rank in self._arenas():
-            if rank not in world:
+    def keep_arenas(self, world: Collection[int], rank: int, own: Collection[Path]) -> None:
+        """Give back what nobody uses, if it holds nothing and nobody has it locked.
+
+        Args:
+            world: Ranks on this host; what others have left is not needed.
+            rank, own: Of this rank only these are.
+        """
+        for path, owner in self._arenas():
+            if owner not in world or (owner == rank and path not in own):
                 _try_lock(path, remove=True)
 
     def remove(self) -> None:
@@ -218,8 +245,10 @@ class Arena:
         What it held is lost: its names are taken away first, so that nobody finds half of it.
 
         Raises:
-            OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then.
+            OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then. Or it is taken.
         """
+        # Again: whoever in this process has read it has given up the process's lock on closing it.
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.retract()
         if os.fstat(self._descriptor).st_size > num_bytes:
             os.ftruncate(self._descriptor, num_bytes)

@@ -1,0 +1,88 @@
+"""Fetch: shard files from a tier into this host's memory, where all its ranks read them.
+
+    whoever starts a run again     while the ranks still import and find each other
+    the ranks of one host          each its share of the files that all of them need
+
+Nothing is verified here: whoever reads does that, and reads from the tier itself what is not good.
+So what a fetch brings is only ever nearer, and one that fails costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TrainckptError
+from trainckpt.tiers.memory import MemoryTaken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.tiers.base import Readable
+    from trainckpt.tiers.memory import Arena, MemoryPlace
+
+PART_BYTES = 16 << 20
+NUMBERS = range(2)  # arenas of a rank among which one is taken
+MOSTLY = 0.5  # of a snapshot's bytes that several ranks need, for which fetching together pays
+
+
+def fetch(
+    tier: Readable, place: MemoryPlace, manifest: Manifest, numbers: Iterable[int]
+) -> list[int]:
+    """Bring the shard files of these ranks into memory, unless they are there; which came."""
+    came = []
+    for number in numbers:
+        file = manifest.files[number]
+        folder = manifest.name.folder
+        if _is_there(place, folder, file):
+            continue
+        arena = _arena(place, number)
+        if arena is None:
+            continue
+        with contextlib.closing(arena):
+            try:
+                _fill(tier, arena, folder, file)
+            except (OSError, TrainckptError):
+                with contextlib.suppress(OSError):
+                    arena.retract()
+            else:
+                came.append(number)
+    return came
+
+
+def is_shared(manifest: Manifest) -> bool:
+    """Whether most bytes of a snapshot lie alike on several ranks, which all read them."""
+    shared = total = 0
+    for entry in manifest.tensors.values():
+        total += entry.num_bytes
+        if entry.layout is not None and entry.layout.num_replicas > 1:
+            shared += entry.num_bytes
+    return shared > MOSTLY * total
+
+
+def _is_there(place: MemoryPlace, folder: str, file: FileEntry) -> bool:
+    held = place.held(folder, file.name, file.num_bytes)
+    if held is not None:
+        held.close()
+    return held is not None
+
+
+def _arena(place: MemoryPlace, rank: int) -> Arena | None:
+    """An arena of this rank that nobody has, the one that holds nothing if there is one."""
+    found: list[Arena] = []
+    for number in NUMBERS:
+        with contextlib.suppress(MemoryTaken, OSError):
+            found.append(place.arena(rank, number))
+    found.sort(key=lambda arena: len(arena.holds()))
+    for arena in found[1:]:
+        arena.close()
+    return found[0] if found else None
+
+
+def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
+    arena.reserve(file.num_bytes)
+    key, memory = f"{folder}/{file.name}", arena.memory
+    parts = [(at, memory[at : at + PART_BYTES]) for at in range(0, file.num_bytes, PART_BYTES)]
+    tier.read_parts(key, parts, lambda _: None)
+    arena.publish(folder, file.name)

@@ -1,0 +1,87 @@
+"""Prefetch: `python -m trainckpt.supervisor.prefetch RUN [SNAPSHOT]`, beside a launch.
+
+While the ranks import torch and find each other, the snapshot that they will most likely begin
+from is read into this host's memory. They choose for themselves, wait for what is on its way, and
+verify every byte: if this guess was wrong, or did not come to its end, they read as without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TrainckptError
+from trainckpt.format.names import RUN_RECORD
+from trainckpt.lifecycle import choice, place
+from trainckpt.lifecycle.memory import has_room
+from trainckpt.snapshot import attempts, catalog
+from trainckpt.snapshot.fetch import fetch, is_shared
+from trainckpt.tiers.memory import MemoryPlace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.tiers.local import LocalTier
+
+_END_WITHIN_S = 5.0
+
+
+def main(arguments: list[str]) -> int:
+    """Fetch; 0 whatever came of it, for nobody depends on it."""
+    with contextlib.suppress(TrainckptError, OSError):
+        tier = place.open_directory(arguments[0])
+        memory = MemoryPlace.of(tier.url) if tier.size(RUN_RECORD) else None
+        if memory is not None:
+            with memory.fetching():
+                bring(tier, memory, arguments[1] if len(arguments) > 1 else None)
+    return 0
+
+
+def bring(tier: LocalTier, memory: MemoryPlace, wanted: str | None) -> list[int]:
+    """Fetch the snapshot that a resume would choose now; ranks whose files came."""
+    run = attempts.run_id(tier)
+    manifest = _likely(tier, run, wanted) if run is not None else None
+    if manifest is None:
+        return []
+    if not has_room(memory, sum(file.num_bytes for file in manifest.files)):
+        return []
+    return fetch(tier, memory, manifest, range(len(manifest.files)))
+
+
+def _likely(tier: LocalTier, run: str, wanted: str | None) -> Manifest | None:
+    before = attempts.read_attempts(tier)
+    if wanted is not None:
+        return catalog.find(catalog.read_catalog(tier, run, before), wanted).manifest
+    candidates = choice.choose(tier, run, before).candidates
+    if not candidates:
+        return None
+    manifest = catalog.load_manifest(tier, run, candidates[0])
+    hosts = {host for r in before.values() for host in r.facts.get("hosts", ())}
+    return manifest if len(hosts) == 1 or is_shared(manifest) else None  # else: whose is which?
+
+
+@contextlib.contextmanager
+def beside(run: str | None, variables: Mapping[str, str], wanted: str | None) -> Iterator[None]:
+    """Prefetch while a launch runs; `run` is where it most likely goes on, None if nobody knows."""
+    process = None
+    if run is not None:
+        command = [sys.executable, "-m", __name__, run, *([wanted] if wanted else [])]
+        with contextlib.suppress(OSError):
+            process = subprocess.Popen(
+                command, env=dict(variables), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_WITHIN_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
