@@ -17,13 +17,15 @@ from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.snapshot.restore_plan import Read
     from trainckpt.tiers.base import Readable
+
+    Lend = Callable[[str, int, int], memoryview | None]
 
 
 class Destination(Protocol):
@@ -35,6 +37,9 @@ class Destination(Protocol):
         At best they lie in memory, to the byte inside a page, as they do in their file, where they
         begin at `first_byte`.
         """
+
+    def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
+        """Take `data`, which holds `part`, for the memory itself; False: it has to be copied."""
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
@@ -56,6 +61,9 @@ def read_header(tier: Readable, folder: str, file: FileEntry) -> ShardHeader:
     if digest.digest(head) != file.header_digest:
         raise UnusableSnapshot(f"the header of {key} does not match its digest")
     return shard_file.parse(bytes(head), key, file_bytes=file.num_bytes)
+
+
+BORROWED_FROM_BYTES = 64 << 10  # what is smaller is copied
 
 
 class Reader:
@@ -96,11 +104,28 @@ class Reader:
         ]
         batch, puts = Batch(self._tier), list[Put]()
         for place, read in found:
-            put = _add(batch, place, read.part or place.region.box, destination)
+            part = read.part or place.region.box
+            if self._borrow(place, part, destination):
+                continue
+            put = _add(batch, place, part, destination)
             puts += [put] if put is not None else []
             if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
                 puts = _put(batch, puts, destination)
         _put(batch, puts, destination)
+
+    def _borrow(self, place: Found, part: Box, destination: Destination) -> bool:
+        """Verify a whole region where it lies in this host's memory, if it does."""
+        region = place.region
+        lend: Lend | None = getattr(self._tier, "lend", None)
+        if lend is None or part != region.box or region.num_bytes < BORROWED_FROM_BYTES:
+            return False
+        lent = lend(place.key, place.first_byte, region.num_bytes)
+        if lent is None or not destination.borrow(region, part, lent):
+            return False
+        for load in loads(place, 0, region.num_bytes, lent):
+            assert load.into is not None
+            load.take(load.into)
+        return True
 
     def find(self, read: Read) -> Found:
         """Where the region of one read lies; errors as `read`."""

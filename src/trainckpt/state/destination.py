@@ -49,6 +49,18 @@ class Destination:
         item = tensor.element_size()
         return bytes_of(tensor)[first * item : (first + size) * item]
 
+    def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
+        """Take `data` for the tensor's memory if `part` is all of it. Live tensors are filled from
+        it, and nothing writes to it; it stays as it is as long as the tensor lives.
+        """
+        name, box = region.tensor, self._wanted.get(region.tensor) or whole(region.of)
+        if name in self._tensors or part != box:
+            return False
+        self._tensors[name] = torch.frombuffer(data, dtype=TYPES[region.dtype]).view(box.shape)
+        self._filled[name] = self._tensors[name].numel()
+        self._true[name] = region.true_dtype
+        return True
+
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
         tensor, box = self._tensor(region, part)

@@ -133,8 +133,7 @@ class MemoryPlace:
             size = status.st_size if num_bytes is None else num_bytes
             if status.st_size != size or not size or status.st_uid != os.getuid():
                 raise MemoryTaken
-            return Held(descriptor, mmap.mmap(descriptor, size, mmap.MAP_SHARED,
-                                              mmap.PROT_READ))  # fmt: skip
+            return Held(_Locked(descriptor, size))
         except (OSError, ValueError):
             os.close(descriptor)
             return None
@@ -311,18 +310,31 @@ class Held:
     """The bytes of one shard file, held in memory and locked against being written.
 
     Attributes:
-        data: All of it, read-only. Valid until `close`.
+        data: All of it. Not to be written; whoever does all the same writes to a copy of its own.
     """
 
-    def __init__(self, descriptor: int, mapping: mmap.mmap) -> None:
+    def __init__(self, mapping: _Locked) -> None:
         self.data = memoryview(mapping)
-        self._descriptor = descriptor
 
     def close(self) -> None:
-        """Let it be written again. Whoever still has a view keeps the mapping, not the bytes."""
+        """Let it be written again, once nobody has a view of it any more."""
+        self.data = memoryview(b"")
+
+
+class _Locked(mmap.mmap):
+    """A mapping that keeps the lock of its file as long as anybody has a view of it."""
+
+    _descriptor = -1
+
+    def __new__(cls, descriptor: int, num_bytes: int) -> _Locked:
+        writable = mmap.PROT_READ | mmap.PROT_WRITE  # else torch warns; privately, so never there
+        mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE, writable)
+        mapping._descriptor = descriptor
+        return mapping
+
+    def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def reclaim() -> None:

@@ -72,8 +72,18 @@ class NearTier:
                 workers.submit(partial(one, number))
             workers.settle()
 
+    def lend(self, key: str, first_byte: int, num_bytes: int) -> memoryview | None:
+        """These bytes where they lie in memory, not to be written; None if they do not.
+
+        They stay as they are as long as anybody has the view.
+        """
+        held = self._find(key)
+        if held is None or first_byte + num_bytes > len(held.data):
+            return None
+        return held.data[first_byte : first_byte + num_bytes]
+
     def close(self) -> None:
-        """Let the memory be written again."""
+        """Let the memory be written again, but for what was lent and is still held."""
         for held in self._held.values():
             if held is not None:
                 held.close()

@@ -1,0 +1,84 @@
+"""What a run will most likely begin from is in memory before its ranks ask for it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.lifecycle.training import attempt, crashed, usable
+from trainckpt.supervisor import prefetch
+from trainckpt.supervisor.command import likely_run
+from trainckpt.tiers.memory import MemoryPlace
+
+CRASH_AT = 9
+
+
+@pytest.fixture
+def crashed_run(tmp_path):
+    """A run whose memory is gone, as after a restart of its host."""
+    crashed(tmp_path, CRASH_AT, epochs=3)
+    MemoryPlace.found(str(tmp_path)).remove()
+    yield tmp_path
+    place = MemoryPlace.found(str(tmp_path))
+    if place is not None:
+        place.remove()
+
+
+def test_the_newest_snapshot_is_brought_and_read_from_there(crashed_run, tmp_path_factory, caplog):
+    straight, _ = attempt(tmp_path_factory.mktemp("straight"), epochs=3)
+    assert prefetch.main([str(crashed_run)]) == 0
+    newest = usable(crashed_run)[-1]
+    assert MemoryPlace.found(str(crashed_run)).folders() == [f"snapshots/{newest}"]
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        parts, _ = attempt(crashed_run, epochs=3)
+    assert f"{newest} was read from memory" in caplog.text
+    assert parts.state() == straight.state()
+
+
+def test_the_snapshot_that_is_asked_for_is_the_one_that_is_brought(crashed_run):
+    older = usable(crashed_run)[0]
+    prefetch.main([str(crashed_run), older.partition("~")[0]])
+    assert MemoryPlace.found(str(crashed_run)).folders() == [f"snapshots/{older}"]
+
+
+def test_what_is_no_run_or_is_spoilt_brings_nothing_and_harms_nothing(crashed_run, tmp_path):
+    assert prefetch.main([str(tmp_path / "none")]) == 0
+    assert MemoryPlace.found(str(tmp_path / "none")) is None
+    newest = crashed_run / "snapshots" / usable(crashed_run)[-1]
+    next(newest.glob("*.safetensors")).unlink()
+    assert prefetch.main([str(crashed_run)]) == 0
+    shutil.rmtree(crashed_run / "snapshots")
+    assert prefetch.main([str(crashed_run)]) == 0
+
+
+def test_ranks_wait_for_what_is_on_its_way_and_for_nobody_who_is_dead(tmp_path):
+    place = MemoryPlace.of(str(tmp_path))
+    code = """
+        import sys, time
+        from trainckpt.tiers.memory import MemoryPlace
+        with MemoryPlace.of(sys.argv[1]).fetching():
+            print("fetching", flush=True)
+            time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"fetching\n"
+        assert not place.wait_fetched(0.1)
+        other.kill()
+    assert place.wait_fetched(60.0)
+    place.remove()
+
+
+def test_a_run_is_known_by_the_arguments_of_its_command(crashed_run, tmp_path):
+    script = ["train.py", "--steps", "3"]
+    assert likely_run([*script, "--run", str(crashed_run)]) == str(crashed_run)
+    assert likely_run([*script, f"--run={crashed_run}"]) == str(crashed_run)
+    assert likely_run([*script, "--run", crashed_run.name], str(crashed_run.parent)) == str(
+        crashed_run
+    )
+    assert likely_run([*script, "--run", str(tmp_path / "new"), "\0", "x" * 5000]) is None
