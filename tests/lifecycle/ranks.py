@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
+from trainckpt.lifecycle import candidate
 
 WIDTH = 300  # the first matrix is large enough to be cut
 
@@ -48,6 +49,13 @@ def train(rank, place, world, until, wrap=True, act=None, **options):
                 break
         resumed = ckpt.resumed_from
     return losses, resumed and resumed.step
+
+
+def train_fetching(rank, place, world, until):
+    """Files of any size are brought into memory by one rank for all; which this one brought."""
+    candidate.FETCHED_FROM_BYTES, fetch, came = 1, candidate.fetch, []
+    candidate.fetch = lambda *arguments: came.extend(fetch(*arguments))
+    return *train(rank, place, world, until), came
 
 
 def drift(rank, model):

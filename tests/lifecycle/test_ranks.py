@@ -64,6 +64,16 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_snapshot(finished, tmp_path):
         assert {**first[rank][0], **second[rank][0]} == straight[rank]
 
 
+def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished, tmp_path):
+    _, straight = finished
+    run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
+    again = run_ranks(ranks.train_fetching, 2, str(tmp_path / "run"), 2, 6)
+    assert [came for _, _, came in again] == [[0], [1]]
+    for (losses, step, _), expected in zip(again, straight, strict=True):
+        assert step == 3
+        assert losses == {at: loss for at, loss in expected.items() if at in losses}
+
+
 def test_a_file_that_is_damaged_is_refused_by_all_ranks_alike(finished, tmp_path):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
