@@ -53,9 +53,8 @@ class Copying:
         Raises:
             TensorsChanged: the copy is of no one instant.
         """
-        if self._overlapped is None:
-            return
-        changed = self._overlapped.run()
+        overlapped, self._overlapped = self._overlapped, None
+        changed = overlapped.run() if overlapped is not None else []
         if changed:
             self._never.update(changed)
             logger.info("from now on copied while training waits: %s", ", ".join(changed)[:500])
