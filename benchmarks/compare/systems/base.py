@@ -99,6 +99,9 @@ class System:
         """Read the newest save into `training`."""
         raise NotImplementedError
 
+    def empty_memory(self) -> None:
+        """Rank 0: delete what `restore(memory=True)` reads."""
+
     def forget(self) -> None:
         """Rank 0: delete all saves but the newest, unless the system does so itself."""
         for number in range(self._saves):

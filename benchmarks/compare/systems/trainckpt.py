@@ -1,18 +1,18 @@
 """trainckpt through its public Checkpointer; a script asks for a save by `ckpt.save()`.
 
-What it keeps in memory is kept from a restore that is to read the disk, by its own variable.
+What it keeps in memory is deleted before a restore that is to read the disk.
 """
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
 from typing import TYPE_CHECKING
 
 from benchmarks.compare.systems.base import Pending, System
 
 import trainckpt
-from trainckpt.tiers.memory import reclaim
+from trainckpt.tiers.memory import MemoryPlace, reclaim
 
 if TYPE_CHECKING:
     from benchmarks.compare.training import Training
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.pending import PendingSave
 
 SPIN_S = 0.001
-MEMORY = "TRAINCKPT_MEMORY"
 
 
 class Trainckpt(System):
@@ -62,18 +61,15 @@ class Trainckpt(System):
         super().end()
 
     def restore(self, training: Training, *, memory: bool) -> None:
-        root = os.environ.get(MEMORY)
-        if not memory:
-            os.environ[MEMORY] = "none"
-        try:
-            checkpointer = self._attach(training, "required")
-            checkpointer.resume()
-        finally:
-            os.environ.pop(MEMORY, None)
-            if root is not None:
-                os.environ[MEMORY] = root
+        checkpointer = self._attach(training, "required")
+        checkpointer.resume()
         checkpointer.boundary()  # here the last of the state is applied
         checkpointer.__exit__(InterruptedError, InterruptedError("it was read"), None)
+
+    def empty_memory(self) -> None:
+        place = MemoryPlace.found(str(self.folder))
+        if place is not None:
+            shutil.rmtree(place.root)
 
     def forget(self) -> None:
         """It deletes older snapshots itself."""
