@@ -44,6 +44,7 @@ bench: $(VENV)/.bench
 	  --json benchmarks/results/compare.json --png benchmarks/results/compare.png
 	$(BIN)/python -m benchmarks.startup --gigabytes 0.3 --json benchmarks/results/startup.json
 	$(BIN)/python -m benchmarks.lora --json benchmarks/results/lora.json
+	$(BIN)/python -m benchmarks.local_tier --json benchmarks/results/local_tier.json
 	$(BIN)/python -m benchmarks.boundary --json benchmarks/results/boundary.json
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/loader.json
 	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json
