@@ -12,6 +12,13 @@ from tests.lifecycle.training import Parts, attempt, crashed, record, usable
 from trainckpt import Checkpointer
 from trainckpt.errors import NoUsableSnapshot, StateMismatch, TierUnavailable, UnusableSnapshot
 from trainckpt.format import strict
+from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def only_on_disk(monkeypatch):
+    """Else the resume reads what is good from memory."""
+    monkeypatch.setenv(ROOT_VARIABLE, NONE)
 
 
 @pytest.fixture
