@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.lifecycle import read_state, resume
+from trainckpt.lifecycle import candidate, read_state
 
 
 def die(how):
@@ -49,7 +49,7 @@ def main(place, steps, snapshot, when, how):
             die(how)
         return read(tier, manifest, *rest)
 
-    resume.read_state = read_and_die
+    candidate.read_state = read_and_die
     with Checkpointer(
         place, model=model, optimizer=optimizer, deadly=deadly, every="2 steps", keep_last=9
     ) as ckpt:
