@@ -1,6 +1,6 @@
 """Cases of the exactness campaign: stopped at random instants, the run is the one that was not.
 
-Chosen so that they share few references and hit every kind of moment; 42 and 448 use the real
+Chosen so that they share few references and hit every kind of moment; 42 uses the real
 torchrun, 2943 resumes where DDP is about to regroup its buckets.
 `python -m tests.campaign --replay SEED` runs one of them and shows its logs. Two more are of the
 family "one-rank": `trainckpt run` with 2 and 4 ranks, one of which alone gets SIGTERM; two of
@@ -16,8 +16,7 @@ from tests.campaign.campaign import campaign
 from tests.campaign.check_reshard import Round
 from tests.campaign.one_rank import ITEMS
 
-SEEDS = [19, 28, 38, 42, 73, 76, 83, 138, 156, 160, 183, 208, 213, 298, 319, 427, 448, 489, 521,
-         609, 800, 1652, 2324, 2943]  # fmt: skip
+SEEDS = [19, 38, 42, 76, 83, 160, 208, 213, 319, 427, 489, 800, 2324, 2943]
 ONE_RANK_SEEDS = [8, 1]
 # fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2, and by tp
 OTHER_LAYOUTS = [(families.LAYOUTS, 1), (families.LAYOUTS, 14), (families.RESHARD, 2)]
