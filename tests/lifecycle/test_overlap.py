@@ -202,3 +202,14 @@ def test_a_fence_lets_steps_pass_when_nothing_is_copied_and_after_it_was_closed(
 def test_the_first_copies_and_some_later_ones_are_proved():
     proved = [n for n in range(1, 20) if n <= copying.PROVED_FIRST or n % copying.PROVED_EVERY == 0]
     assert proved == [1, 2, 8, 16]
+
+
+def test_a_change_before_the_copy_was_even_begun_is_noticed():
+    """Then copy and live tensor are equal at the fence, and neither is what there was."""
+    source = torch.randn(WORDS, WIDTH)
+    piece = Piece("w", source, torch.zeros_like(source))
+    late = Overlapped([piece], proves=True)
+    source.data.mul_(2.0)
+    late.fence()
+    assert torch.equal(piece.target, source)
+    assert late.run() == ["w"]

@@ -59,6 +59,10 @@ class CopyChoice:
             self._periods_s[self._kind].append(now_s - self._last_s)
         self._last_s, self._kind = now_s, NONE
 
+    def disregard(self) -> None:
+        """The period that runs measures nothing."""
+        self._kind = None
+
     def next(self) -> str:
         """The kind of the save that is taken now."""
         self._saves += 1

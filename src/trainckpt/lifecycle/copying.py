@@ -44,6 +44,8 @@ class Copying:
         if shard.rest:
             self._number += 1
             proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
+            if proves:
+                self._choice.disregard()  # the proof costs what other saves do not
             self._overlapped = Overlapped(shard.rest, proves=proves)
             self._fence.guard(self._overlapped)
 

@@ -6,8 +6,9 @@
 
 That nothing else changes them is not believed. A forward may write (`Embedding(max_norm=)`), and
 what goes through `.data` no version counter sees (averages that are swapped in, clipped weights,
-target networks). So version counters are compared, and in some saves live tensor and copy, byte by
-byte, at the fence. What has changed spoils that save, and is copied at the boundary from then on.
+target networks). So version counters are compared; and some saves are proved: the live tensors are
+digested at the boundary, and at the fence both copy and live tensor must still be what they were.
+What has changed spoils that save, and is copied at the boundary from then on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Overlapped:
     """The copies of one save that are made while training goes on.
 
     Attributes:
-        proves: Whether live tensors and copies are compared at the fence.
+        proves: Whether copies and live tensors are compared with what there was at the boundary.
         changed: Tensors that were written to meanwhile; complete once `run` has returned.
     """
 
@@ -77,6 +79,7 @@ class Overlapped:
         self.changed: list[str] = []
         self._pieces = pieces
         self._versions = [piece.source._version for piece in pieces]
+        self._digests = [_digest(piece.source) for piece in pieces] if proves else []
         self._todo = _chunks(pieces)
         self._left = sum(1 for _ in _chunks(pieces))
         self._lock = threading.Lock()
@@ -108,8 +111,11 @@ class Overlapped:
         """Once."""
         if self._fenced.is_set():
             return
-        for piece, version in zip(self._pieces, self._versions, strict=True):
-            if piece.source._version != version or (self.proves and not _equal(piece)):
+        for number, (piece, version) in enumerate(zip(self._pieces, self._versions, strict=True)):
+            changed = piece.source._version != version
+            if self.proves and not changed:
+                changed = _digest(piece.target) != self._digests[number] or not _equal(piece)
+            if changed:
                 self.changed.append(piece.tensor)
         self._fenced.set()
 
@@ -173,6 +179,13 @@ def _chunks(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
         target, source = piece.target.data_ptr(), piece.source.data_ptr()
         for at in range(0, num_bytes, CHUNK_BYTES):
             yield target + at, source + at, min(CHUNK_BYTES, num_bytes - at)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of its bytes, which lie in one run on the CPU."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    data = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    return bytes(xxhash.xxh3_128(memoryview(data)).digest())
 
 
 def _equal(piece: Piece) -> bool:
