@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle import candidate
+from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
 WIDTH = 300  # the first matrix is large enough to be cut
 
@@ -56,6 +59,13 @@ def train_fetching(rank, place, world, until):
     candidate.FETCHED_FROM_BYTES, fetch, came = 1, candidate.fetch, []
     candidate.fetch = lambda *arguments: came.extend(fetch(*arguments))
     return *train(rank, place, world, until), came
+
+
+def train_where_one_has_no_memory(rank, place, world, until):
+    """As on two hosts, one of which has no shared memory."""
+    if rank:
+        os.environ[ROOT_VARIABLE] = NONE
+    return train(rank, place, world, until)
 
 
 def drift(rank, model):

@@ -74,6 +74,15 @@ def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished
         assert losses == {at: loss for at, loss in expected.items() if at in losses}
 
 
+def test_a_rank_without_memory_waits_for_the_same_as_those_that_have_it(finished, tmp_path):
+    _, straight = finished
+    run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
+    again = run_ranks(ranks.train_where_one_has_no_memory, 2, str(tmp_path / "run"), 2, 6)
+    for (losses, step), expected in zip(again, straight, strict=True):
+        assert step == 3
+        assert losses == {at: loss for at, loss in expected.items() if at in losses}
+
+
 def test_a_file_that_is_damaged_is_refused_by_all_ranks_alike(finished, tmp_path):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)

@@ -77,14 +77,12 @@ def read_candidate(
         TierUnavailable: the run's place refused on any rank.
         StateMismatch: the script's objects differ from it on any rank.
     """
-    for place in (memory, None):
+    for scope, place in (("near", memory), ("far", None)):
         near = NearTier(tier, place)
         read = _Read(near, channel.world, registry, run, name)
-        part = channel.scoped("near" if place is memory else "far")
+        part = channel.scoped(scope)
         try:
-            if place is not None:
-                place.wait_fetched(FETCHED_WITHIN_S)
-            if len(local) > 1 and place is not None:
+            if scope == "near":
                 _fetch_together(tier, place, part, run, name, local)
             results = _read(read, part, name)
         finally:
@@ -105,19 +103,25 @@ def read_candidate(
 
 def _fetch_together(
     tier: Tier,
-    place: MemoryPlace,
+    place: MemoryPlace | None,
     channel: Channel,
     run: str,
     name: SnapshotName,
     local: Sequence[int],
 ) -> None:
-    """Bring this rank's share of the files that all ranks of this host need; wait for theirs."""
-    with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
-        manifest = catalog.load_manifest(tier, run, name)
-        total = sum(file.num_bytes for file in manifest.files)
-        if total >= FETCHED_FROM_BYTES and is_shared(manifest) and has_room(place, total):
-            share = range(local.index(channel.world.rank), len(manifest.files), len(local))
-            fetch(tier, place, manifest, share)
+    """Bring this rank's share of the files that all ranks of this host need; wait for theirs.
+
+    Every rank waits for all, whatever its own host has: another may have memory, or more ranks.
+    """
+    if place is not None:
+        place.wait_fetched(FETCHED_WITHIN_S)
+    if place is not None and len(local) > 1:
+        with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
+            manifest = catalog.load_manifest(tier, run, name)
+            total = sum(file.num_bytes for file in manifest.files)
+            if total >= FETCHED_FROM_BYTES and is_shared(manifest) and has_room(place, total):
+                share = range(local.index(channel.world.rank), len(manifest.files), len(local))
+                fetch(tier, place, manifest, share)
     channel.gather("fetched", True, RANKS_TIMEOUT_S)
 
 

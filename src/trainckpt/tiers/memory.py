@@ -59,16 +59,12 @@ class MemoryPlace:
 
     @classmethod
     def of(cls, run: str) -> MemoryPlace | None:
-        """The memory of the run at this place; None where this host has none for us.
-
-        Memory of runs whose place is gone is given back on the way.
-        """
+        """The memory of the run at this place; None where this host has none for us."""
         root = _user_folder()
         if root is None:
             return None
         real = os.path.realpath(run)
-        name = hashlib.sha256(os.fsencode(real)).hexdigest()[:24]
-        place = cls(root / name)
+        place = cls(root / _name_of(real))
         try:
             if not _make_private(place.root):
                 return None
@@ -86,8 +82,7 @@ class MemoryPlace:
         root = _user_folder(make=False)
         if root is None:
             return None
-        name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:24]
-        place = cls(root / name)
+        place = cls(root / _name_of(os.path.realpath(run)))
         return place if _is_private(place.root) else None
 
     def arena(self, rank: int, number: int) -> Arena:
@@ -348,6 +343,10 @@ def reclaim() -> None:
                 place = MemoryPlace(folder)
                 if not os.path.lexists((folder / _OWNER).read_bytes()) and not place.is_in_use:
                     place.remove()
+
+
+def _name_of(real: str) -> str:
+    return hashlib.sha256(os.fsencode(real)).hexdigest()[:24]
 
 
 def _user_folder(*, make: bool = True) -> Path | None:
