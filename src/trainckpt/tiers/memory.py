@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.tiers.private import is_private, make_private, must_be_private
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system: no such tier
@@ -66,7 +68,7 @@ class MemoryPlace:
         real = os.path.realpath(run)
         place = cls(root / _name_of(real))
         try:
-            if not _make_private(place.root):
+            if not make_private(place.root):
                 return None
             owner = place.root / _OWNER
             if not owner.exists():
@@ -83,7 +85,7 @@ class MemoryPlace:
         if root is None:
             return None
         place = cls(root / _name_of(os.path.realpath(run)))
-        return place if _is_private(place.root) else None
+        return place if is_private(place.root) else None
 
     def arena(self, rank: int, number: int) -> Arena:
         """Arena `number` of a rank, locked for writing.
@@ -93,7 +95,7 @@ class MemoryPlace:
             OSError: as the system reports it.
         """
         path = self.path_of(rank, number)
-        _must_be_private(path.parent)
+        must_be_private(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,8 +264,8 @@ class Arena:
     def publish(self, folder: str, name: str) -> None:
         """Let the bytes be found as this file of a snapshot. They must not change any more."""
         target = self._place.root / folder
-        _must_be_private(target.parent)
-        _must_be_private(target)
+        must_be_private(target.parent)
+        must_be_private(target)
         path = target / name
         path.unlink(missing_ok=True)
         os.link(self.path, path)
@@ -356,30 +358,9 @@ def _user_folder(*, make: bool = True) -> Path | None:
         return None
     folder = Path(root) / f"trainckpt-{os.getuid()}"
     try:
-        return folder if (_make_private(folder) if make else _is_private(folder)) else None
+        return folder if (make_private(folder) if make else is_private(folder)) else None
     except OSError:
         return None
-
-
-def _make_private(folder: Path) -> bool:
-    """Make a folder that is ours alone; False if what stands there is another's."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    return _is_private(folder)
-
-
-def _must_be_private(folder: Path) -> None:
-    if not _make_private(folder):
-        raise PermissionError(f"{folder} is not this user's alone")
-
-
-def _is_private(folder: Path) -> bool:
-    """A real folder, of this user, closed to others."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return (found.st_mode & 0o170077) == 0o040000 and found.st_uid == os.getuid()
 
 
 def _try_lock(path: Path, *, remove: bool = False) -> bool:

@@ -1,0 +1,32 @@
+"""Private folders: of this user, closed to all others, and no link to anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def make_private(folder: Path) -> bool:
+    """Make a folder that is ours alone; False if what stands there is another's."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    return is_private(folder)
+
+
+def must_be_private(folder: Path) -> None:
+    """As `make_private`; raises `PermissionError` where that says False."""
+    if not make_private(folder):
+        raise PermissionError(f"{folder} is not this user's alone")
+
+
+def is_private(folder: Path) -> bool:
+    """A real folder, of this user, closed to others."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return (found.st_mode & 0o170077) == 0o040000 and found.st_uid == os.getuid()
