@@ -50,7 +50,7 @@ def rates(num_data: int, num_parity: int, num_bytes: int, rounds: int) -> dict[s
         parity.rebuild(present, lost, num_data, num_parity)
 
     calls = {
-        "encode": lambda: parity.encode(views, parities),
+        "encode": lambda: parity.encode(views, dict(enumerate(parities)), num_parity),
         "rebuild": rebuild,
         "copy": lambda: copy(members, into),
     }

@@ -41,7 +41,12 @@ def members_of(lengths, seed=0):
 
 def encoded(members, num_parity):
     into = [bytearray(b"\xff" * max(map(len, members))) for _ in range(num_parity)]
-    parity.encode([memoryview(m) for m in members], [memoryview(each) for each in into])
+    views_of = [memoryview(member) for member in members]
+    for row, each in enumerate(into):  # one at a time, or all at once: the same
+        parity.encode(views_of, {row: memoryview(each)}, num_parity)
+    again = [bytearray(len(each)) for each in into]
+    parity.encode(views_of, {n: memoryview(each) for n, each in enumerate(again)}, num_parity)
+    assert again == into
     return [bytes(each) for each in into]
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from trainckpt.ranks.channel import Channel
 
+    Message = tuple[int, int, memoryview]
+    Under = tuple[Any, Any]  # what waits for it, and what keeps its memory
+
 CONNECT_S = 60.0  # for all members to have found each other
 
 
@@ -81,19 +84,44 @@ class Exchange:
         """
         received = bytearray(num_bytes)
         try:
-            works = []
-            if num_bytes:
-                into = torch.frombuffer(received, dtype=torch.uint8)
-                works.append(self._group.recv([into], source, 0))
-            if len(data):
-                out = torch.frombuffer(data, dtype=torch.uint8)
-                works.append(self._group.send([out], to, 0))
-            for work in works:
-                work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
+            self.settle(self.begin([(source, 0, memoryview(received))], [(to, 0, data)]))
+        except NoAgreement as error:
             pair = f"rank {self._members[to]} or rank {self._members[source]}"
             raise self._gone(f"lost {pair} while they read together", error) from error
         return memoryview(received)
+
+    def begin(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[Under]:
+        """Let messages be on their way: (place among the members, tag, memory); none of no bytes.
+
+        Two members name the same tags; what one receives is as long as what the other sends. No
+        memory may be touched before `settle` has returned.
+
+        Raises:
+            NoAgreement: a member is gone.
+        """
+        begun: list[Under] = []
+        try:
+            for call, messages in (("recv", receives), ("send", sends)):
+                for place, tag, data in messages:
+                    if len(data):
+                        tensor = torch.frombuffer(data, dtype=torch.uint8)
+                        begun.append((getattr(self._group, call)([tensor], place, tag), tensor))
+        except (RuntimeError, AttributeError) as error:
+            raise self._gone("could not send to its members", error) from error
+        return begun
+
+    def settle(self, begun: Sequence[Under]) -> None:
+        """Return once those messages have passed.
+
+        Raises:
+            NoAgreement: a member is gone, or did not do its part in time; the group is of no use
+                any more.
+        """
+        try:
+            for work, _ in begun:
+                work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise self._gone(f"lost one of {list(self._members)[:20]}", error) from error
 
     def close(self) -> None:
         """Leave: members that still wait for this one get an error at once."""

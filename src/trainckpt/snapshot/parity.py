@@ -65,15 +65,16 @@ def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
     return [[inverse(row ^ (num_parity + i)) for i in range(num_data)] for row in range(num_parity)]
 
 
-def encode(data: Sequence[memoryview], into: Sequence[memoryview]) -> None:
-    """Compute the parities of `data`.
+def encode(data: Sequence[memoryview], into: Mapping[int, memoryview], num_parity: int) -> None:
+    """Compute parities of `data`.
 
     Args:
         data: The members, none longer than a parity.
-        into: One memory for each parity, all of one length; filled.
+        into: Number of a parity, from 0 -> memory for it, all of one length; filled.
+        num_parity: How many the code has.
     """
-    sources = dict(enumerate(_arrays(data)))
-    _sum(sources, dict(enumerate(_arrays(into))), len(data), len(into))
+    targets = dict(zip(into, _arrays(list(into.values())), strict=True))
+    _sum(dict(enumerate(_arrays(data))), targets, len(data), num_parity)
 
 
 def rebuild(
