@@ -23,6 +23,8 @@ SAMPLES = 200
 class RecordingDisk(Disk):
     """Does what it is told, and keeps a list of it."""
 
+    overwritten = 0
+
     def __init__(self):
         self.done = []
 
@@ -38,9 +40,17 @@ class RecordingDisk(Disk):
         self._note("create", path)
         return descriptor
 
+    def open_again(self, path):
+        self.overwritten += 1
+        return super().open_again(path)
+
     def reserve(self, path, descriptor, num_bytes):
         super().reserve(path, descriptor, num_bytes)
         self._note("reserve", path, num_bytes)
+
+    def cut(self, path, descriptor, num_bytes):
+        super().cut(path, descriptor, num_bytes)
+        self._note("cut", path, num_bytes)
 
     def write(self, path, descriptor, block, first_byte):
         super().write(path, descriptor, block, first_byte)
@@ -117,6 +127,7 @@ class Pending:
     first_byte: int = 0
     data: bytes | None = None
     length: int = 0  # that the file has at least
+    most: int | None = None  # that it has at most
 
 
 @dataclass
@@ -150,6 +161,8 @@ class Storage:
             self.pending.append(Pending((), self.seen[path], *rest))
         elif kind == "reserve":
             self.pending.append(Pending((), self.seen[path], length=rest[0]))
+        elif kind == "cut":
+            self.pending.append(Pending((), self.seen[path], most=rest[0]))
         elif kind == "sync":
             self._settle(lambda p: p.number == self.seen[path])
         elif kind == "sync folder":
@@ -169,7 +182,7 @@ class Storage:
         if pending.number:
             written = (pending.data or b"")[: int(len(pending.data or b"") * part)]
             end = pending.first_byte + len(written) if written else 0
-            was = data[pending.number].ljust(max(end, pending.length), b"\0")
+            was = data[pending.number].ljust(max(end, pending.length), b"\0")[: pending.most]
             data[pending.number] = was[: pending.first_byte] + written + was[end:] if end else was
         for path, number in pending.names:
             if number is None:

@@ -35,7 +35,7 @@ from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.tiers import direct, new_file
+from trainckpt.tiers import direct, new_file, spares
 from trainckpt.tiers.local import LocalTier
 
 
@@ -178,11 +178,46 @@ def pruned_around(place, disk):
     return kept
 
 
-def prune_as_an_attempt(tier, attempt=1):
+@pytest.mark.parametrize("careful", [True, False])
+def test_a_cut_while_a_pruned_file_is_written_over_leaves_what_is_committed(
+    tmp_path, monkeypatch, careful
+):
+    """And a prune that hands on a file before its manifest is gone is caught by these checks."""
+    monkeypatch.setattr(spares, "FROM_BYTES", 1)
+    disk, root = RecordingDisk(), tmp_path / "disk"
+    root.mkdir()
+    tier = LocalTier(root / "run", disk)
+    if not careful:
+        monkeypatch.setattr(tier, "remove", lambda key: None)
+    since = []
+    for name in ("s1~1.1", "s2~1.2", "s3~1.3"):
+        committed(tier, name)
+        since.append(len(disk.done))
+        prune_as_an_attempt(tier, reuse=True)
+    assert disk.overwritten == 1
+    broken = set()
+    for done, state in power_cuts(disk.done, root):
+        place = tmp_path / "after"
+        place.mkdir()
+        restore(state, root, place)
+        after = LocalTier(place / "run")
+        found = read_catalog(after, "run", {1: AttemptRecord(1, None)}) if state else ()
+        usable = {c.name.step for c in found if c.usable and all(
+            copy.ok for copy in verify(after, c.manifest)
+        )}  # fmt: skip
+        broken |= {c.name.step for c in found if c.manifest} - usable
+        newest = sum(done >= begun for begun in since)
+        broken |= {newest} - usable - {0}
+        shutil.rmtree(place)
+    assert bool(broken) is not careful
+
+
+def prune_as_an_attempt(tier, attempt=1, *, reuse=False):
     candidates = read_catalog(tier, "run", {1: AttemptRecord(1, None)})
     doomed = prune.plan_prune(candidates, keep_last=1, attempt=attempt)
     files = prune.kept_files(tier, candidates, doomed)
-    prune.prune(tier, [*doomed, *prune.left_folders(candidates)], files)
+    again = doomed if reuse else ()
+    prune.prune(tier, [*doomed, *prune.left_folders(candidates)], files, reuse=again)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

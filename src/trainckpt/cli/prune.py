@@ -61,7 +61,9 @@ def execute(arguments: argparse.Namespace) -> int:
         done = _delete(tier, rows, kept_files, newest)
         notes += [_INTERRUPTED] if done < len(rows) else []
         rows = rows[:done]
-        notes += [] if live else _give_back_memory(tier)
+        if not live:
+            tier.clear_spares()
+            notes += _give_back_memory(tier)
     gone = {row["name"] for row in rows}
     kept = [str(c.name) for c in candidates if str(c.name) not in gone]
     _tell(arguments, tier, keep_last, rows, kept, notes)

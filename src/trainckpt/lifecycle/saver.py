@@ -167,6 +167,8 @@ class Saver:
         self._copying.close()
         if not self.busy:
             self.arenas.close(keep=keep)
+        if not keep:
+            self._writer.close()
 
     def give_up(self) -> None:
         """The save in flight must not be committed any more, unless all is written already."""
@@ -274,6 +276,7 @@ class Saver:
             begun_s, num_bytes = self._begun
             self._pace.saved(num_bytes, time.monotonic() - begun_s)
             pending.reach(COMMITTED)
+            self._writer.tidy(manifest.name)
 
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
         logger.warning("save %s failed, training goes on: %s", name, error.message)

@@ -10,6 +10,7 @@ No collectives in here, only the store: training goes on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -123,9 +124,18 @@ class Writer:
             kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
             raise kind(str(verdict["error"]))
         self._references.committed(manifest.name, receipt.file, shard.header)
-        if rank == 0:
-            self._log.change(newest_commit=str(manifest.name))
+
+    def tidy(self, name: SnapshotName) -> None:
+        """After the commit of `name`, which nobody waits for any more: record it, and prune."""
+        if self._rank == 0:
+            self._log.change(newest_commit=str(name))
             self._prune()
+
+    def close(self) -> None:
+        """The run is finished: no file will be written over."""
+        if self._rank == 0:
+            with contextlib.suppress(TrainckptError):
+                self._tier.clear_spares()
 
     def _must_be_wanted(self) -> None:
         """What was streamed from live tensors after `give_up` may be anything."""
@@ -211,7 +221,10 @@ class Writer:
             )
             kept = prune.kept_files(self._tier, candidates, doomed)
             doomed += prune.left_folders(candidates)
-            prune.prune(self._tier, doomed, kept, unless=self._is_superseded)
+            reuse = {  # files that only ranks of this attempt have written, and all of them have
+                c.name for c in candidates if c.usable and c.name.attempt == self._facts.attempt
+            }
+            prune.prune(self._tier, doomed, kept, unless=self._is_superseded, reuse=reuse)
         except TrainckptError as error:
             logger.warning("old snapshots could not be pruned: %s", error.message)
 

@@ -105,6 +105,7 @@ def prune(
     kept: Collection[str],
     *,
     unless: Callable[[], bool] = lambda: False,
+    reuse: Collection[SnapshotName] = (),
 ) -> None:
     """Delete the named snapshots and, of `left_folders`, what nobody needs any more.
 
@@ -113,12 +114,13 @@ def prune(
         doomed: In this order.
         kept: Files in them that stay, from `kept_files`.
         unless: Nothing more is deleted once it holds.
+        reuse: Of these, files may be written over: nobody has them open to write.
     """
     for name in doomed:
         if unless():
             return
         tier.remove(f"{name.folder}/{names.MANIFEST}")
-        tier.remove_folder(name.folder, keep=files_in(name, kept))
+        tier.remove_folder(name.folder, keep=files_in(name, kept), reuse=name in reuse)
 
 
 def files_in(name: SnapshotName, kept: Iterable[str]) -> frozenset[str]:

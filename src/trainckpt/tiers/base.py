@@ -14,7 +14,10 @@ Any mix of calls, from several threads. Keys are relative paths with `/`.
              number of each one, from any thread, as soon as it is full. What `done` raises ends
              the rest, and is raised. Nobody writes to any of it when the call returned.
     list     names in one folder; an absent folder is an empty list, a denied one an error.
-    remove   what is gone already is no error. A folder of which files are kept stays.
+    remove   what is gone already is no error. A folder of which files are kept stays. What is to be
+             reused was written by nobody but this run's ranks, is complete, and nothing refers to
+             it: its bytes may be overwritten by the next file of that name, until `clear_spares`
+             deletes what is kept for that.
 
 An absent key is `UnusableSnapshot`, anything the place refuses is `TierUnavailable`.
 """
@@ -52,4 +55,7 @@ class Tier(Readable, Protocol):
     def replace(self, key: str, data: bytes) -> None: ...
     def create(self, key: str, data: bytes) -> bool: ...
     def remove(self, key: str) -> None: ...
-    def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None: ...
+    def remove_folder(
+        self, folder: str, keep: Collection[str] = (), *, reuse: bool = False
+    ) -> None: ...
+    def clear_spares(self) -> None: ...

@@ -37,6 +37,16 @@ class Disk:
         """Create an empty private file, refusing an existing one; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600)
 
+    def open_again(self, path: Path) -> int:
+        """A descriptor of a file that is to be written over."""
+        return os.open(path, os.O_WRONLY | _PLAIN)
+
+    def cut(self, path: Path, descriptor: int, num_bytes: int) -> None:
+        """Give a file this length, if it is longer."""
+        del path
+        if os.fstat(descriptor).st_size > num_bytes:
+            os.ftruncate(descriptor, num_bytes)
+
     def open_direct(self, path: Path) -> int:
         """A second descriptor of a file just created: its writes bypass the page cache."""
         return os.open(path, os.O_WRONLY | _direct_flag() | _PLAIN)

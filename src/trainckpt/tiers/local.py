@@ -20,6 +20,7 @@ from trainckpt.tiers.direct import Direct
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.new_file import new_file
 from trainckpt.tiers.read_file import ReadFile, read_parts
+from trainckpt.tiers.spares import FOLDER, Spares
 
 if TYPE_CHECKING:
     import os
@@ -38,6 +39,7 @@ class LocalTier:
         self.url = str(self.root)
         self.disk = disk or Disk()
         self._direct = Direct(self.url)
+        self._spares = Spares(self.root, self.disk)
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
     def write(self, key: str, blocks: Iterable[memoryview]) -> None:
@@ -55,7 +57,8 @@ class LocalTier:
         path = self._path(key)
         with translated("write", path):
             self._make_folders(path.parent)
-            with new_file(self.disk, path, self._direct) as file:
+            is_spare = self._spares.take(path)
+            with new_file(self.disk, path, self._direct, is_spare=is_spare) as file:
                 file.reserve(num_bytes)
                 for first_byte, part in parts:
                     file.put(first_byte, part)
@@ -144,16 +147,27 @@ class LocalTier:
         with translated("create", path):
             return self._make_folders(path)
 
-    def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
-        """Remove the files in `folder` but those called as in `keep`; without any, itself too."""
+    def remove_folder(
+        self, folder: str, keep: Collection[str] = (), *, reuse: bool = False
+    ) -> None:
+        """Remove the files in `folder` but those called as in `keep`; without any, itself too.
+
+        `reuse`: the next file of the same name may be written over one of them.
+        """
         path = self._path(folder)
         with translated("remove", path), contextlib.suppress(FileNotFoundError):
             entries = sorted(path.iterdir())
             for entry in entries:
-                if entry.name not in keep:
+                if entry.name not in keep and not (reuse and self._spares.keep(entry)):
                     self.disk.remove(entry)
             if not any(entry.name in keep for entry in entries):
                 self.disk.remove_folder(path)
+
+    def clear_spares(self) -> None:
+        """Delete what was put aside to be reused."""
+        path = self._path(FOLDER)
+        with translated("remove", path):
+            self._spares.clear()
 
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []

@@ -43,6 +43,7 @@ class NewFile:
 
     def reserve(self, num_bytes: int) -> None:
         """Have the space for so many bytes; refused (ENOSPC) where there is not as much."""
+        self._disk.cut(self._path, self._descriptor, num_bytes)
         self._disk.reserve(self._path, self._descriptor, num_bytes)
 
     def put(self, first_byte: int, block: memoryview) -> None:
@@ -109,9 +110,14 @@ class NewFile:
 
 
 @contextlib.contextmanager
-def new_file(disk: Disk, path: Path, direct: Direct) -> Iterator[NewFile]:
-    """A file to put blocks into, on stable storage when the context ends; removed if that fails."""
-    descriptor = disk.create(path)
+def new_file(
+    disk: Disk, path: Path, direct: Direct, *, is_spare: bool = False
+) -> Iterator[NewFile]:
+    """A file to put blocks into, on stable storage when the context ends; removed if that fails.
+
+    `is_spare`: it is there, with bytes of no worth.
+    """
+    descriptor = disk.open_again(path) if is_spare else disk.create(path)
     try:
         with contextlib.ExitStack() as stack:
             workers = Workers(NUM_WRITERS, "trainckpt-write")
