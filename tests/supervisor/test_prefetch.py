@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from tests.lifecycle.training import attempt, crashed, usable
+from trainckpt.lifecycle import candidate
 from trainckpt.supervisor import prefetch
 from trainckpt.supervisor.command import likely_run
 from trainckpt.tiers.memory import MemoryPlace
@@ -56,8 +57,9 @@ def test_what_is_no_run_or_is_spoilt_brings_nothing_and_harms_nothing(crashed_ru
     assert prefetch.main([str(crashed_run)]) == 0
 
 
-def test_ranks_wait_for_what_is_on_its_way_and_for_nobody_who_is_dead(tmp_path):
-    place = MemoryPlace.of(str(tmp_path))
+@pytest.fixture
+def fetching():
+    """Starts a process that brings something into a run's memory, and takes its time."""
     code = """
         import sys, time
         from trainckpt.tiers.memory import MemoryPlace
@@ -65,13 +67,36 @@ def test_ranks_wait_for_what_is_on_its_way_and_for_nobody_who_is_dead(tmp_path):
             print("fetching", flush=True)
             time.sleep(600)
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"fetching\n"
-        assert not place.wait_fetched(0.1)
-        other.kill()
+    started = []
+
+    def start(run):
+        command = [sys.executable, "-c", textwrap.dedent(code), str(run)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        assert started[-1].stdout.readline() == b"fetching\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_ranks_wait_for_what_is_on_its_way_and_for_nobody_who_is_dead(tmp_path, fetching):
+    place = MemoryPlace.of(str(tmp_path))
+    other = fetching(tmp_path)
+    assert not place.wait_fetched(0.1)
+    other.kill()
     assert place.wait_fetched(60.0)
     place.remove()
+
+
+def test_a_run_that_waits_no_longer_says_so(crashed_run, fetching, caplog, monkeypatch):
+    monkeypatch.setattr(candidate, "FETCHED_WITHIN_S", 0.1)
+    fetching(crashed_run)
+    newest = usable(crashed_run)[-1]
+    _, ckpt = attempt(crashed_run, epochs=3)
+    assert f"{newest} is read without waiting for it any longer" in caplog.text
+    assert str(ckpt._attempt.beginning.manifest.name) == newest
 
 
 def test_a_run_is_known_by_the_arguments_of_its_command(crashed_run, tmp_path):

@@ -61,7 +61,7 @@ class References:
         if not self._known.held:
             return {}
         models = {model.name for model in self._registry.models}
-        trained = self._trained()
+        trained = self._registry.stepped_parameters()
 
         def is_untrained(name: str) -> bool:  # a buffer, or frozen
             return name.partition("/")[0] in models and name.partition("#")[0] not in trained
@@ -98,9 +98,3 @@ class References:
             return self._tier.size(f"{SNAPSHOTS}/{name}")
         except UnusableSnapshot:
             return None
-
-    def _trained(self) -> set[str]:
-        """Parameters of models that an optimizer has in its groups."""
-        names = self._registry.parameter_names()
-        held = (p for optimizer in self._registry.optimizers for p in optimizer.parameters())
-        return {names[id(parameter)] for parameter in held if id(parameter) in names}

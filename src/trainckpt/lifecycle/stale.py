@@ -44,13 +44,8 @@ class Stale:
 
     def _trained(self, header: ShardHeader) -> dict[str, str]:
         """Region -> digest, of parameters that some tracked optimizer should change."""
-        stepped = {id(p) for o in self._registry.optimizers for p in o.parameters()}
-        names = {
-            name
-            for model in self._registry.models
-            for name, p in model.parameters()
-            if id(p) in stepped and p.requires_grad
-        }
+        stepped = self._registry.stepped_parameters()
+        names = {name for name, parameter in stepped.items() if parameter.requires_grad}
         return {r.key: r.digest for r in header.regions if r.tensor in names}
 
 
