@@ -66,6 +66,15 @@ def test_a_counter_counts(channel):
     assert [channel.count("n"), channel.count("n"), channel.count("n", 0)] == [1, 2, 2]
 
 
+def test_what_is_forgotten_is_not_there_whether_value_or_counter(channel):
+    """What never was can be forgotten too."""
+    channel.put_all({"a": 1, "b": 2})
+    channel.count("n")
+    channel.forget(["a", "n", "never"])
+    assert channel.peek_all(["a", "b"]) == [None, 2]
+    assert channel.count("n") == 1
+
+
 def test_a_scope_is_a_place_of_its_own(channel):
     """The same key in two attempts is two keys."""
     channel.scoped("1").put("key", "old")

@@ -10,7 +10,7 @@ import pytest
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers.disk import Disk
-from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.local import MOST_FOLDERS, LocalTier
 
 
 @pytest.fixture
@@ -159,3 +159,10 @@ def test_a_file_where_a_folder_should_be_is_an_error_and_not_an_empty_list(tier)
     with pytest.raises(TierUnavailable):
         tier.list("k")
     assert tier.size("k/l") is None
+
+
+def test_what_is_remembered_of_folders_does_not_grow_with_their_number(tmp_path):
+    tier = LocalTier(tmp_path)
+    for number in range(2 * MOST_FOLDERS):
+        tier.write(f"snapshots/{number}/file", [memoryview(b"x")])
+    assert len(tier._durable) <= MOST_FOLDERS

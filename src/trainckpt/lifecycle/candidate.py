@@ -113,12 +113,12 @@ def _fetch_together(
 
     Every rank waits for all, whatever its own host has: another may have memory, or more ranks.
     """
-    if place is not None and not place.wait_fetched(FETCHED_WITHIN_S):
-        if channel.world.rank == local[0]:
-            logger.warning(
-                "another process has been reading into this host's memory for %.0f s: %s is read "
-                "without waiting for it any longer", FETCHED_WITHIN_S, name,
-            )  # fmt: skip
+    came = place is None or place.wait_fetched(FETCHED_WITHIN_S)
+    if not came and channel.world.rank == local[0]:
+        logger.warning(
+            "another process has been reading into this host's memory for %.0f s: %s is read "
+            "without waiting for it any longer", FETCHED_WITHIN_S, name,
+        )  # fmt: skip
     if place is not None and len(local) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
             manifest = catalog.load_manifest(tier, run, name)

@@ -24,6 +24,7 @@ from trainckpt.errors import SaveFailed
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.versions import VERSION
+from trainckpt.lifecycle import save_keys
 from trainckpt.lifecycle.arenas import NoArena
 from trainckpt.lifecycle.copying import Copying
 from trainckpt.lifecycle.log import logger
@@ -211,7 +212,7 @@ class Saver:
                 )
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
-        key = f"save/{self._sequence}/groups"
+        key = save_keys.groups(self._sequence)
         verdict = self._channel.fold(key, answer, _compare, RANKS_TIMEOUT_S)
         if verdict["error"]:
             raise SaveFailed(verdict["error"])

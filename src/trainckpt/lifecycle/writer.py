@@ -19,6 +19,7 @@ from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.digest import digest
 from trainckpt.format.manifest import Files, Manifest, TensorEntry
 from trainckpt.format.strict import canonical
+from trainckpt.lifecycle import save_keys
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
@@ -68,6 +69,7 @@ class Writer:
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
+        self._keys = save_keys.SaveKeys(self._background)
         self._files = files
         self._facts = facts
         self._log = log
@@ -96,7 +98,7 @@ class Writer:
         Raises:
             SaveFailed: it is not, on any rank.
         """
-        rank, prefix = self._rank, f"save/{manifest.name.sequence}"
+        rank, sequence = self._rank, manifest.name.sequence
         report: dict[str, Any] = {}
         try:
             for file in self._files:  # the lengths recorded must really be there
@@ -115,11 +117,11 @@ class Writer:
             report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
             report["changed"] = isinstance(error, stage.TensorsChanged)
         if rank != 0:
-            self.tell(manifest.name.sequence, report)
-            verdict = self._background.get(f"{prefix}/verdict", RANKS_TIMEOUT_S)
+            self.tell(sequence, report)
+            verdict = self._background.get(save_keys.verdict(sequence), RANKS_TIMEOUT_S)
         else:
             verdict = self._commit(manifest, report, entries)
-            self.tell(manifest.name.sequence, verdict)
+            self.tell(sequence, verdict)
         if "error" in verdict:
             kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
             raise kind(str(verdict["error"]))
@@ -127,6 +129,7 @@ class Writer:
 
     def tidy(self, name: SnapshotName) -> None:
         """After the commit of `name`, which nobody waits for any more: record it, and prune."""
+        self._keys.read(name.sequence)
         if self._rank == 0:
             self._log.change(newest_commit=str(name))
             self._prune()
@@ -146,10 +149,11 @@ class Writer:
         self, manifest: Manifest, own: dict[str, Any], entries: dict[str, TensorEntry]
     ) -> dict[str, Any]:
         """Rank 0: collect every report, then commit; returns what all ranks are told."""
-        prefix, world = f"save/{manifest.name.sequence}/report", self._size
+        sequence = manifest.name.sequence
         try:
             others = [
-                self._background.get(f"{prefix}/{r}", RANKS_TIMEOUT_S) for r in range(1, world)
+                self._background.get(save_keys.report(sequence, r), RANKS_TIMEOUT_S)
+                for r in range(1, self._size)
             ]
             reports = [own, *others]
             errors = [report["error"] for report in reports if "error" in report]
@@ -207,8 +211,9 @@ class Writer:
 
     def tell(self, sequence: int, message: dict[str, Any]) -> None:
         """Rank 0 tells all ranks the verdict; any other tells rank 0 its report."""
-        key = f"report/{self._rank}" if self._rank else "verdict"
-        self._background.put(f"save/{sequence}/{key}", message)
+        rank = self._rank
+        key = save_keys.report(sequence, rank) if rank else save_keys.verdict(sequence)
+        self._background.put(key, message)
 
     def _prune(self) -> None:
         try:

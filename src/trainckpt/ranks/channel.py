@@ -20,6 +20,7 @@ import json
 import threading
 from collections import defaultdict
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 DAY_S = 86400.0
+_ARRIVED, _ALL_HERE, _FOLDED = "arrived", "all here", "folded"
 Store = Any  # torch.distributed.Store, which torch does not export to type checkers
 
 
@@ -65,6 +67,9 @@ class Channel(Protocol):
 
     def wait(self, key: str, timeout_s: float) -> bool:
         """Block until `key` is there; False after `timeout_s`."""
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Delete keys, values and counters; nobody reads them any more. One message each."""
 
     def scoped(self, prefix: str) -> Channel:
         """The same channel with every key under `prefix`."""
@@ -109,9 +114,13 @@ class Channel(Protocol):
         self._assemble(key, timeout_s)
         if self.world.rank == 0:
             made = function(self.peek_all([f"{key}/{rank}" for rank in range(self.world.size)]))
-            self.put(f"{key}/folded", made)
+            self.put(f"{key}/{_FOLDED}", made)
             return made
-        return self.get(f"{key}/folded", timeout_s)
+        return self.get(f"{key}/{_FOLDED}", timeout_s)
+
+    def fold_keys(self, key: str) -> list[str]:
+        """What a `fold` leaves beside each rank's own `<key>/<rank>`."""
+        return [f"{key}/{each}" for each in (_ARRIVED, _ALL_HERE, _FOLDED)]
 
     def barrier(self, key: str, timeout_s: float) -> None:
         """Return once every rank has called it with this key; each calls it once per key.
@@ -123,9 +132,9 @@ class Channel(Protocol):
 
     def _assemble(self, key: str, timeout_s: float) -> None:
         """Whoever arrives last sets one key that all others wait for: few messages per rank."""
-        if self.count(f"{key}/arrived") >= self.world.size:
-            self.put(f"{key}/all here", True)
-        elif not self.wait(f"{key}/all here", timeout_s):
+        if self.count(f"{key}/{_ARRIVED}") >= self.world.size:
+            self.put(f"{key}/{_ALL_HERE}", True)
+        elif not self.wait(f"{key}/{_ALL_HERE}", timeout_s):
             here = self.peek_all([f"{key}/{rank}" for rank in range(self.world.size)])
             missing = ", ".join(str(rank) for rank, value in enumerate(here) if value is None)
             raise NoAgreement(
@@ -179,6 +188,13 @@ class Alone(Channel):
         """See `Channel`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._prefix + key in self._values, timeout_s)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """See `Channel`."""
+        with self._changed:
+            for key in keys:
+                self._values.pop(self._prefix + key, None)
+                self._counts.pop(self._prefix + key, None)
 
     def scoped(self, prefix: str) -> Channel:
         """See `Channel`."""
@@ -251,6 +267,11 @@ class OverStore(Channel):
                 return False
             raise self._gone("wait for", key, error) from error
         return True
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """See `Channel`."""
+        for key in keys:
+            self._ask("delete", key, partial(self.store.delete_key, self._prefix + key))
 
     def scoped(self, prefix: str) -> Channel:
         """See `Channel`."""

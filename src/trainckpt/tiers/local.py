@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 TEMPORARY = ".tmp-"
+MOST_FOLDERS = 50  # known to be synced; what is forgotten is synced once more
 
 
 class LocalTier:
@@ -186,7 +187,7 @@ class LocalTier:
                 self.disk.make_folder(folder)
             # Also when another rank made it: our file must not become durable before its folder.
             self.disk.sync_folder(folder.parent)
-            self._durable.add(folder)
+            self._is_durable(folder)
         for folder in [path, *path.parents]:
             if not folder.is_relative_to(self.root):
                 break
@@ -194,8 +195,14 @@ class LocalTier:
                 # The parent of the run's place may be closed to us; then it was made by others.
                 with contextlib.suppress(PermissionError):
                     self.disk.sync_folder(folder.parent)
-                self._durable.add(folder)
+                self._is_durable(folder)
         return tuple(reversed(missing))
+
+    def _is_durable(self, folder: Path) -> None:
+        """Note it; a run makes a folder for each snapshot, and others remove them."""
+        if len(self._durable) >= MOST_FOLDERS:
+            self._durable.clear()
+        self._durable.add(folder)
 
     def _write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
         at = 0

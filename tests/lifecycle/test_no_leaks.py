@@ -1,0 +1,40 @@
+"""Saves one after another leave nothing behind that grows with their number.
+
+python -m tests.lifecycle.many_saves --saves 500      the same, for longer
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+from tests.lifecycle.many_saves import KINDS, by_turns, save_often
+from trainckpt.lifecycle import copying
+from trainckpt.tiers.memory import NONE, ROOT_VARIABLE, MemoryPlace
+
+SAVES, WARM_UP = 60, 20
+SHARD_BYTES = 1_500_000  # at least; of one that stayed with each save nothing could be overlooked
+# Whatever a Python process takes and gives back now and then; threads that are just ending.
+MAY_GROW = {"resident bytes": 8 << 20, "threads": 3, "mappings": 16}
+
+
+@pytest.fixture
+def place():
+    """Of a run, where it costs nothing to wait for stable storage."""
+    with tempfile.TemporaryDirectory(dir=os.environ[ROOT_VARIABLE]) as folder:
+        yield folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saves_leave_no_memory_descriptors_threads_or_files_behind(place, monkeypatch, kind):
+    if kind != "shared":
+        monkeypatch.setenv(ROOT_VARIABLE, NONE)
+    monkeypatch.setattr(copying.CopyChoice, "next", by_turns())
+    first, last = save_often(place, KINDS[kind], SAVES, warm_up=WARM_UP)
+    assert last["saves"] - first["saves"] == SAVES - WARM_UP
+    assert first["memory bytes"] > 2 * SHARD_BYTES or kind != "shared"
+    grown = {k: (first[k], last[k]) for k in last if last[k] > first[k] + MAY_GROW.get(k, 0)}
+    assert grown.keys() == {"saves"}
+    assert MemoryPlace.found(place) is None

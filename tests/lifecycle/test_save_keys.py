@@ -1,0 +1,58 @@
+"""What ranks tell each other about saves is forgotten once all have read it, and not before."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import TCPStore
+
+from trainckpt.lifecycle import save_keys
+from trainckpt.ranks import OverStore, World
+
+RANKS, LIMIT_S = 3, 60.0
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Rank:
+    """What a saver and its writer tell and read."""
+
+    def __init__(self, store, rank):
+        world = World(rank, RANKS, rank, "here")
+        self.channel = OverStore(world, store, "test/").connection()
+        self.rank, self.keys = rank, save_keys.SaveKeys(self.channel)
+
+    def save(self, sequence, skipped=()):
+        """Up to the verdict; its keys stay if it is skipped."""
+        fold = self.channel.fold(save_keys.groups(sequence), self.rank, sum, LIMIT_S)
+        assert fold == sum(range(RANKS))
+        if sequence in skipped:
+            return
+        if self.rank:
+            self.channel.put(save_keys.report(sequence, self.rank), sequence)
+        else:
+            for other in range(1, RANKS):
+                assert self.channel.get(save_keys.report(sequence, other), LIMIT_S) == sequence
+            self.channel.put(save_keys.verdict(sequence), sequence)
+        assert self.channel.get(save_keys.verdict(sequence), LIMIT_S) == sequence
+        self.keys.read(sequence)
+
+
+def test_the_keys_of_many_saves_do_not_add_up(store):
+    ranks = [Rank(store, rank) for rank in range(RANKS)]
+    left = []
+    with ThreadPoolExecutor(RANKS) as pool:
+        for sequence in range(1, 31):
+            skipped = range(10, 20)
+            list(pool.map(lambda rank, n=sequence, s=skipped: rank.save(n, s), ranks))
+            left.append(store.num_keys())
+    assert left[0] == left[8] == left[-1]
+    assert left[18] > left[8]  # those that were skipped go with the next that is not
+    own = {f"{save_keys.groups(30)}/{rank}" for rank in range(RANKS)}
+    assert not any(store.check([f"test/{key}"]) for key in own)
+    assert store.check([f"test/{save_keys.verdict(30)}"])  # some rank may be about to read it
+    assert not store.check([f"test/{save_keys.verdict(29)}"])
