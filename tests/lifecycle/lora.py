@@ -75,6 +75,11 @@ def train(rank, place, world, until, act=None, inside=(), optimizer=torch.optim.
     return losses
 
 
+def train_in_tiers(rank, place, world, until, tiers):
+    """As `train`, with slower tiers."""
+    return train(rank, place, world, until, tiers=tiers)
+
+
 def all_ways(rank, folder, world):
     """Without a stop; and stopped after two steps, with saves inside windows. Losses of both."""
     straight = train(rank, folder / "straight", world, 4, every="never")

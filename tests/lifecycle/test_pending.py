@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from trainckpt.errors import ConfigurationError, SaveFailed
-from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
+from trainckpt.lifecycle.pending import COMMITTED, DURABLE, STAGED, PendingSave
 
 
 def test_a_moment_that_was_reached_is_not_waited_for():
@@ -17,8 +17,33 @@ def test_a_moment_that_was_reached_is_not_waited_for():
     with pytest.raises(TimeoutError, match="local after"):
         pending.wait("local", timeout_s=0.01)
     pending.reach(COMMITTED)
-    assert pending.wait("durable").snapshot == "s1~1.1"
+    assert pending.wait("local").snapshot == "s1~1.1"
     assert pending.ended
+    with pytest.raises(TimeoutError, match="durable after"):
+        pending.wait("durable", timeout_s=0.01)
+    pending.reach(DURABLE)
+    assert pending.wait("durable") is pending
+
+
+def test_a_copy_that_failed_is_told_once_and_the_next_try_waited_for():
+    pending = PendingSave()
+    pending.reach(COMMITTED, "s1~1.1")
+    pending.fail_durable(SaveFailed("full"))
+    with pytest.raises(SaveFailed, match="full"):
+        pending.wait("durable")
+    with pytest.raises(TimeoutError):
+        pending.wait("durable", timeout_s=0.01)
+    pending.reach(DURABLE)
+    assert pending.wait("durable").wait("local") is pending
+
+
+def test_what_will_never_be_copied_is_told_each_time():
+    pending = PendingSave()
+    pending.reach(COMMITTED, "s1~1.1")
+    pending.fail_durable(SaveFailed("left out"), for_good=True)
+    for _ in range(2):
+        with pytest.raises(SaveFailed, match="left out"):
+            pending.wait("durable")
 
 
 def test_the_training_thread_cannot_wait_for_what_it_must_do_itself():

@@ -82,6 +82,8 @@ class Arenas:
         self._private = memoryview(b"")
         self._said = ""
         self._preparing: threading.Thread | None = None
+        self._standing: dict[str, Arena] = {}  # key of a committed file -> where it stands
+        self._reading = threading.Lock()
 
     def _wait(self) -> None:
         if self._preparing is not None:
@@ -152,9 +154,30 @@ class Arenas:
         try:
             self._filled.publish(folder, file)
             self.newest = folder
+            with self._reading:
+                self._standing[f"{folder}/{file}"] = self._filled
         except OSError as error:  # its folder may have been taken away under us
             logger.warning("what was saved is not kept in memory: %s", error)
         self._tidy(name)
+
+    def copy_from(self, key: str, first_byte: int, into: memoryview) -> bool:
+        """Copy bytes of a committed file that stands here still; False if it does not.
+
+        Any thread. A save that needs the arena waits for no more than this one copy.
+        """
+        with self._reading:
+            arena = self._standing.get(key)
+            end = first_byte + len(into)
+            if arena is None or end > len(arena.memory):
+                return False
+            into[:] = arena.memory[first_byte:end]
+            return True
+
+    def _leave(self, arenas: Sequence[Arena]) -> None:
+        """These are about to be overwritten, or given up."""
+        with self._reading:
+            kept = {key: arena for key, arena in self._standing.items() if arena not in arenas}
+            self._standing = kept
 
     def _tidy(self, name: SnapshotName) -> None:
         """What earlier attempts left is not needed any more: this one has committed."""
@@ -170,6 +193,7 @@ class Arenas:
         """The attempt is over; `keep` what is in shared memory for the next."""
         self._wait()
         if not keep:
+            self._leave(self._open)
             for arena in self._open:
                 with contextlib.suppress(OSError):
                     arena.retract()
@@ -181,6 +205,7 @@ class Arenas:
     def _shared(self, num_bytes: int, number: int) -> memoryview | None:
         """Memory of an arena that holds nothing of worth; None if the system refuses it."""
         while (arena := self._pick(number)) is not None:
+            self._leave([arena])
             try:
                 arena.reserve(num_bytes)
             except OSError:  # others were faster, or the statistics wrong
@@ -216,6 +241,7 @@ class Arenas:
         too_many = max(len(self._open) - number, 0)
         for arena in sorted(self._open, key=lambda a: _age(a.holds()))[:too_many]:
             self._open.remove(arena)
+            self._leave([arena])
             arena.remove()
 
     def _room(self) -> Room:
@@ -234,6 +260,7 @@ class Arenas:
             return Room(budget, shared=False)
 
     def _close(self) -> None:
+        self._leave(self._open)
         for arena in self._open:
             with contextlib.suppress(OSError):
                 arena.close()

@@ -39,8 +39,8 @@ LOOK_AGAIN_S = 0.05
 # How long a host may go on seeing what was there before: a network file system keeps names, and
 # that there is none, for up to a minute. A local one has nothing to wait for.
 VISIBLE_WITHIN_S, REMOTE_VISIBLE_WITHIN_S = 3.0, 75.0
-_REMOTE = ("nfs", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "virtiofs", "cifs", "smb",
-           "glusterfs", "afs", "ocfs2", "gfs2", "wekafs")  # fmt: skip
+REMOTE = ("nfs", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "virtiofs", "cifs", "smb",
+          "glusterfs", "afs", "ocfs2", "gfs2", "wekafs")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Tokens:
             return []
         root = self._tier.root
         kind = capabilities.file_system(root)
-        patience = REMOTE_VISIBLE_WITHIN_S if kind.startswith(_REMOTE) else VISIBLE_WITHIN_S
+        patience = REMOTE_VISIBLE_WITHIN_S if kind.startswith(REMOTE) else VISIBLE_WITHIN_S
         until = time.monotonic() + patience
 
         def missing() -> list[str]:

@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.arenas import Arenas
+from trainckpt.lifecycle.attach import REMOTE
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.contents import models_in
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.flush_work import Near, Work
+from trainckpt.lifecycle.flusher import Flusher
+from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.initial import Initial, read_initial
 from trainckpt.lifecycle.interval import PRIOR_S, interval_s, mean_time_between_failures_s
 from trainckpt.lifecycle.last_save import LastSave
@@ -27,10 +32,12 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
 from trainckpt.lifecycle.saver import Saver
+from trainckpt.lifecycle.slower import Slower, open_slower
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.state.capture import capture
+from trainckpt.tiers.capabilities import file_system
 from trainckpt.tiers.memory import reclaim
 
 if TYPE_CHECKING:
@@ -82,6 +89,11 @@ class Crew:
     last_words: LastWords
     files: TrackedFiles
     data_world: DataWorld | None = None
+
+    @cached_property
+    def slower(self) -> Slower:
+        """The slower tiers that its options name."""
+        return open_slower(self.options.tiers, self.options.durable, self.tier)
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, _arenas(crew, beginning),
         crew.position.window_start,
     )  # fmt: skip
+    saver.flushing = _flushing(crew, saver, log, facts)
     departure = _departure(crew, saver, log)
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
@@ -157,7 +170,22 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     )
     if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
         beginning = replace(beginning, saved=beginning.saved.without_state())
+    saver.flushing.start()
     return Attempt(beginning, log, saver, departure, policy)
+
+
+def _flushing(crew: Crew, saver: Saver, log: AttemptLog, facts: Facts) -> Flushing:
+    """Who copies this attempt's snapshots to the slower tiers."""
+    near = Near(crew.tier, saver.arenas.copy_from)
+    work = Work(
+        crew.tier, near, crew.channel, log, facts.run, facts.attempt, crew.options.keep_last
+    )
+    durable = crew.slower.durable
+    flushers = [
+        Flusher(tier, work, number, is_durable=tier.name == durable)
+        for number, tier in enumerate(crew.slower.tiers)
+    ]
+    return Flushing(flushers, durable)
 
 
 def _read_initial(crew: Crew, beginning: Beginning) -> Initial | None:
@@ -175,7 +203,7 @@ def _read_initial(crew: Crew, beginning: Beginning) -> Initial | None:
 
 def _chosen(crew: Crew, initial: Initial | None) -> dict[str, Any]:
     """What the attempt's record says of the options."""
-    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last}
+    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last, **crew.slower.to_facts()}
     if initial is not None:
         found["init_from"] = initial.source
     if crew.options.exclude:
@@ -264,6 +292,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
         crew.watch.start(attempt, is_first=crew.world.rank == 0)
 
     try:
+        _ = crew.slower  # a tier that cannot be is refused before the attempt is claimed
         if crew.data_world is not None:
             for original, tracked in crew.loaders:
                 crew.data_world.check(tracked.name, original)
@@ -305,7 +334,9 @@ def _interval(crew: Crew, beginning: Beginning) -> Callable[[], float]:
 
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
-    last_save = LastSave(crew.channel, saver, crew.outlook)
+    hosts = set(log.record.facts["hosts"])
+    kind = file_system(crew.tier.root) if len(hosts) == 1 and crew.slower.tiers else REMOTE[0]
+    last_save = LastSave(crew.channel, saver, crew.outlook, on_one_host=not kind.startswith(REMOTE))
     departure = Departure(
         crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,
         crew.loaders, lambda: crew.position.cursor,

@@ -32,6 +32,13 @@ class AttemptLog:
         """The record as it is now."""
         return self._record
 
+    def note(self, key: str, name: str, value: Any) -> None:
+        """Set one name of a table among the record's facts; as `change`."""
+        with self._lock:
+            facts = self._record.facts
+            table = {**facts.get(key, {}), name: value}
+            self._write(must=False, facts={**facts, key: table})
+
     def change(self, *, must: bool = False, **changes: Any) -> None:
         """Replace some fields, here and (rank 0) in the run's place.
 
@@ -41,12 +48,15 @@ class AttemptLog:
             changes: Fields of `AttemptRecord`.
         """
         with self._lock:
-            self._record = self._record.with_(**changes)
-            if not self._writes:
-                return
-            try:
-                attempts.replace(self._tier, self._record)
-            except TrainckptError as error:
-                if must:
-                    raise
-                logger.warning("the attempt's record could not be written: %s", error.message)
+            self._write(must=must, **changes)
+
+    def _write(self, *, must: bool, **changes: Any) -> None:
+        self._record = self._record.with_(**changes)
+        if not self._writes:
+            return
+        try:
+            attempts.replace(self._tier, self._record)
+        except TrainckptError as error:
+            if must:
+                raise
+            logger.warning("the attempt's record could not be written: %s", error.message)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.lifecycle.deadline import Deadline
     from trainckpt.lifecycle.last_save import LastSave, Take
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.requests import Requests
@@ -104,6 +105,7 @@ class Departure:
         self._barrier("stopped")
         for _, loader in self._loaders:
             loader.shutdown()
+        self._flush(cursor, reason, self._watch.deadline)
         self._last_save.release_memory(keep=True)
         self._ask_to_be_queued_again(reason)
         self._stop_watching()
@@ -122,9 +124,10 @@ class Departure:
         self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._watch.deadline.met()
         self._barrier("finished")
-        self._last_save.release_memory(keep=failure is not None)
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
+        self._flush(cursor, "final", None)
+        self._last_save.release_memory(keep=failure is not None)
         self._stop_watching()
         if failure:
             raise failure
@@ -138,6 +141,7 @@ class Departure:
         code = error.code if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
         self._last_save.wait(SAVE_IN_FLIGHT_S)
+        self._last_save.give_up_flushing()
         self._last_save.release_memory(keep=True)
         self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
         self._watch.end()
@@ -171,7 +175,7 @@ class Departure:
             "kind": "snapshot",
             "exactness": self.exactness,
             "lost_micro_batches": lost,
-            "tiers": ["local"] if snapshot else [],
+            "tiers": self._last_save.holding(snapshot),
             "seconds": round(time.monotonic() - self._begun_s, 3),
             "exit_code": code,
             "reason": reason,
@@ -182,6 +186,14 @@ class Departure:
         self._teller.tell(state=LEFT, how=how, exit_code=code)
         kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
+
+    def _flush(self, cursor: Cursor, reason: str, deadline: Deadline | None) -> None:
+        """Copy to slower tiers what is not there yet, and let the record say where it is."""
+        self._last_save.flush(reason, deadline)
+        snapshot, _ = self._last_save.standing(cursor)
+        tiers, outcome = self._last_save.holding(snapshot), self.log.record.outcome
+        if outcome is not None and tiers != outcome["tiers"]:
+            self.log.change(outcome={**outcome, "tiers": tiers})
 
     def _ask_to_be_queued_again(self, reason: str) -> None:
         """In a Slurm job; a script that goes on after the stop decides for itself."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import NoAgreement, SaveFailed
+from trainckpt.lifecycle.flush_plan import UNLIMITED_S
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.stop_plan import Offer, why_not_save
 from trainckpt.state.stage import TensorsChanged
@@ -46,7 +47,11 @@ class LastSave:
         skipped: What was not saved and why, for the attempt's record; None if nothing was.
     """
 
-    def __init__(self, channel: Channel, saver: Saver, outlook: Outlook) -> None:
+    def __init__(
+        self, channel: Channel, saver: Saver, outlook: Outlook, *, on_one_host: bool = False
+    ) -> None:
+        """`on_one_host`: the run's place is lost with this machine."""
+        self._on_one_host = on_one_host
         self.parent: tuple[str, Cursor] | None = None
         self.skipped: dict[str, Any] | None = None
         self._channel = channel
@@ -60,6 +65,26 @@ class LastSave:
     def release_memory(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next one."""
         self._saver.close(keep=keep)
+
+    def flush(self, reason: str, deadline: Deadline | None) -> None:
+        """Copy to slower tiers what is not there yet, as far as time allows. Every rank.
+
+        Args:
+            reason: Of the stop.
+            deadline: To keep; None: the run is finished, and this is what is left to do.
+        """
+        flushing, limit_s = self._saver.flushing, UNLIMITED_S
+        if deadline is not None and self._channel.world.rank == 0:  # it decides for all
+            limit_s = flushing.limit_s(reason, _within(deadline), on_this_host=self._on_one_host)
+        flushing.leave(limit_s)
+
+    def give_up_flushing(self) -> None:
+        """Leave what is being copied."""
+        self._saver.flushing.give_up()
+
+    def holding(self, snapshot: str | None) -> list[str]:
+        """Names of the tiers that hold the snapshot."""
+        return self._saver.flushing.holding(snapshot)
 
     def standing(self, cursor: Cursor) -> tuple[str | None, int]:
         """Newest snapshot to go on from, and how many micro-batches it lies back."""

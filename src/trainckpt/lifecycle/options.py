@@ -66,6 +66,9 @@ class Options:
         exclude: Globs of the models' tensors that are not saved.
         notices: Who else is asked whether this run has to stop: "auto", or names, or nobody.
         requeue: "auto" asks Slurm to queue the job again after a stop of its; "never" does not.
+        tiers: Slower tiers that snapshots are copied to, nearest first: URLs or directories.
+        durable: Name or URL of the tier that the moment "durable" means; None: the last one.
+        accept_older: Go on although a tier that does not answer may hold a newer snapshot.
         origins: Option -> where its value came from.
     """
 
@@ -83,6 +86,9 @@ class Options:
     exclude: tuple[str, ...]
     notices: tuple[str, ...]
     requeue: str
+    tiers: tuple[str, ...]
+    durable: str | None
+    accept_older: bool
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -169,6 +175,21 @@ def _optional_globs(value: Any) -> tuple[str, ...]:
     return () if value in (None, "", "none") else parse_globs(value)
 
 
+def _parse_tiers(value: Any) -> tuple[str, ...]:
+    if value in (None, "", "none"):
+        return ()
+    words = value.split(",") if isinstance(value, str) else [os.fspath(word) for word in value]
+    urls = tuple(word.strip() for word in words)
+    if not all(urls):
+        raise ValueError(value)
+    return urls
+
+
+def _yes_or_no(value: Any) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    return known[str(value).strip().lower()]
+
+
 def _parse_notices(value: Any) -> tuple[str, ...]:
     if value in (None, "", "none"):
         return ()
@@ -238,4 +259,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
     "notices": (AUTO, _parse_notices, '"auto", "none", or of "aws,gce,azure,nvml" those you want'),
     "requeue": (AUTO, _one_of(AUTO, "never"), '"auto" or "never"'),
+    "tiers": (None, _parse_tiers, 'directories or URLs with commas, nearest first, or "none"'),
+    "durable": (None, _optional_text, "the name of one of the tiers, or none"),
+    "accept_older": (False, _yes_or_no, "true or false"),
 }

@@ -1,9 +1,11 @@
 """The handle of a save: what it has reached, and waiting for more.
 
-    requested --> staged --> local == durable      (one local directory: committed is durable)
+    requested --> staged --> local --> durable     (without slower tiers the last two are one)
          \\__________\\________> failed
 
-Made by the training thread, moved on by it (requested, staged) and by the saving thread.
+Made by the training thread, moved on by it (requested, staged), by the saving thread (local) and
+by whoever copies snapshots to the tier that is durable. What fails there is told to whoever waits
+for it, and tried again: the save itself stands.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from trainckpt.errors import ConfigurationError, SaveFailed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-REQUESTED, STAGED, COMMITTED = 0, 1, 2
-MOMENTS = {"staged": STAGED, "local": COMMITTED, "durable": COMMITTED}
+REQUESTED, STAGED, COMMITTED, DURABLE = 0, 1, 2, 3
+MOMENTS = {"staged": STAGED, "local": COMMITTED, "durable": DURABLE}
 
 
 class PendingSave:
@@ -26,22 +28,26 @@ class PendingSave:
     Attributes:
         snapshot: Full name of the snapshot, once it is staged.
         error: Why it failed, or None.
+        not_durable: Why its last copy to the durable tier failed, or None.
         settle: Called by the training thread before it waits: some copies are made beside it.
     """
 
     def __init__(self, training_thread: int | None = None) -> None:
         self.snapshot: str | None = None
         self.error: SaveFailed | None = None
+        self.not_durable: SaveFailed | None = None
         self.settle: Callable[[], None] = lambda: None
         self._training_thread = training_thread or threading.get_ident()
         self._reached = REQUESTED
+        self._for_good = False
         self._changed = threading.Condition()
 
     def wait(self, moment: str = "durable", timeout_s: float | None = None) -> PendingSave:
         """Block until the save has reached `moment`: "staged", "local" or "durable".
 
         Raises:
-            SaveFailed: it did not commit; older snapshots stand.
+            SaveFailed: it did not commit; older snapshots stand. Of "durable": it was committed,
+                and copying it failed; that may be tried again, so wait again.
             ConfigurationError: an unknown moment, or one that can only be reached at a later
                 boundary while this is the thread that has to get there.
             TimeoutError: not reached within `timeout_s` seconds.
@@ -58,19 +64,26 @@ class PendingSave:
                     "this save is taken at the next boundary, which this thread would never reach",
                     hint="keep the handle, and wait after the next batch was asked for",
                 )
-            reached = self._changed.wait_for(
-                lambda: self.error is not None or self._reached >= MOMENTS[moment], timeout_s
+            wanted = MOMENTS[moment]
+            over = self._changed.wait_for(
+                lambda: self._reached >= wanted or self._why_not(wanted) is not None, timeout_s
             )
-        if not reached:
+            why_not = None if self._reached >= wanted else self._why_not(wanted)
+            if wanted == DURABLE and not self._for_good:
+                self.not_durable = None  # said once; a later wait is for the next try
+        if not over:
             raise TimeoutError(f"the save has not reached {moment} after {timeout_s} s")
-        if self.error is not None:
-            raise self.error
+        if why_not is not None:
+            raise why_not
         return self
+
+    def _why_not(self, wanted: int) -> SaveFailed | None:
+        return self.error or (self.not_durable if wanted == DURABLE else None)
 
     @property
     def ended(self) -> bool:
         """True once it is committed or has failed."""
-        return self.error is not None or self._reached == COMMITTED
+        return self.error is not None or self._reached >= COMMITTED
 
     def reach(self, state: int, snapshot: str | None = None) -> None:
         """The save has come as far as `state`."""
@@ -83,6 +96,12 @@ class PendingSave:
         """The save will not commit."""
         with self._changed:
             self.error = error
+            self._changed.notify_all()
+
+    def fail_durable(self, error: SaveFailed, *, for_good: bool = False) -> None:
+        """It is committed, and the copy to the durable tier failed, for now or for good."""
+        with self._changed:
+            self.not_durable, self._for_good = error, for_good
             self._changed.notify_all()
 
     def _is_training_thread(self) -> bool:

@@ -27,6 +27,7 @@ from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle import save_keys
 from trainckpt.lifecycle.arenas import NoArena
 from trainckpt.lifecycle.copying import Copying
+from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.references import References
@@ -68,6 +69,7 @@ class Saver:
         attempt: Its number.
         skipped: Saves that all ranks have skipped, since one before was still being written.
         references: What of this rank need not be written.
+        flushing: Who copies what is committed to slower tiers.
     """
 
     def __init__(
@@ -86,10 +88,13 @@ class Saver:
         self.in_flight: PendingSave | None = None
         self.skipped = 0
         self.arenas = arenas
+        self.flushing = Flushing()
         self._channel = channel
         self._copying = Copying(registry, self._prepare)
         self.references = References(tier, channel.world.rank, registry)
-        self._writer = Writer(tier, channel, registry.files, facts, log, self.references)
+        self._writer = Writer(
+            tier, channel, registry.files, facts, log, self.references, lambda: self.flushing.busy
+        )
         self._stale = Stale(registry)
         self._registry = registry
         self._facts = facts
@@ -277,6 +282,7 @@ class Saver:
             begun_s, num_bytes = self._begun
             self._pace.saved(num_bytes, time.monotonic() - begun_s)
             pending.reach(COMMITTED)
+            self.flushing.committed(manifest, pending, num_bytes)
             self._writer.tidy(manifest.name)
 
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:

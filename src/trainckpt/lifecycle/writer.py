@@ -30,7 +30,7 @@ from trainckpt.state import stage
 from trainckpt.state.captured import VALUES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.attempt_log import AttemptLog
@@ -64,8 +64,11 @@ class Writer:
         facts: Facts,
         log: AttemptLog,
         references: References,
+        being_read: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """`being_read`: full names of snapshots that must not be pruned now."""
         self._tier = tier
+        self._being_read = being_read
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
@@ -222,8 +225,9 @@ class Writer:
             attempts = read_attempts(self._tier)
             candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
             doomed = prune.plan_prune(
-                candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt
-            )
+                candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt,
+                keep=self._being_read(),
+            )  # fmt: skip
             kept = prune.kept_files(self._tier, candidates, doomed)
             doomed += prune.left_folders(candidates)
             reuse = {  # files that only ranks of this attempt have written, and all of them have

@@ -1,0 +1,245 @@
+"""Flush: a committed snapshot, copied to a slower tier. Its mirror for whole runs is `adopt`.
+
+    1. shard files   every rank its share, in blocks, digested on their way: a flipped bit is not
+                     copied, but refused. Older files that the snapshot refers to come along
+    2. reports       every rank
+    3. records       of the attempts: readers there have to tell a branch from the ancestry too
+    4. the commit    rank 0, after all of 1 and 3: the manifest, the very same bytes
+
+So a slower tier looks as the run's place does, and a run can go on from it when that is gone. A
+crash before 4 leaves garbage for `prune`: what lies in a folder without a manifest may be cut
+short whatever its length is, so it is never taken for a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import ConfigurationError, SaveFailed, TierUnavailable, UnusableSnapshot
+from trainckpt.format import digest, names
+from trainckpt.format import manifest as manifests
+from trainckpt.format.attempt import MAX_BYTES
+from trainckpt.format.names import SNAPSHOTS, SnapshotName
+from trainckpt.snapshot import attempts, catalog
+from trainckpt.snapshot.verify import files_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.tiers.base import Readable, Tier
+
+BLOCK_BYTES = 8 << 20
+
+
+def share(manifest: Manifest, rank: int, world: int) -> list[tuple[str, FileEntry]]:
+    """What one of `world` ranks copies: its own files, and the older ones it would have written."""
+    own = ((number, key) for number, key in enumerate(files_of(manifest)))
+    found = []
+    for number, (key, file) in own:
+        writer = number if number < len(manifest.files) else names.reached_file(file.name)[1]
+        if writer % world == rank:
+            found.append((key, file))
+    return found
+
+
+def committed_keys(tier: Tier, run: str) -> frozenset[str]:
+    """Files that committed snapshots of this tier hold or refer to: they are whole."""
+    found: set[str] = set()
+    for name in map(SnapshotName.parse, tier.list(SNAPSHOTS)):
+        if name is not None:
+            with contextlib.suppress(UnusableSnapshot):
+                found.update(key for key, _ in files_of(catalog.load_manifest(tier, run, name)))
+    return frozenset(found)
+
+
+def copy_file(
+    sources: Sequence[Readable],
+    target: Tier,
+    key: str,
+    file: FileEntry,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy one shard file from the first source that holds it as the manifest says.
+
+    Args:
+        sources: Nearest first; only `read_into` is asked of them.
+        target: Where it is written anew, whatever lies there under this key.
+        key, file: Of the file.
+        check: Called at each block; what it raises ends the copy.
+
+    Raises:
+        UnusableSnapshot: no source holds it; nothing was left behind.
+        TierUnavailable: a tier refused.
+    """
+    refused: list[UnusableSnapshot] = []
+    for source in sources:
+        try:
+            if target.size(key) is not None:
+                target.remove(key)
+            target.write(key, _blocks(source, key, file, check))
+        except _NotGood as error:
+            refused.append(error.why)
+        except UnusableSnapshot as error:  # its folder vanished under us
+            raise TierUnavailable(error.message, hint=error.hint) from error
+        else:
+            return
+    raise refused[-1]
+
+
+class _NotGood(Exception):
+    """A source does not hold the file as the manifest says; passes through the target's `write`."""
+
+    def __init__(self, why: UnusableSnapshot) -> None:
+        super().__init__(why.message)
+        self.why = why
+
+
+def _blocks(
+    source: Readable, key: str, file: FileEntry, check: Callable[[], None]
+) -> Iterator[memoryview]:
+    passed = digest.Running()
+    memory = memoryview(bytearray(min(BLOCK_BYTES, file.num_bytes)))
+
+    def read() -> Iterator[memoryview]:
+        for at in range(0, file.num_bytes, BLOCK_BYTES):
+            check()
+            block = memory[: min(BLOCK_BYTES, file.num_bytes - at)]
+            try:
+                source.read_into(key, at, block)
+            except UnusableSnapshot as error:
+                raise _NotGood(error) from error
+            yield block
+
+    yield from passed.over(read())
+    if passed.hexdigest() != file.digest:  # raised inside `write`, which then leaves nothing
+        raise _NotGood(UnusableSnapshot(f"{key} in {source.url} does not match its digest"))
+
+
+def found_there(place: Readable, target: Tier, run: str, *, again: bool = False) -> None:
+    """The slower tier holds this run from now on, if it holds none yet.
+
+    Args:
+        place: The run's place.
+        target, run: The tier, and the id of the run.
+        again: It did hold it before; if not, its file system has vanished.
+
+    Raises:
+        ConfigurationError: it holds another run.
+        TierUnavailable: it refused, or has vanished.
+    """
+    there = attempts.run_id(target)
+    if there is None and again:
+        raise TierUnavailable(f"{target.url} is gone", hint="is its file system still mounted?")
+    if there is None:
+        target.create(names.RUN_RECORD, place.read(names.RUN_RECORD, max_bytes=MAX_BYTES))
+        there = attempts.run_id(target)
+    if there != run:
+        raise another_run(target, there)
+
+
+def another_run(target: Readable, there: str | None) -> ConfigurationError:
+    """Nothing of two runs may lie in one tier."""
+    return ConfigurationError(
+        f"the tier {target.name} at {target.url} holds another run ({str(there)[:40]})",
+        hint="give each run a folder or prefix of its own; {run} in a tier's URL stands for the "
+        "name of the run's place",
+    )
+
+
+def mirror_records(place: Readable, target: Tier, sent: dict[str, bytes]) -> None:
+    """Copy the attempts' records that the tier lacks, or has as they were before.
+
+    Args:
+        place, target: From, to.
+        sent: What is known to be there, by name; is added to.
+    """
+    for name in place.list(names.ATTEMPTS):
+        if names.recorded_attempt(name) is None:
+            continue
+        key = f"{names.ATTEMPTS}/{name}"
+        data = place.read(key, max_bytes=MAX_BYTES)
+        if name not in sent and target.size(key) == len(data):
+            sent[name] = target.read(key, max_bytes=MAX_BYTES)
+        if sent.get(name) != data:
+            target.replace(key, data)
+            sent[name] = data
+
+
+def commit_copy(target: Tier, manifest: Manifest, data: bytes) -> None:
+    """Every file is there: commit. When it returns the snapshot exists in this tier too.
+
+    Args:
+        target: The slower tier.
+        manifest, data: Of the snapshot; the bytes as they stand in the run's place.
+
+    Raises:
+        SaveFailed: a file is not there with its length, or another snapshot has this name.
+    """
+    for key, file in files_of(manifest):
+        size = target.size(key)
+        if size != file.num_bytes:
+            raise SaveFailed(f"{key} has {size} bytes in {target.url}, not {file.num_bytes}")
+    key = f"{manifest.name.folder}/{names.MANIFEST}"
+    if target.create(key, data):
+        return
+    there = target.read(key, max_bytes=manifests.MAX_BYTES)
+    if there == data:
+        return
+    with contextlib.suppress(UnusableSnapshot):
+        manifests.load(there, key)
+        raise SaveFailed(f"another snapshot is called {manifest.name} in {target.url}")
+    target.replace(key, data)  # what stood there was damaged
+
+
+def flush(
+    sources: Sequence[Readable],
+    target: Tier,
+    manifest: Manifest,
+    data: bytes,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    *,
+    trust: bool = True,
+) -> int:
+    """Copy a whole snapshot, by one process; its records are there. How many bytes were copied.
+
+    Args:
+        sources: Where its files may lie, nearest first.
+        target: Where they go.
+        manifest, data: Of the snapshot, and the bytes it was read from.
+        progress: Is told the bytes of each file that is done.
+        trust: What a committed snapshot of the target has is taken for good.
+    """
+    there = committed_keys(target, manifest.run) if trust else frozenset[str]()
+    copied = 0
+    for key, file in files_of(manifest):
+        if key not in there or target.size(key) != file.num_bytes:
+            copy_file(sources, target, key, file)
+            copied += file.num_bytes
+        progress(file.num_bytes)
+    commit_copy(target, manifest, data)
+    return copied
+
+
+def adopt(target: Tier, source: Readable) -> None:
+    """The run's place is new or was lost: let it be that of the run that `source` holds.
+
+    The run's own record comes last: with it, the place holds the run.
+    """
+    for name in source.list(names.ATTEMPTS):
+        if names.recorded_attempt(name) is not None:
+            key = f"{names.ATTEMPTS}/{name}"
+            target.create(key, source.read(key, max_bytes=MAX_BYTES))
+    target.create(names.RUN_RECORD, source.read(names.RUN_RECORD, max_bytes=MAX_BYTES))
+
+
+def holds(tier: Tier, name: SnapshotName) -> bool:
+    """Whether the snapshot was committed in this tier."""
+    return tier.size(f"{name.folder}/{names.MANIFEST}") is not None
+
+
+def all_reached(manifest: Manifest, keys: Collection[str]) -> list[str]:
+    """Of `keys`, those of older files that the snapshot refers to, sorted."""
+    older = {f"{SNAPSHOTS}/{file.name}" for file in manifest.reached}
+    return sorted(older.intersection(keys))
