@@ -11,6 +11,7 @@ from fsspec.core import split_protocol
 from trainckpt.errors import ConfigurationError
 from trainckpt.format import names
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
 
 PROVE_VARIABLE = "TRAINCKPT_PROVE"
 NAME_VARIABLE = "TRAINCKPT_RUN"
@@ -32,17 +33,20 @@ def open_place(run: str | os.PathLike[str] | None) -> LocalTier:
             hint='name a directory, Checkpointer("runs/x", ...), or launch the script with '
             "`trainckpt run --run runs/x`",
         )
-    return open_other_place(run)
+    tier = open_other_place(run)
+    if not isinstance(tier, LocalTier):
+        raise ConfigurationError(
+            f"{tier.url}: object stores are not supported by this version as a run's own place",
+            hint="name a directory that all hosts see",
+        )
+    return tier
 
 
-def open_other_place(run: str | os.PathLike[str]) -> LocalTier:
+def open_other_place(run: str | os.PathLike[str]) -> LocalTier | ObjectStoreTier:
     """The tier at `run`, as `open_place`; also in a proof, which moves only the proven run."""
     protocol, path = split_protocol(os.fspath(run))
     if protocol not in (None, "file", "local"):
-        raise ConfigurationError(
-            f"{run}: object stores are not supported by this version",
-            hint="name a directory that all hosts see; object stores come with issue 6",
-        )
+        return open_object_store(os.fspath(run))
     if not path:
         raise ConfigurationError("the run's place is empty", hint="name a directory")
     return open_directory(path)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.base import Tier
-    from trainckpt.tiers.local import LocalTier
 
 LATEST = "latest"
 
@@ -27,7 +26,7 @@ LATEST = "latest"
 class Source:
     """One committed snapshot, and the place it lies in."""
 
-    tier: LocalTier
+    tier: Tier
     manifest: Manifest
 
     def __str__(self) -> str:

@@ -39,10 +39,14 @@ class Workers:
             self._threads.append(thread)
             thread.start()
 
-    def settle(self) -> None:
-        """Return when all calls are made, or raise what failed: of several, what came first."""
+    def settle(self, left: int = 0) -> None:
+        """Return when all calls are made, or raise what failed: of several, what came first.
+
+        Args:
+            left: Return as soon as no more than so many are not made yet.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._done == self._asked)
+            self._changed.wait_for(lambda: self._asked - self._done <= left)
         if self._errors:
             raise self._errors[min(self._errors)]
 

@@ -1,0 +1,106 @@
+"""What a store's refusal means, whichever library tells it.
+
+Each library has errors of its own around the same HTTP. What counts is the status of the answer,
+wherever it stands in the chain of causes, or that there was no answer. Only what may well go better
+the next time is `TRANSIENT`: a wrong key, a wrong name and a full store stay what they are.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from trainckpt.tiers.redacted import redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ABSENT, TAKEN, DENIED, FULL, BEYOND, TRANSIENT, REFUSED = (
+    "absent", "taken", "denied", "full", "beyond the end", "transient", "refused",
+)  # fmt: skip
+
+_BY_STATUS = {
+    401: DENIED, 403: DENIED, 404: ABSENT, 408: TRANSIENT, 409: TRANSIENT, 412: TAKEN,
+    413: FULL, 416: BEYOND, 425: TRANSIENT, 429: TRANSIENT, 500: TRANSIENT, 502: TRANSIENT,
+    503: TRANSIENT, 504: TRANSIENT, 507: FULL,
+}  # fmt: skip
+_BY_CODE = {
+    "NoSuchBucket": REFUSED, "EntityTooLarge": FULL, "QuotaExceeded": FULL,
+    "RequestTimeout": TRANSIENT, "SlowDown": TRANSIENT, "RequestTimeTooSkewed": DENIED,
+}  # fmt: skip
+# Libraries' classes for an answer that did not come, or broke off; by name, to import none of them.
+_NO_ANSWER = frozenset({
+    "botocore.exceptions.HTTPClientError", "botocore.exceptions.ConnectionError",
+    "botocore.exceptions.IncompleteReadError", "botocore.parsers.ResponseParserError",
+    "aiohttp.client_exceptions.ClientError", "requests.exceptions.ConnectionError",
+    "requests.exceptions.Timeout", "azure.core.exceptions.ServiceRequestError",
+    "azure.core.exceptions.ServiceResponseError",
+})  # fmt: skip
+
+
+def meaning(error: BaseException) -> str:
+    """One of the words above."""
+    for each in _causes(error):  # the outermost word counts
+        if _is_unanswered(each):
+            return TRANSIENT
+        code, status = _answer(each)
+        if code in _BY_CODE:
+            return _BY_CODE[code]
+        if status in _BY_STATUS:
+            return _BY_STATUS[status]
+        if status is not None and status >= 400:
+            return REFUSED
+    return _of_the_system(error)
+
+
+def is_missing_bucket(error: BaseException) -> bool:
+    """Whether not the object is absent, but all that could hold it."""
+    return any(_answer(each)[0] == "NoSuchBucket" for each in _causes(error))
+
+
+def in_words(error: BaseException) -> str:
+    """What happened, in one line that shows no secrets."""
+    text = redacted(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        yield at
+        at = at.__cause__ or at.__context__
+
+
+def _answer(error: BaseException) -> tuple[str, int | None]:
+    """The code and the HTTP status of the answer that an error was made of, where it was."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return str(response.get("Error", {}).get("Code", "")), status
+    for name in ("status_code", "status", "code"):  # azure, aiohttp, gcsfs
+        found = getattr(error, name, None)
+        if isinstance(found, int):
+            return "", found
+    return "", None
+
+
+def _is_unanswered(error: BaseException) -> bool:
+    if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    return not kinds.isdisjoint(_NO_ANSWER) or "FSTimeoutError" in type(error).__name__
+
+
+def _of_the_system(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError):
+        return ABSENT
+    if isinstance(error, FileExistsError):
+        return TAKEN
+    if isinstance(error, PermissionError):
+        return DENIED
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return FULL
+    return TRANSIENT if number in (errno.EBUSY, errno.EAGAIN) else REFUSED

@@ -1,0 +1,199 @@
+"""The requests of S3: parts in any order, conditional creation, uploads that were left behind.
+
+Through s3fs's own client, so credentials, endpoint and region come from where s3fs takes them. Its
+retries and those of botocore are off: `Calls` decides, and has to know whether a request that was
+refused as a repetition had been made before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+
+from fsspec.asyn import sync
+
+from trainckpt.tiers.object_client import (
+    CALL_S,
+    DATA_S,
+    Entry,
+    ObjectClient,
+    Upload,
+    must_be_small,
+)
+from trainckpt.tiers.refusals import is_missing_bucket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+CONNECT_S, SILENT_S = 10.0, 60.0
+_CONNECTIONS = 16
+
+
+def options(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """What s3fs is made with, over what its configuration says."""
+    own = {
+        "connect_timeout": CONNECT_S, "read_timeout": SILENT_S,
+        "max_pool_connections": _CONNECTIONS,
+        # Every byte that is read is verified by digests of our own; some stores answer a request
+        # for a range with the checksum of the whole.
+        "response_checksum_validation": "when_required",
+    }  # fmt: skip
+    theirs = dict(configured.get("config_kwargs", {}))
+    return {"config_kwargs": {**own, **theirs, "retries": {"total_max_attempts": 1}}}
+
+
+class S3Client(ObjectClient):
+    """One S3 store, or one that speaks its protocol."""
+
+    may_create_only = True
+
+    def __init__(self, filesystem: Any) -> None:
+        super().__init__(filesystem)
+        filesystem.retries = 1
+
+    def size(self, path: str) -> int | None:
+        """Bytes of an object; None if there is none."""
+        found = self._head(path)
+        return None if found is None else int(found["ContentLength"])
+
+    def whole(self, path: str, max_bytes: int) -> bytes:
+        """All of a small object, in one request."""
+
+        async def read() -> bytes:
+            answer = await self._fs._call_s3("get_object", **_named(path))
+            async with answer["Body"] as body:
+                must_be_small(path, answer["ContentLength"], max_bytes)
+                data: bytes = await body.read()
+                return data
+
+        found: bytes = sync(self._fs.loop, read, timeout=DATA_S)
+        return found
+
+    def entries(self, folder: str) -> list[Entry]:
+        """Names in a folder, those of folders in it too, in any order."""
+        bucket, _, key = folder.partition("/")
+        prefix = f"{key}/" if key else ""
+        found: list[Entry] = []
+        for page in self._pages("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/"):
+            found += [
+                Entry(each["Key"][len(prefix) :], each["LastModified"].timestamp())
+                for each in page.get("Contents", ())
+            ]
+            prefixes = (each["Prefix"] for each in page.get("CommonPrefixes", ()))
+            found += [Entry(each[len(prefix) : -1]) for each in prefixes]
+        return found
+
+    def remove(self, path: str) -> None:
+        """Remove an object; one that is not there is no error."""
+        try:
+            self._call("delete_object", **_named(path))
+        except FileNotFoundError as error:
+            if is_missing_bucket(error):
+                raise
+
+    def age_s(self, path: str) -> float | None:
+        """Seconds since an object was written, by the store's clock; None if there is none."""
+        found = self._head(path)
+        if found is None:
+            return None
+        told = found["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
+        now_s = parsedate_to_datetime(told).timestamp() if told else time.time()
+        return max(0.0, now_s - float(found["LastModified"].timestamp()))
+
+    def begin(self, path: str, part_bytes: int) -> Upload:
+        """Begin an object that comes in parts."""
+        del part_bytes  # each part says it by its length
+        answer = self._call("create_multipart_upload", **_named(path))
+        return _PartedUpload(self, path, answer["UploadId"])
+
+    def abort_uploads(self, path: str, *, older_than_s: float = 0.0) -> int:
+        """Abort what was begun at this path, or under it, and is not complete; how many."""
+        bucket, _, prefix = path.partition("/")
+        aborted = 0
+        for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
+            for each in page.get("Uploads", ()):
+                own = each["Key"] == prefix or each["Key"].startswith(f"{prefix}/")
+                begun_s = each["Initiated"].timestamp() if "Initiated" in each else 0.0
+                if own and (not older_than_s or begun_s < time.time() - older_than_s):
+                    self.abort(f"{bucket}/{each['Key']}", each["UploadId"])
+                    aborted += 1
+        return aborted
+
+    def abort(self, path: str, upload: str) -> None:
+        """Drop the parts of an upload; one that is not there is no error."""
+        try:
+            self._call("abort_multipart_upload", **_named(path), UploadId=upload)
+        except FileNotFoundError as error:
+            if is_missing_bucket(error):
+                raise
+
+    def must_have_bucket(self, path: str) -> None:
+        """Raise what the store says if there is no such bucket."""
+        bucket, _, prefix = path.partition("/")
+        self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+
+    def _head(self, path: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = self._call("head_object", **_named(path))
+        except FileNotFoundError:
+            return None
+        return found
+
+    def _pages(self, method: str, **keywords: Any) -> Iterator[dict[str, Any]]:
+        at: dict[str, Any] = {}
+        while True:
+            page = self._call(method, **keywords, **at)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            if "NextContinuationToken" in page:
+                at = {"ContinuationToken": page["NextContinuationToken"]}
+            elif "NextKeyMarker" in page:
+                marker = page.get("NextUploadIdMarker", "")
+                at = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": marker}
+            else:
+                return
+
+    def _call(self, method: str, within_s: float = CALL_S, /, **keywords: Any) -> dict[str, Any]:
+        call = self._fs._call_s3  # `call_s3` has no time limit
+        answer: dict[str, Any] = sync(self._fs.loop, call, method, timeout=within_s, **keywords)
+        return answer
+
+
+class _PartedUpload:
+    """A multipart upload: parts in any order, each as often as need be."""
+
+    in_order = False
+
+    def __init__(self, client: S3Client, path: str, upload: str) -> None:
+        self._client, self._path, self._upload = client, path, upload
+        self._lock = threading.Lock()
+        self._parts: dict[int, str] = {}
+
+    def part(self, number: int, data: bytes) -> None:
+        """Send one part."""
+        answer = self._client._call(
+            "upload_part", DATA_S, **_named(self._path), UploadId=self._upload,
+            PartNumber=number, Body=data,
+        )  # fmt: skip
+        with self._lock:
+            self._parts[number] = answer["ETag"]
+
+    def complete(self) -> None:
+        """Make it one object."""
+        parts = [{"PartNumber": n, "ETag": self._parts[n]} for n in sorted(self._parts)]
+        self._client._call(
+            "complete_multipart_upload", DATA_S, **_named(self._path),
+            UploadId=self._upload, MultipartUpload={"Parts": parts},
+        )  # fmt: skip
+
+    def abort(self) -> None:
+        """Drop what was sent."""
+        self._client.abort(self._path, self._upload)
+
+
+def _named(path: str) -> dict[str, str]:
+    bucket, _, key = path.partition("/")
+    return {"Bucket": bucket, "Key": key}

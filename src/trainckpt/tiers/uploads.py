@@ -1,0 +1,198 @@
+"""Uploads of large objects, in parts: which bytes make which part; several are sent at once.
+
+A part is sent as soon as all its bytes are known, whatever the order they come in; one that fails
+is sent again by itself. Whatever ends an upload before it is complete aborts it, so that a store
+keeps no parts of what nobody will finish.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TrainckptError
+from trainckpt.tiers.refusals import ABSENT, meaning
+from trainckpt.tiers.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from trainckpt.tiers.calls import Calls
+    from trainckpt.tiers.object_client import ObjectClient, Upload
+
+    # Sends one part; its bytes are asked for on another thread, once there is room for them.
+    Put = Callable[[int, Callable[[], bytes]], None]
+
+PART_BYTES = 16 << 20
+STREAM_PART_BYTES = 32 << 20  # of what comes without its length
+MOST_PARTS = 9_000  # S3 takes 10,000
+NUM_SENDERS = 4
+
+
+def part_bytes(num_bytes: int) -> int:
+    """Bytes of each part of an object of this size: whole mebibytes, no more parts than allowed."""
+    least = -(-num_bytes // MOST_PARTS)
+    return max(PART_BYTES, -(-least // (1 << 20)) * (1 << 20))
+
+
+def gathered(blocks: Iterable[memoryview], num_bytes: int) -> Iterator[bytes]:
+    """The bytes of `blocks`, so many at a time; the last may be fewer, none if there are none."""
+    held = bytearray()
+    for block in blocks:
+        at = 0
+        while at < len(block):
+            piece = block[at : at + num_bytes - len(held)]
+            held += piece
+            at += len(piece)
+            if len(held) == num_bytes:
+                yield bytes(held)
+                held.clear()
+    if held:
+        yield bytes(held)
+
+
+class Pieces:
+    """Bytes that come as (first byte, memory) in any order, cut into parts of one size."""
+
+    def __init__(self, num_bytes: int, size: int, *, in_order: bool) -> None:
+        self._num_bytes, self._size, self._in_order = num_bytes, size, in_order
+        self._pieces: dict[int, list[tuple[int, memoryview]]] = {}
+        self._missing: dict[int, int] = {}
+        self._next = 1  # in order: the first part that was not handed on
+        self._got = 0
+
+    def add(self, first_byte: int, memory: memoryview) -> list[int]:
+        """Numbers of the parts that may be sent now.
+
+        Raises:
+            ValueError: it lies outside, or bytes came twice.
+        """
+        if first_byte < 0 or first_byte + len(memory) > self._num_bytes:
+            raise ValueError(f"bytes {first_byte} + {len(memory)} lie outside {self._num_bytes}")
+        self._got += len(memory)
+        whole, at = [], 0
+        while at < len(memory):
+            number = (first_byte + at) // self._size + 1
+            begin = first_byte + at - (number - 1) * self._size
+            piece = memory[at : at + self._size - begin]
+            self._pieces.setdefault(number, []).append((begin, piece))
+            missing = self._missing.setdefault(number, self._length(number)) - len(piece)
+            self._missing[number] = missing
+            if missing < 0:
+                raise ValueError(f"bytes of part {number} were put twice")
+            if missing == 0:
+                whole.append(number)
+            at += len(piece)
+        return self._in_turn() if self._in_order else whole
+
+    def take(self, number: int) -> bytes:
+        """The bytes of a part. They are not kept."""
+        pieces = sorted(self._pieces.pop(number), key=lambda piece: piece[0])
+        at = 0
+        for begin, piece in pieces:
+            if begin != at:
+                raise ValueError(f"byte {at} of part {number} was not put once")
+            at += len(piece)
+        return b"".join(piece for _, piece in pieces)
+
+    def must_be_whole(self) -> None:
+        """Refuse a gap.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if self._got != self._num_bytes:
+            raise ValueError(f"{self._got} bytes were put, not {self._num_bytes}")
+
+    def _length(self, number: int) -> int:
+        return min(self._size, self._num_bytes - (number - 1) * self._size)
+
+    def _in_turn(self) -> list[int]:
+        ready = []
+        while self._missing.get(self._next) == 0:
+            ready.append(self._next)
+            self._next += 1
+        return ready
+
+
+@contextmanager
+def uploading(
+    calls: Calls, client: ObjectClient, path: str, key: str, size: int
+) -> Iterator[tuple[Put, bool]]:
+    """An object at `path` once the context ends without an error; else nothing is left.
+
+    Yields:
+        What sends a part, and whether parts have to come in order.
+    """
+    tries, upload = 0, None
+
+    def begin(tried: int) -> Upload:
+        nonlocal tries
+        tries = tried + 1
+        return client.begin(path, size)
+
+    try:
+        upload = calls.make(f"write {key}", begin)
+        with Workers(1 if upload.in_order else NUM_SENDERS, "trainckpt-send") as workers:
+            yield partial(_send, calls, workers, upload, key), upload.in_order
+            workers.settle()
+        _complete(calls, client, upload, path, key)
+    except BaseException:
+        _abort(calls, client, upload, path, key, by_name=tries > 1 or upload is None)
+        raise
+    if tries > 1:
+        _abort(calls, client, None, path, key, by_name=True)
+
+
+def _abort(
+    calls: Calls, client: ObjectClient, upload: Upload | None, path: str, key: str, *, by_name: bool
+) -> None:
+    """Let the store drop what was sent; what it cannot be told now, `sweep` tells it later.
+
+    Args:
+        calls, client: To the store.
+        upload: What was begun, as far as its answer came.
+        path, key: Of the object.
+        by_name: A request to begin was made more than once, or got no answer: there may be others.
+    """
+
+    def drop(_: int) -> None:
+        if upload is not None:
+            upload.abort()
+        if by_name:
+            client.abort_uploads(path)
+
+    with suppress(OSError, TrainckptError):
+        calls.make(f"abort the upload of {key}", drop)
+
+
+def _send(
+    calls: Calls, workers: Workers, upload: Upload, key: str,
+    number: int, data: Callable[[], bytes],
+) -> None:  # fmt: skip
+    def send() -> None:
+        held = data()
+        what = f"write part {number} of {key}"
+        if not upload.in_order:
+            calls.make(what, lambda _: upload.part(number, held))
+            return
+        try:
+            upload.part(number, held)
+        except Exception as error:
+            raise calls.translated(what, error) from error
+
+    workers.settle(NUM_SENDERS - 1)
+    workers.submit(send)
+
+
+def _complete(calls: Calls, client: ObjectClient, upload: Upload, path: str, key: str) -> None:
+    def complete(tried: int) -> None:
+        try:
+            upload.complete()
+        except Exception as error:
+            # An earlier try may have done it, though its answer was lost.
+            if not (tried and meaning(error) == ABSENT and client.size(path) is not None):
+                raise
+
+    calls.make(f"finish {key}", complete)
