@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ class Region:
         """Digests of a region of this size."""
         return max(1, -(-self.num_bytes // block_bytes(self.num_bytes)))
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of the region."""
         return num_bytes(self.shape, self.dtype)
@@ -95,7 +96,7 @@ class Region:
         """True if the region is the whole tensor."""
         return self.shape == self.of
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The region's name in the safetensors header."""
         return region_key(self.tensor, self.offset, self.shape, self.of)

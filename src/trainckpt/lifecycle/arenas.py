@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.memory import budget_bytes
+from trainckpt.lifecycle.memory import budget_bytes, num_cores
 from trainckpt.state.stage import private_memory
 from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.memory import Arena
 
 MAX_ARENAS = 2
+MAX_COPY_THREADS = 4  # more than that memory does not feed
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
 SHARED, PRIVATE, STREAMED = "shared", "private", "streamed"
 SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
@@ -95,6 +96,11 @@ class Arenas:
         """Whether there is memory that has been touched before: copying to it costs little."""
         self._wait()
         return bool(self._open) or len(self._private) > 0
+
+    @property
+    def copy_threads(self) -> int:
+        """That may copy at once: this rank's share of the cores."""
+        return min(MAX_COPY_THREADS, max(1, num_cores() // len(self._ranks)))
 
     def prepare(self, num_bytes: int) -> None:
         """Have memory for a file of about this size touched, by a thread, before it is needed."""

@@ -11,7 +11,7 @@ from trainckpt.state.overlap import Fence, Overlapped
 from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trainckpt.state.registry import Registry
     from trainckpt.state.stage import Shard
@@ -23,10 +23,17 @@ PROVED_FIRST, PROVED_EVERY = 2, 8  # overlapped saves whose copies are compared 
 class Copying:
     """Of one attempt."""
 
-    def __init__(self, registry: Registry, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        num_threads: int = 1,
+    ) -> None:
         """`prepare` is called once, when all state is there: before the second step."""
         self._first = registry.optimizers[0].optimizer if registry.optimizers else None
         self._choice = CopyChoice()
+        self._num_threads = num_threads
         self._fence = Fence(self._stepping)
         self._overlapped: Overlapped | None = None
         self._number = 0
@@ -46,18 +53,20 @@ class Copying:
             proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
             if proves:
                 self._choice.disregard()  # the proof costs what other saves do not
-            self._overlapped = Overlapped(shard.rest, proves=proves)
+            self._overlapped = Overlapped(shard.rest, proves=proves, num_threads=self._num_threads)
             self._fence.guard(self._overlapped)
 
-    def finish(self) -> None:
-        """Return when everything is copied. Saving thread.
+    def finish(self) -> Iterator[int]:
+        """Copy the rest. Saving thread. Gives addresses below which everything is copied.
 
         Raises:
-            TensorsChanged: the copy is of no one instant.
+            TensorsChanged: in the end: the copy is of no one instant.
         """
         overlapped, self._overlapped = self._overlapped, None
-        changed = overlapped.run() if overlapped is not None else []
-        if changed:
+        if overlapped is None:
+            return
+        yield from overlapped.run()
+        if changed := overlapped.changed:
             self._never.update(changed)
             logger.info("from now on copied while training waits: %s", ", ".join(changed)[:500])
             raise TensorsChanged(f"{', '.join(changed[:3])} changed between two optimizer steps")

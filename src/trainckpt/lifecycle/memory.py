@@ -23,6 +23,13 @@ def memory_limit_bytes() -> int | None:
     return min(limits, default=None)
 
 
+def num_cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:
     """The option `memory_budget` in bytes: a share of the limit, or a number of its own."""
     if num_bytes is not None:

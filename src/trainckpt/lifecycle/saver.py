@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle import save_keys
@@ -30,10 +30,11 @@ from trainckpt.lifecycle.copying import Copying
 from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
+from trainckpt.lifecycle.plans import Plans
 from trainckpt.lifecycle.references import References
 from trainckpt.lifecycle.stale import Stale
 from trainckpt.lifecycle.writer import RANKS_TIMEOUT_S, Facts, Writer
-from trainckpt.snapshot.save_plan import equal_groups, plan_save
+from trainckpt.snapshot.save_plan import equal_groups
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.format.cursor import Cursor
+    from trainckpt.format.manifest import TensorEntry
     from trainckpt.format.shard_file import Region
     from trainckpt.lifecycle.arenas import Arenas
     from trainckpt.lifecycle.attempt_log import AttemptLog
@@ -90,7 +92,7 @@ class Saver:
         self.arenas = arenas
         self.flushing = Flushing()
         self._channel = channel
-        self._copying = Copying(registry, self._prepare)
+        self._copying = Copying(registry, self._prepare, num_threads=arenas.copy_threads)
         self.references = References(tier, channel.world.rank, registry)
         self._writer = Writer(
             tier, channel, registry.files, facts, log, self.references, lambda: self.flushing.busy
@@ -100,6 +102,7 @@ class Saver:
         self._facts = facts
         self._pace = pace
         self._window_start = window_start
+        self._plans = Plans(channel.world.rank, channel.world.size)
         self._sequence = 0
         self._thread: threading.Thread | None = None
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
@@ -131,7 +134,9 @@ class Saver:
         self._sequence += 1
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         try:
-            shard, shared = self._stage(cursor, last=last, behind=behind)
+            with self._registry.unchanged():
+                shard, shared = self._stage(cursor, last=last, behind=behind)
+                num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
             self._skip(pending, name, str(skipped))
             return pending
@@ -143,7 +148,7 @@ class Saver:
         self._pace.stalled(time.monotonic() - begun_s)
         pending.settle = self._copying.settle
         pending.reach(STAGED, str(name))
-        self._begun = begun_s, weigh(self._registry, gradients=True).now
+        self._begun = begun_s, num_bytes
         manifest = Manifest(
             self._facts.run, name, self._facts.parent, cursor, self._channel.world.size, (), {},
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
@@ -223,17 +228,8 @@ class Saver:
             raise SaveFailed(verdict["error"])
         if verdict["behind"]:
             raise _Skipped("the one before it is still being written")
-        layouts = replicas.split_layouts(captured, set(verdict["equal"]), world.size)
-        regions = stage.describe(captured, layouts)
-        planned = plan_save(regions, layouts, rank=world.rank)
-        shard = self._shard(captured, planned, None if last else stepped)
-        entries = {
-            r.tensor: TensorEntry(
-                r.dtype, r.of, SPLIT if r.tensor in layouts else RANK, layouts.get(r.tensor)
-            )
-            for r in regions
-        }
-        return shard, entries
+        plan = self._plans.plan(captured, verdict["equal"])
+        return self._shard(captured, plan.regions, None if last else stepped), plan.entries
 
     def _shard(
         self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
@@ -244,7 +240,8 @@ class Saver:
             "world": self._channel.world.size,
             "references": self.references.find(captured, planned),
         }
-        planned = [region for region in planned if region.key not in how["references"]]
+        if how["references"]:
+            planned = [region for region in planned if region.key not in how["references"]]
         if stepped is not None or self.arenas.are_ready:
             later = self._copying.later(stepped) if stepped else set[str]()
             memory = self.arenas.memory

@@ -30,7 +30,7 @@ from trainckpt.state import stage
 from trainckpt.state.captured import VALUES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.attempt_log import AttemptLog
@@ -88,15 +88,15 @@ class Writer:
         manifest: Manifest,
         shard: stage.Shard | stage.Stream,
         entries: dict[str, TensorEntry],
-        finish: Callable[[], None],
+        finish: Callable[[], Iterator[int]],
     ) -> None:
         """Write this rank's file; returns once the snapshot is committed.
 
         Args:
             manifest: As far as one rank knows it.
-            shard: The file, once `finish` has returned.
+            shard: The file, once `finish` has ended.
             entries: Every tensor of this rank.
-            finish: Returns when the shard is complete.
+            finish: Completes the shard; gives addresses below which it is complete.
 
         Raises:
             SaveFailed: it is not, on any rank.
@@ -107,11 +107,10 @@ class Writer:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
             reached = self._references.reached(shard.header)
-            finish()
             if isinstance(shard, stage.Stream):
                 receipt = write_stream(self._tier, manifest.name, rank, shard.head, shard.blocks)
             else:
-                receipt = write_shard(self._tier, manifest.name, rank, shard)
+                receipt = write_shard(self._tier, manifest.name, rank, shard, finish())
             receipt = replace(receipt, reached=reached)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()

@@ -6,6 +6,7 @@ This is 1, and the receipt of 2. Nothing refers to the file yet; a crash leaves 
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
 from trainckpt.format.manifest import FileEntry
+from trainckpt.tiers.direct import address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.format.shard_file import ShardHeader
     from trainckpt.tiers.base import Tier
+
+AT_ONCE_BYTES = 8 << 20  # whole pages: what is handed on while more is copied
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,22 @@ class InMemory(Protocol):
         """The file's first bytes. Asked for on a thread: it digests everything."""
 
 
-def write_shard(tier: Tier, name: SnapshotName, rank: int, shard: InMemory) -> Receipt:
+def write_shard(
+    tier: Tier,
+    name: SnapshotName,
+    rank: int,
+    shard: InMemory,
+    copied: Iterable[int] = (),
+) -> Receipt:
     """Write one shard file from memory into the snapshot's folder; durable when it returns.
 
-    The data is on its way at once. Meanwhile a thread digests it, first by block for the head,
-    which comes last, then, behind the head, as the file.
+    The data is on its way as soon as it is copied. Then a thread digests it, first by block for the
+    head, which comes last, then, behind the head, as the file.
+
+    Args:
+        tier, name, rank: Where to.
+        shard: Complete once `copied` has ended.
+        copied: Gives addresses in its memory below which it is complete.
 
     Raises:
         SaveFailed: the run's record is gone from the tier (its directory vanished).
@@ -78,17 +93,32 @@ def write_shard(tier: Tier, name: SnapshotName, rank: int, shard: InMemory) -> R
     """
     file_name, head_bytes = names.shard_file_name(rank), shard.header.header_bytes
     num_bytes = len(shard.memory)
+    complete = threading.Event()
 
     def parts() -> Iterator[tuple[int, memoryview]]:
-        if num_bytes > head_bytes:
-            yield head_bytes, shard.memory[head_bytes:]
+        at, begin = head_bytes, address(shard.memory) or 0
+        for behind in copied:
+            end = at + (behind - begin - at) // AT_ONCE_BYTES * AT_ONCE_BYTES
+            if end > at:
+                yield at, shard.memory[at:end]
+                at = end
+        complete.set()
+        if num_bytes > at:
+            yield at, shard.memory[at:]
         head.result()  # stands in the memory now
         yield 0, shard.memory[:head_bytes]
 
+    def digest_head() -> str:
+        complete.wait()
+        return digest.digest(shard.head)
+
     with _in_place(tier), ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
-        head = digesting.submit(lambda: digest.digest(shard.head))
-        whole = digesting.submit(lambda: digest.digest(shard.memory))
-        tier.write_parts(f"{name.folder}/{file_name}", num_bytes, parts())
+        try:
+            head = digesting.submit(digest_head)
+            whole = digesting.submit(lambda: digest.digest(shard.memory))
+            tier.write_parts(f"{name.folder}/{file_name}", num_bytes, parts())
+        finally:
+            complete.set()  # whatever became of it, nobody waits any more
         entry = FileEntry(file_name, num_bytes, whole.result(), head.result())
     return Receipt(entry)
 

@@ -193,7 +193,8 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise values.UnknownValue(f"{name} is a {kind} tensor, which cannot be captured")
-    return tensor.detach().resolve_conj().resolve_neg()
+    found = tensor.detach()
+    return found.resolve_conj().resolve_neg() if found.is_complex() or found.is_neg() else found
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -202,13 +203,15 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     Kept because fused optimizers walk parameter, gradient and moments as they lie in memory: in
     a channels_last model a row-major moment would be paired with other elements.
     """
+    if tensor.is_contiguous():
+        return []
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     stride = 1
     for d in reversed(order):
         if tensor.shape[d] != 1 and tensor.stride(d) != stride:
             return []  # with gaps or overlaps: nothing may rely on that
         stride *= tensor.shape[d]
-    return [] if tensor.is_contiguous() else order
+    return order
 
 
 def in_memory_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:

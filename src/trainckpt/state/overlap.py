@@ -42,8 +42,13 @@ class Piece:
     """Rows of one live tensor, and their place in the arena."""
 
     tensor: str
-    source: torch.Tensor
-    target: torch.Tensor
+    source: torch.Tensor  # its bytes lie in one run on the CPU
+    target: int  # address
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows."""
+        return self.source.numel() * self.source.element_size()
 
 
 def only_stepped(captured: Captured, registry: Registry) -> set[str]:
@@ -69,34 +74,50 @@ def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
 class Overlapped:
     """The copies of one save that are made while training goes on.
 
-    Attributes:
+    Args:
+        pieces: In the order of their places in memory.
         proves: Whether copies and live tensors are compared with what there was at the boundary.
-        changed: Tensors that were written to meanwhile; complete once `run` has returned.
+        num_threads: That copy, the one that calls `run` among them.
+
+    Attributes:
+        changed: Tensors that were written to meanwhile; complete once `run` has ended.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, proves: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, proves: bool, num_threads: int = 1) -> None:
         self.proves = proves
         self.changed: list[str] = []
         self._pieces = pieces
         self._versions = [piece.source._version for piece in pieces]
-        self._digests = [_digest(piece.source) for piece in pieces] if proves else []
-        self._todo = _chunks(pieces)
-        self._left = sum(1 for _ in _chunks(pieces))
+        self._digests = (
+            [_digest(p.source.data_ptr(), p.num_bytes) for p in pieces] if proves else []
+        )
+        self._chunks = list(_chunks(pieces))
+        self._is_copied = bytearray(len(self._chunks))
+        self._next = self._front = 0  # the first that nobody has begun with; that is not copied
+        self._helpers = num_threads - 1
         self._lock = threading.Lock()
         self._copied = threading.Event()
         self._fenced = threading.Event()
         if not pieces:
             self._copied.set()
 
-    def run(self) -> list[str]:
-        """Copy everything; the saving thread. Returns what must not be trusted."""
-        self._copy()
+    def run(self) -> Iterator[int]:
+        """Copy everything; the saving thread. Gives, more than once, below which address all is.
+
+        It has ended when `changed` says what must not be trusted.
+        """
+        for _ in range(self._helpers):
+            threading.Thread(target=self._copy, name="trainckpt-copy", daemon=True).start()
+        while self._copy_one():
+            if self._front < len(self._chunks):
+                yield self._chunks[self._front][0]
         self._copied.wait()
+        if self._chunks:
+            yield self._chunks[-1][0] + self._chunks[-1][2]
         if not self._fenced.wait(FENCE_WITHIN_S if self.proves else IN_FLIGHT_S):
             with self._lock:
                 if not self._fenced.is_set():
                     self._check()
-        return self.changed
 
     def fence(self) -> None:
         """Return when every copy is made; the training thread, before anything is changed."""
@@ -114,22 +135,33 @@ class Overlapped:
         for number, (piece, version) in enumerate(zip(self._pieces, self._versions, strict=True)):
             changed = piece.source._version != version
             if self.proves and not changed:
-                changed = _digest(piece.target) != self._digests[number] or not _equal(piece)
+                changed = not self._is_as_it_was(number, piece)
             if changed:
                 self.changed.append(piece.tensor)
         self._fenced.set()
 
+    def _is_as_it_was(self, number: int, piece: Piece) -> bool:
+        return _digest(piece.target, piece.num_bytes) == self._digests[number] and _equal(piece)
+
     def _copy(self) -> None:
-        while True:
-            with self._lock:
-                chunk = next(self._todo, None)
-            if chunk is None:
-                return
-            ctypes.memmove(*chunk)  # without the interpreter's lock
-            with self._lock:
-                self._left -= 1
-                if not self._left:
-                    self._copied.set()
+        while self._copy_one():
+            pass
+
+    def _copy_one(self) -> bool:
+        """Copy the next chunk; False if there is none that nobody has begun with."""
+        with self._lock:
+            number = self._next
+            if number == len(self._chunks):
+                return False
+            self._next += 1
+        ctypes.memmove(*self._chunks[number])  # without the interpreter's lock
+        with self._lock:
+            self._is_copied[number] = True
+            while self._front < len(self._chunks) and self._is_copied[self._front]:
+                self._front += 1
+            if self._front == len(self._chunks):
+                self._copied.set()
+        return True
 
 
 class Fence:
@@ -175,16 +207,13 @@ def _can(tensor: torch.Tensor) -> bool:
 def _chunks(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
     """Where to, from where, how many bytes."""
     for piece in pieces:
-        num_bytes = piece.source.numel() * piece.source.element_size()
-        target, source = piece.target.data_ptr(), piece.source.data_ptr()
+        source, num_bytes = piece.source.data_ptr(), piece.num_bytes
         for at in range(0, num_bytes, CHUNK_BYTES):
-            yield target + at, source + at, min(CHUNK_BYTES, num_bytes - at)
+            yield piece.target + at, source + at, min(CHUNK_BYTES, num_bytes - at)
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    """Of its bytes, which lie in one run on the CPU."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    data = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+def _digest(address: int, num_bytes: int) -> bytes:
+    data = (ctypes.c_ubyte * num_bytes).from_address(address)
     return bytes(xxhash.xxh3_128(memoryview(data)).digest())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +104,14 @@ class Registry:
         chosen = select(globs, known, models)
         for model in self.models:
             model.excluded = frozenset(chosen.intersection(model.names()))
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """No model gets or loses a tensor meanwhile: at one boundary, say. Training thread."""
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.unchanged())
+            yield
 
     def parameter_names(self) -> dict[int, str]:
         """id(parameter) -> full name, for the parameters of all tracked models."""

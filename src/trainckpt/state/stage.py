@@ -39,6 +39,7 @@ _NAMES = {
 TYPES = {name: dtype for dtype, name in _NAMES.items()}  # safetensors type -> torch's
 MAX_VALUES_BYTES = 1 << 30
 STREAM_BYTES = 16 << 20
+SMALL_BYTES = 64 << 10  # what is smaller is copied sooner than torch has prepared to copy it
 VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs from save to save
 
 
@@ -144,9 +145,19 @@ def describe(captured: Captured, layouts: Collection[str]) -> list[Region]:
 
     Of what has no layout it holds a tensor of its own, whole: no other rank's part belongs to it.
     """
+    add_values(captured)
+    return held(captured, layouts)
+
+
+def add_values(captured: Captured) -> None:
+    """Make all its values one more tensor."""
     text = strict.canonical(captured.values)
     text += b" " * (-len(text) % VALUES_STEP_BYTES)
     captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def held(captured: Captured, layouts: Collection[str]) -> list[Region]:
+    """As `describe`, once the values are there."""
     return [
         _held(name, tensor, captured.placed.get(name) if name in layouts else None)
         for name, tensor in captured.tensors.items()
@@ -185,14 +196,17 @@ def stage(
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
+    begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
     for region in header.regions:
         if not region.num_bytes:
             continue
-        piece = Piece(region.tensor, _source(captured, region), _place(shard.data, region))
+        source = _source(captured, region)
         if region.tensor in later:
-            shard.rest.append(piece)
+            shard.rest.append(Piece(region.tensor, source, begin + region.first_byte))
+        elif source.nbytes <= SMALL_BYTES and source.is_cpu and source.is_contiguous():
+            ctypes.memmove(begin + region.first_byte, source.data_ptr(), source.nbytes)
         else:
-            piece.target.copy_(piece.source)
+            _place(shard.data, region).copy_(source)
     return shard
 
 

@@ -246,13 +246,15 @@ class Arena:
         # Again: whoever in this process has read it has given up the process's lock on closing it.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.retract()
-        if os.fstat(self._descriptor).st_size > num_bytes:
+        status = os.fstat(self._descriptor)
+        if status.st_size > num_bytes:
             os.ftruncate(self._descriptor, num_bytes)
-        try:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)
-        except OSError:
-            os.ftruncate(self._descriptor, 0)  # half of it is of no use to anybody
-            raise
+        if status.st_size < num_bytes or status.st_blocks * 512 < status.st_size:
+            try:  # looks at every page, also of what it has reserved before
+                os.posix_fallocate(self._descriptor, 0, num_bytes)
+            except OSError:
+                os.ftruncate(self._descriptor, 0)  # half of it is of no use to anybody
+                raise
         if self._mapping is None or len(self._mapping) < num_bytes:
             self.memory = memoryview(b"")
             self._mapping = mmap.mmap(self._descriptor, num_bytes)

@@ -46,16 +46,18 @@ def capture(module: nn.Module, name: str, out: Captured) -> dict[str, Any] | Non
     Raises:
         values.UnknownValue: a gradient lies over the ranks in an unknown way; by path.
     """
+    parts = units(module)
+    if not parts:
+        return None
     prefix, known = f"gradients/{name}", paths(module)
-    tree = {
+    return {
         path: {
             "gathered": gathered(unit),
             "last_backward": bool(unit._get_fsdp_state()._state_ctx.is_last_backward),
             "groups": [_capture_group(group, known, prefix, out) for group in groups(unit)],
         }
-        for path, unit in units(module).items()
+        for path, unit in parts.items()
     }
-    return tree or None
 
 
 def differences(module: nn.Module, name: str, tree: dict[str, Any] | None) -> list[str]:

@@ -160,8 +160,14 @@ def _sharded_by_place(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
 def _sharded_parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second
     kind = getattr(fsdp, "FSDPModule", None)
-    if kind is not None:
+    if kind is not None and _is_used(kind):
         yield from ((path, part) for path, part in module.named_modules() if isinstance(part, kind))
+
+
+def _is_used(kind: type) -> bool:
+    """Whether any module was sharded: each one's class becomes a subclass, also of its own."""
+    found: list[type] = kind.__subclasses__()
+    return any(issubclass(each, torch.nn.Module) or _is_used(each) for each in found)
 
 
 def _gone(holder: Any, names: tuple[str, ...]) -> dict[str, None]:

@@ -7,7 +7,8 @@ Loading copies into the existing storage, so whatever shares it goes on sharing 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,11 +18,12 @@ from trainckpt.state.captured import inner_tensors
 from trainckpt.state.kinds import fsdp
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from trainckpt.state.captured import Captured, Saved
 
 
+T = TypeVar("T")
 _KEPT = "_trainckpt_keeps_its_state"
 
 
@@ -37,15 +39,24 @@ class ModelState:
         self.wrapped = module
         self.module = unwrap(module)
         self.excluded: frozenset[str] = frozenset()
+        self._listed: dict[str, Any] | None = None  # while nothing of the module changes
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Nothing is added to the module or taken from it meanwhile: it is walked through once."""
+        self._listed = {}
+        try:
+            yield
+        finally:
+            self._listed = None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, by its full name `<tracked name>/<module path>`."""
-        for path, parameter in fsdp.parameters(self.module):
-            yield self._full(path), parameter
+        yield from self._once("parameters", lambda: self._full_names(fsdp.parameters(self.module)))
 
     def names(self) -> list[str]:
         """Of every parameter and buffer, once."""
-        buffers = [self._full(path) for path, _ in self.module.named_buffers()]
+        buffers = [name for name, _ in self._buffers()]
         return [*(name for name, _ in self.parameters()), *buffers]
 
     def left_out(self, values: Mapping[str, Any], stored: Container[str]) -> list[str]:
@@ -61,8 +72,8 @@ class ModelState:
         live: dict[str, torch.Tensor] = {}
         for name, parameter in self.parameters():
             live.update(inner_tensors(parameter, name))
-        for path, buffer in self.module.named_buffers():
-            live.update(inner_tensors(buffer, self._full(path)))
+        for name, buffer in self._buffers():
+            live.update(inner_tensors(buffer, name))
         return live
 
     def capture(self, out: Captured) -> None:
@@ -71,9 +82,9 @@ class ModelState:
             if name not in self.excluded:
                 for inner, tensor in inner_tensors(parameter, name).items():
                     out.add(inner, tensor, f"{self.name} parameters")
-        for path, buffer in self.module.named_buffers():
-            if self._full(path) not in self.excluded:
-                for inner, tensor in inner_tensors(buffer, self._full(path)).items():
+        for name, buffer in self._buffers():
+            if name not in self.excluded:
+                for inner, tensor in inner_tensors(buffer, name).items():
                     out.add(inner, tensor, f"{self.name} buffers")
         extra = {
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
@@ -115,10 +126,32 @@ class ModelState:
     @torch.no_grad()
     def apply_buffers(self, saved: Saved) -> None:
         """Copy this rank's buffers and extra state back; after DDP has been constructed."""
-        for path, buffer in self.module.named_buffers():
-            copy(inner_tensors(buffer, self._full(path)), saved)
+        for name, buffer in self._buffers():
+            copy(inner_tensors(buffer, name), saved)
         for path, module in self._with_extra().items():
             module.set_extra_state(saved.decode(saved.values[self.name]["extra"][path]))
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Each buffer once, by its full name."""
+        return self._once("buffers", lambda: self._full_names(self.module.named_buffers()))
+
+    def _modules(self, *, remove_duplicate: bool) -> list[tuple[str, nn.Module]]:
+        return self._once(
+            f"modules {remove_duplicate}",
+            lambda: list(self.module.named_modules(remove_duplicate=remove_duplicate)),
+        )
+
+    def _full_names(self, found: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+        return [(self._full(path), value) for path, value in found]
+
+    def _once(self, what: str, find: Callable[[], T]) -> T:
+        listed = self._listed
+        if listed is None:
+            return find()
+        if what not in listed:
+            listed[what] = find()
+        found: T = listed[what]
+        return found
 
     def _full(self, path: str) -> str:
         return f"{self.name}/{fsdp.plain_path(path)}"
@@ -127,7 +160,7 @@ class ModelState:
         """Modules that keep state of a kind of their own, by path."""
         return {
             fsdp.plain_path(path): module
-            for path, module in self.module.named_modules()
+            for path, module in self._modules(remove_duplicate=True)
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
 
@@ -135,7 +168,7 @@ class ModelState:
         """Which a `state_dict` leaves out, and which are one: for whoever exports the model."""
         transient = [
             fsdp.plain_path(f"{path}.{name}" if path else name)
-            for path, part in self.module.named_modules(remove_duplicate=False)
+            for path, part in self._modules(remove_duplicate=False)
             for name in part._non_persistent_buffers_set
         ]
         first: dict[int, str] = {}
