@@ -52,6 +52,7 @@ class Limits:
         first_pause_s, longest_pause_s: Bounds of the pause before the second try, and of any.
         give_up_s: After this time no further try of a call begins.
         give_up_first_s: The same, while the store has never answered.
+        part_bytes: What is larger is sent in parts of so many bytes, or of more.
     """
 
     at_once: int = 8
@@ -59,6 +60,7 @@ class Limits:
     longest_pause_s: float = 10.0
     give_up_s: float = 120.0
     give_up_first_s: float = 20.0
+    part_bytes: int = 16 << 20
 
 
 class Calls:

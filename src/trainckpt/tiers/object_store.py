@@ -94,6 +94,7 @@ class ObjectStoreTier:
         self._probing = threading.Lock()
         self._creates_only: bool | None = None
         self._has_bucket = False
+        self._left: set[str] = set()  # where parts may lie of uploads that could not be aborted
 
     def at(self, folder: str) -> ObjectStoreTier:
         """The tier of a folder in this one, over the same connections."""
@@ -105,7 +106,7 @@ class ObjectStoreTier:
     def write(self, key: str, blocks: Iterable[memoryview]) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
         path = self._new(key)
-        size = uploads.STREAM_PART_BYTES
+        size = 2 * self._calls.limits.part_bytes  # how many there will be is not known
         parts = uploads.gathered(blocks, size)
         first = next(parts, b"")
         if len(first) < size:
@@ -120,7 +121,7 @@ class ObjectStoreTier:
     ) -> None:
         """Create `key` with parts at their places, sent as they come; durable when it returns."""
         path = self._new(key)
-        size = uploads.part_bytes(num_bytes)
+        size = uploads.part_bytes(num_bytes, self._calls.limits.part_bytes)
         if num_bytes <= size:
             pieces = uploads.Pieces(num_bytes, max(num_bytes, 1), in_order=False)
             for first_byte, part in parts:
@@ -270,7 +271,7 @@ class ObjectStoreTier:
     def _uploading(
         self, key: str, path: str, size: int
     ) -> AbstractContextManager[tuple[uploads.Put, bool]]:
-        return uploads.uploading(self._calls, self._client, path, key, size)
+        return uploads.uploading(self._calls, self._client, path, key, size, self._left)
 
     def _new(self, key: str) -> str:
         """The path of a key that is not there yet."""
@@ -280,6 +281,8 @@ class ObjectStoreTier:
 
     def _put(self, key: str, path: str, data: bytes) -> None:
         self._ask(f"write {key}", lambda _: self._client.put(path, data))
+        if self._left:  # the store answers again
+            uploads.drop_left(self._calls, self._client, self._left)
 
     def _fill(self, key: str, path: str, first_byte: int, into: memoryview) -> None:
         if not len(into):

@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     # Sends one part; its bytes are asked for on another thread, once there is room for them.
     Put = Callable[[int, Callable[[], bytes]], None]
 
-PART_BYTES = 16 << 20
-STREAM_PART_BYTES = 32 << 20  # of what comes without its length
 MOST_PARTS = 9_000  # S3 takes 10,000
 NUM_SENDERS = 4
 
 
-def part_bytes(num_bytes: int) -> int:
-    """Bytes of each part of an object of this size: whole mebibytes, no more parts than allowed."""
+def part_bytes(num_bytes: int, usual: int) -> int:
+    """Bytes of each part of an object of this size: no more parts than allowed."""
     least = -(-num_bytes // MOST_PARTS)
-    return max(PART_BYTES, -(-least // (1 << 20)) * (1 << 20))
+    return usual if least <= usual else -(-least // (1 << 20)) * (1 << 20)
 
 
 def gathered(blocks: Iterable[memoryview], num_bytes: int) -> Iterator[bytes]:
@@ -118,9 +116,15 @@ class Pieces:
 
 @contextmanager
 def uploading(
-    calls: Calls, client: ObjectClient, path: str, key: str, size: int
+    calls: Calls, client: ObjectClient, path: str, key: str, size: int, left: set[str]
 ) -> Iterator[tuple[Put, bool]]:
     """An object at `path` once the context ends without an error; else nothing is left.
+
+    Args:
+        calls, client: To the store.
+        path, key: Of the object, with the run's place and without.
+        size: Bytes of a part.
+        left: Gets the path if the store could not be told to drop what was sent: see `drop_left`.
 
     Yields:
         What sends a part, and whether parts have to come in order.
@@ -139,32 +143,24 @@ def uploading(
             workers.settle()
         _complete(calls, client, upload, path, key)
     except BaseException:
-        _abort(calls, client, upload, path, key, by_name=tries > 1 or upload is None)
+        left.add(path)
+        if upload is not None and tries == 1:
+            begun = upload
+            with suppress(TrainckptError):
+                calls.make(f"abort the upload of {key}", lambda _: begun.abort())
+                left.discard(path)
+        drop_left(calls, client, left)
         raise
-    if tries > 1:
-        _abort(calls, client, None, path, key, by_name=True)
+    if tries > 1:  # each of them may have begun one
+        left.add(path)
 
 
-def _abort(
-    calls: Calls, client: ObjectClient, upload: Upload | None, path: str, key: str, *, by_name: bool
-) -> None:
-    """Let the store drop what was sent; what it cannot be told now, `sweep` tells it later.
-
-    Args:
-        calls, client: To the store.
-        upload: What was begun, as far as its answer came.
-        path, key: Of the object.
-        by_name: A request to begin was made more than once, or got no answer: there may be others.
-    """
-
-    def drop(_: int) -> None:
-        if upload is not None:
-            upload.abort()
-        if by_name:
-            client.abort_uploads(path)
-
-    with suppress(OSError, TrainckptError):
-        calls.make(f"abort the upload of {key}", drop)
+def drop_left(calls: Calls, client: ObjectClient, left: set[str]) -> None:
+    """Let the store drop what it could not be told to drop before, by its names."""
+    for path in list(left):
+        with suppress(TrainckptError):
+            calls.make("abort an upload", lambda _, path=path: client.abort_uploads(path))
+            left.discard(path)
 
 
 def _send(
