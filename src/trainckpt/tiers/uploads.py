@@ -159,8 +159,12 @@ def drop_left(calls: Calls, client: ObjectClient, left: set[str]) -> None:
     """Let the store drop what it could not be told to drop before, by its names."""
     for path in list(left):
         with suppress(TrainckptError):
-            calls.make("abort an upload", lambda _, path=path: client.abort_uploads(path))
+            calls.make("abort an upload", partial(_drop, client, path))
             left.discard(path)
+
+
+def _drop(client: ObjectClient, path: str, _: int) -> None:
+    client.abort_uploads(path)
 
 
 def _send(
