@@ -13,6 +13,7 @@ from trainckpt import Checkpointer
 from trainckpt.lifecycle import copy_choice, copying
 from trainckpt.lifecycle.copy_choice import OVERLAP
 from trainckpt.lifecycle.launch import AT_VARIABLE
+from trainckpt.snapshot import write_beside
 from trainckpt.state import overlap
 from trainckpt.state.overlap import Fence, Overlapped, Piece, calls_hooks
 
@@ -98,7 +99,10 @@ def as_saved(place, loop, make=adam):
     return good
 
 
-def test_what_is_copied_beside_training_is_the_state_of_the_boundary(tmp_path):
+@pytest.mark.parametrize("by", ["the rank", "another process"])
+def test_what_is_copied_beside_training_is_the_state_of_the_boundary(tmp_path, monkeypatch, by):
+    if by == "another process":
+        monkeypatch.setattr(write_beside, "FROM_BYTES", 0)
     model = Model()
     loop = Loop(tmp_path, model, adam(model))
     assert as_saved(tmp_path, loop) == 8

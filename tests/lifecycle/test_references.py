@@ -13,6 +13,7 @@ from tests.lifecycle import lora
 from tests.lifecycle.training import catalog
 from tests.ranks.processes import context, run_ranks
 from trainckpt.cli.main import main
+from trainckpt.snapshot import write_beside
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
 
@@ -24,10 +25,15 @@ def manifests(place):
     return [c.manifest for c in reversed(catalog(place)) if c.usable]
 
 
-def test_with_1_percent_trained_a_save_writes_at_most_2_percent_also_after_a_resume(tmp_path):
+@pytest.mark.parametrize("by", ["the rank", "another process"])
+def test_with_1_percent_trained_a_save_writes_at_most_2_percent_also_after_a_resume(
+    tmp_path, monkeypatch, by
+):
     model = lora.parts()["model"]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained > 0.01 * sum(p.numel() for p in model.parameters())
+    if by == "another process":
+        monkeypatch.setattr(write_beside, "FROM_BYTES", 0)
     straight = lora.train(0, tmp_path / "straight", 1, 6, every="never")
     first = lora.train(0, tmp_path / "run", 1, 3)
     then = lora.train(0, tmp_path / "run", 1, 6)

@@ -60,6 +60,11 @@ def digests_by_block(data: memoryview, block: int) -> str:
     return "".join([xxhash.xxh3_128(data[at : at + block]).hexdigest() for at in parts])
 
 
+def compact(digests: str) -> str:
+    """One digest for those of all blocks of some bytes; of a single one it is that."""
+    return digests if len(digests) == NUM_HEX else digest(digests.encode())
+
+
 class RunningByBlock:
     """`digests_by_block` of bytes that pass by in pieces of any length."""
 

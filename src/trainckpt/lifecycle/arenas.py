@@ -98,6 +98,11 @@ class Arenas:
         return bool(self._open) or len(self._private) > 0
 
     @property
+    def descriptor(self) -> int | None:
+        """Of the file that holds the save in flight; None if it is no file."""
+        return self._filled.descriptor if self._filled is not None else None
+
+    @property
     def copy_threads(self) -> int:
         """That may copy at once: this rank's share of the cores."""
         return min(MAX_COPY_THREADS, max(1, num_cores() // len(self._ranks)))

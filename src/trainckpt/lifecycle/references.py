@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
+from trainckpt.format.digest import compact
 from trainckpt.format.names import SNAPSHOTS, reached_file
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import unchanged
@@ -52,8 +53,10 @@ class References:
         except TrainckptError as error:  # it was readable a moment ago
             logger.warning("the next save writes everything anew: %s", error.message)
             return
-        held = {p.region.key: unchanged.Held(p.key.removeprefix(f"{SNAPSHOTS}/"), p.region)
-                for p in places}  # fmt: skip
+        held = {
+            p.region.key: unchanged.Held(p.key.removeprefix(f"{SNAPSHOTS}/"), _compact(p.region))
+            for p in places
+        }
         self._known = unchanged.Known(held, files)
 
     def find(self, captured: Captured, planned: Sequence[Region]) -> dict[str, str]:
@@ -68,7 +71,8 @@ class References:
 
         tensors = [region for region in planned if region.tensor != VALUES]  # those are read first
         likely = list(unchanged.candidates(self._known, tensors, is_untrained))
-        return unchanged.decide(self._known, planned, digests_of(captured, likely))
+        digests = {key: compact(each) for key, each in digests_of(captured, likely).items()}
+        return unchanged.decide(self._known, planned, digests)
 
     def reached(self, header: ShardHeader) -> tuple[FileEntry, ...]:
         """The older files that a new one refers to, which are there still.
@@ -91,10 +95,17 @@ class References:
     def committed(self, name: SnapshotName, file: FileEntry, header: ShardHeader) -> None:
         """This rank's `file` of the snapshot `name` is committed; `header` has its digests."""
         file = replace(file, name=f"{name}/{file.name}")
-        self._known = unchanged.committed(self._known, file, header.regions, header.references)
+        regions = [_compact(region) for region in header.regions]
+        self._known = unchanged.committed(self._known, file, regions, header.references)
 
     def _size(self, name: str) -> int | None:
         try:
             return self._tier.size(f"{SNAPSHOTS}/{name}")
         except UnusableSnapshot:
             return None
+
+
+def _compact(region: Region) -> Region:
+    """With one digest for all its blocks: that is enough to know whether anything changed."""
+    found = compact(region.digest)
+    return region if found == region.digest else replace(region, digest=found)

@@ -178,8 +178,7 @@ class Saver:
         self._copying.close()
         if not self.busy:
             self.arenas.close(keep=keep)
-        if not keep:
-            self._writer.close()
+            self._writer.close(keep=keep)
 
     def give_up(self) -> None:
         """The save in flight must not be committed any more, unless all is written already."""
@@ -247,13 +246,16 @@ class Saver:
             memory = self.arenas.memory
             with contextlib.suppress(NoArena):
                 shard = stage.stage(captured, planned, memory=memory, later=later, **how)
+                shard.descriptor = self.arenas.descriptor
                 self._copying.begin(shard)
                 return shard
         return stage.stream(captured, planned, **how)
 
     def _prepare(self) -> None:
         """Before the first save asks for it: to touch so much memory anew takes long."""
-        self.arenas.prepare(shard_bytes(self._registry, self._channel.world.size))
+        num_bytes = shard_bytes(self._registry, self._channel.world.size)
+        self.arenas.prepare(num_bytes)
+        self._writer.prepare(num_bytes)
 
     def _write(
         self,

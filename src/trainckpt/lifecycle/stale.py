@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainckpt.format.digest import compact
 from trainckpt.lifecycle.log import logger
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Stale:
         """Region -> digest, of parameters that some tracked optimizer should change."""
         stepped = self._registry.stepped_parameters()
         names = {name for name, parameter in stepped.items() if parameter.requires_grad}
-        return {r.key: r.digest for r in header.regions if r.tensor in names}
+        return {r.key: compact(r.digest) for r in header.regions if r.tensor in names}
 
 
 def unchanged(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

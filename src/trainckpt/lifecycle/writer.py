@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed, TrainckptError
+from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.manifest import Files, Manifest, TensorEntry
 from trainckpt.format.strict import canonical
@@ -26,6 +27,7 @@ from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import Receipt, write_shard, write_stream
 from trainckpt.snapshot.tables import check_whole, merge_tables, table_from_json, table_to_json
+from trainckpt.snapshot.write_beside import Lost, WriteBeside
 from trainckpt.state import stage
 from trainckpt.state.captured import VALUES
 
@@ -76,6 +78,8 @@ class Writer:
         self._files = files
         self._facts = facts
         self._log = log
+        self._beside = WriteBeside()
+        self._tables: tuple[Any, str] = None, ""  # what was published last, and its name
         self._superseded = False
         self._given_up = threading.Event()
 
@@ -107,11 +111,7 @@ class Writer:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
             reached = self._references.reached(shard.header)
-            if isinstance(shard, stage.Stream):
-                receipt = write_stream(self._tier, manifest.name, rank, shard.head, shard.blocks)
-            else:
-                receipt = write_shard(self._tier, manifest.name, rank, shard, finish())
-            receipt = replace(receipt, reached=reached)
+            receipt = replace(self._write_file(manifest.name, shard, finish()), reached=reached)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
             report["table"] = self._publish(entries)
@@ -129,6 +129,30 @@ class Writer:
             raise kind(str(verdict["error"]))
         self._references.committed(manifest.name, receipt.file, shard.header)
 
+    def _write_file(
+        self, name: SnapshotName, shard: stage.Shard | stage.Stream, copied: Iterator[int]
+    ) -> Receipt:
+        """This rank's file is on stable storage when it returns, and `shard.header` has digests."""
+        if isinstance(shard, stage.Stream):
+            return write_stream(self._tier, name, self._rank, shard.head, shard.blocks)
+        file = shard.descriptor
+        if file is not None and self._beside.takes(self._tier, len(shard.memory)):
+            try:
+                written = self._beside.write(self._tier, name, self._rank, shard, file, copied)
+            except Lost:
+                self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
+            else:
+                shard.header = written.header
+                return written.receipt
+        return write_shard(self._tier, name, self._rank, shard, copied)
+
+    def prepare(self, num_bytes: int) -> None:
+        """Files of about this size will be written: have the process that does it beside us."""
+        if self._beside.takes(self._tier, num_bytes):
+            threading.Thread(
+                target=self._beside.start, name="trainckpt-beside", daemon=True
+            ).start()
+
     def tidy(self, name: SnapshotName) -> None:
         """After the commit of `name`, which nobody waits for any more: record it, and prune."""
         self._keys.read(name.sequence)
@@ -136,9 +160,10 @@ class Writer:
             self._log.change(newest_commit=str(name))
             self._prune()
 
-    def close(self) -> None:
-        """The run is finished: no file will be written over."""
-        if self._rank == 0:
+    def close(self, *, keep: bool) -> None:
+        """The attempt is over; unless `keep`, the run too: no file will be written over."""
+        self._beside.close()
+        if self._rank == 0 and not keep:
             with contextlib.suppress(TrainckptError):
                 self._tier.clear_spares()
 
@@ -182,12 +207,15 @@ class Writer:
 
         Without the values, whose length differs from save to save: rank 0 has its own.
         """
+        if entries is self._tables[0]:
+            return self._tables[1]
         told = {name: entry for name, entry in entries.items() if name != VALUES}
         table = table_to_json(told)
         name = digest(canonical(table))
         key = f"tensors/{name}"
         if self._rank and self._background.peek(f"{key}/here") is None:
             self._background.put_all({key: table, f"{key}/here": True})
+        self._tables = entries, name
         return name
 
     def _all_tensors(

@@ -58,12 +58,15 @@ class InMemory(Protocol):
 
     Attributes:
         header: Laid out.
-        memory: The file's exact bytes, but for the head before that was asked for. At best it
-            begins at a page.
+        memory: The file's exact bytes, but for the head. At best it begins at a page.
     """
 
     header: ShardHeader
     memory: memoryview
+
+    @property
+    def top(self) -> memoryview:
+        """Where the head stands once it was asked for."""
 
     @property
     def head(self) -> bytes:
@@ -105,8 +108,8 @@ def write_shard(
         complete.set()
         if num_bytes > at:
             yield at, shard.memory[at:]
-        head.result()  # stands in the memory now
-        yield 0, shard.memory[:head_bytes]
+        head.result()  # stands there now
+        yield 0, shard.top
 
     def digest_head() -> str:
         complete.wait()
@@ -115,7 +118,9 @@ def write_shard(
     with _in_place(tier), ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
         try:
             head = digesting.submit(digest_head)
-            whole = digesting.submit(lambda: digest.digest(shard.memory))
+            whole = digesting.submit(
+                lambda: digest.digest_blocks([shard.top, shard.memory[head_bytes:]])
+            )
             tier.write_parts(f"{name.folder}/{file_name}", num_bytes, parts())
         finally:
             complete.set()  # whatever became of it, nobody waits any more

@@ -51,11 +51,18 @@ class Shard:
         header: Its digests are not known before `head` was asked for.
         memory: The file's exact bytes, once `head` was asked for.
         rest: What was not copied yet; must be before `head` is asked for.
+        descriptor: Of the file that the memory is, where it is one.
     """
 
     header: ShardHeader
     memory: memoryview
     rest: list[Piece] = field(default_factory=list)
+    descriptor: int | None = None
+
+    @property
+    def top(self) -> memoryview:
+        """Where `head` stands."""
+        return self.memory[: self.header.header_bytes]
 
     @cached_property
     def data(self) -> memoryview:

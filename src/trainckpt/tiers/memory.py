@@ -289,6 +289,11 @@ class Arena:
         return [f"{_SNAPSHOTS}/{p.parent.name}" for p in self._place.names_of(status.st_ino)]
 
     @property
+    def descriptor(self) -> int:
+        """Of its file, while it is open."""
+        return self._descriptor
+
+    @property
     def capacity_bytes(self) -> int:
         """Reserved, whether mapped or not."""
         return os.fstat(self._descriptor).st_blocks * 512

@@ -1,0 +1,88 @@
+"""Messages between a rank and the process that writes beside it: JSON, then bytes that it names.
+
+    8 bytes     length of the JSON, little-endian; with the first of a file, its descriptor
+    JSON        an object; `payload` is how many bytes follow it
+    payload
+
+Over a socket pair of this process and its child: nobody else can reach either end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any, NamedTuple
+
+PREFIX_BYTES = 8
+MOST_BYTES = 64 << 20  # of the JSON
+
+
+class Message(NamedTuple):
+    """What was received, but for its payload, which `receive_into` takes."""
+
+    body: dict[str, Any]
+    descriptor: int | None
+
+    @property
+    def payload_bytes(self) -> int:
+        """That must be taken before the next message."""
+        return int(self.body.get("payload", 0))
+
+
+def send(
+    to: socket.socket,
+    body: dict[str, Any],
+    payload: bytes | memoryview = b"",
+    descriptor: int | None = None,
+) -> None:
+    """Returns when all of it is on its way.
+
+    Raises:
+        OSError: the other end is gone.
+    """
+    text = json.dumps({**body, "payload": len(payload)}).encode()
+    prefix = len(text).to_bytes(PREFIX_BYTES, "little")
+    if descriptor is None:
+        to.sendall(prefix + text)
+    else:
+        sent = socket.send_fds(to, [prefix], [descriptor])
+        to.sendall(prefix[sent:] + text)
+    if len(payload):
+        to.sendall(payload)
+
+
+def receive(end: socket.socket) -> Message:
+    """The next message.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    prefix, descriptors, _, _ = socket.recv_fds(end, PREFIX_BYTES, 1)
+    descriptor = descriptors[0] if descriptors else None
+    try:
+        rest = bytearray(PREFIX_BYTES - len(prefix))
+        receive_into(end, memoryview(rest))
+        length = int.from_bytes(prefix + rest, "little")
+        text = bytearray(min(length, MOST_BYTES))
+        receive_into(end, memoryview(text))
+        body = json.loads(text)
+    except BaseException:
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
+    return Message(body, descriptor)
+
+
+def receive_into(end: socket.socket, into: memoryview) -> None:
+    """Fill `into`.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    at = 0
+    while at < len(into):
+        got = end.recv_into(into[at:])
+        if not got:
+            raise EOFError
+        at += got

@@ -1,0 +1,190 @@
+"""Write beside: hand a shard file in shared memory to the process that writes it. See there.
+
+If there can be no such process, or it is gone, the rank writes the file itself, as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainckpt.errors import SaveFailed, TierUnavailable
+from trainckpt.format import digest, shard_file
+from trainckpt.snapshot import messages
+from trainckpt.snapshot.save import Receipt
+from trainckpt.tiers.direct import address
+from trainckpt.tiers.disk import Disk
+from trainckpt.tiers.local import LocalTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.format.shard_file import ShardHeader
+    from trainckpt.snapshot.save import InMemory
+    from trainckpt.tiers.base import Tier
+
+FROM_BYTES = 64 << 20  # what is smaller is written before the other process has heard of it
+END_WITHIN_S = 5.0
+_MODULE = "trainckpt.snapshot.write_process"
+
+logger = logging.getLogger("trainckpt")
+
+
+class Lost(Exception):
+    """There is no such process, or not any more."""
+
+
+class Written(NamedTuple):
+    """A file on stable storage.
+
+    Attributes:
+        receipt: Of this rank.
+        header: With one digest for each region (`digest.compact`).
+    """
+
+    receipt: Receipt
+    header: ShardHeader
+
+
+class WriteBeside:
+    """This rank's side. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: socket.socket | None = None
+        self._starting = threading.Lock()
+        self._can = hasattr(socket, "send_fds") and os.name == "posix"
+        self._layout: ShardHeader | None = None  # that the process knows
+
+    def takes(self, tier: Tier, num_bytes: int) -> bool:
+        """Whether a file of this size is to be written there."""
+        plain = isinstance(tier, LocalTier) and type(tier.disk) is Disk
+        return self._can and plain and num_bytes >= FROM_BYTES
+
+    def start(self) -> None:
+        """Have the process; at best before it is needed. Any thread."""
+        with self._starting:
+            if self._process is None and self._can:
+                ours, theirs = socket.socketpair()
+                try:
+                    self._process = _launched(theirs.fileno())
+                    self._end = ours
+                except OSError as error:
+                    ours.close()
+                    self._give_up(str(error))
+                finally:
+                    theirs.close()
+
+    def write(
+        self,
+        tier: Tier,
+        name: SnapshotName,
+        rank: int,
+        shard: InMemory,
+        descriptor: int,
+        copied: Iterable[int],
+    ) -> Written:
+        """As `write_shard`; the head stands in the memory too when it returns.
+
+        Args:
+            tier, name, rank, shard, copied: As there.
+            descriptor: The file in memory that `shard` is.
+
+        Raises:
+            Lost: nothing was written by anybody; `copied` may have been begun.
+            SaveFailed, TierUnavailable: as there.
+        """
+        self.start()
+        end = self._end
+        if end is None:
+            raise Lost
+        try:
+            return self._write(end, tier, name, rank, shard, descriptor, copied)
+        except (EOFError, OSError) as error:
+            self.close()
+            self._give_up(str(error) or "it has ended")
+            raise Lost from error
+
+    def _write(
+        self,
+        end: socket.socket,
+        tier: Tier,
+        name: SnapshotName,
+        rank: int,
+        shard: InMemory,
+        descriptor: int,
+        copied: Iterable[int],
+    ) -> Written:
+        header, begin = shard.header, address(shard.memory) or 0
+        layout = b"" if header is self._layout else shard_file.build(header)
+        body = {"root": tier.url, "name": str(name), "rank": rank, "num_bytes": len(shard.memory)}
+        messages.send(end, body, layout, descriptor)
+        self._layout = header
+        try:
+            for behind in copied:
+                messages.send(end, {"behind": behind - begin})
+        except BaseException:
+            with contextlib.suppress(EOFError, OSError):  # then the next file finds out
+                messages.send(end, {"abandon": True})
+                self._reply(end, memoryview(b""))
+            raise
+        messages.send(end, {"complete": True})
+        reply = self._reply(end, shard.memory[: header.header_bytes])
+        for line in reply["said"]:
+            logger.info("%s", line)
+        if "error" in reply:
+            kind = TierUnavailable if reply["kind"] == "unavailable" else SaveFailed
+            raise kind(reply["error"], hint=reply["hint"])
+        found, each = reply["digests"], digest.NUM_HEX
+        digests = {
+            region.key: found[number * each : (number + 1) * each]
+            for number, region in enumerate(header.regions)
+        }
+        return Written(
+            Receipt.from_json(reply["receipt"]), shard_file.with_digests(header, digests)
+        )
+
+    @staticmethod
+    def _reply(end: socket.socket, head: memoryview) -> dict[str, Any]:
+        reply = messages.receive(end)
+        messages.receive_into(end, head[: reply.payload_bytes])
+        return reply.body
+
+    def close(self) -> None:
+        """The process ends; nothing it may still write means anything."""
+        with self._starting:
+            process, self._process = self._process, None
+            if self._end is not None:
+                self._end.close()
+                self._end = None
+            self._layout = None
+        if process is not None:
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_WITHIN_S)
+
+    def _give_up(self, why: str) -> None:
+        self._can = False
+        logger.warning("files are written by the ranks themselves from now on, which takes time "
+                       "from training: no process can do it beside them (%s)", why)  # fmt: skip
+
+
+def _launched(descriptor: int) -> subprocess.Popen[bytes]:
+    """Apart from the rank's process group, whose signals are not for it, and from its output."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE, str(descriptor)], env=variables, pass_fds=(descriptor,),
+        start_new_session=True, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip

@@ -1,0 +1,194 @@
+"""The write process: digests and writes a rank's shard files, beside the rank. No torch in it.
+
+    python -m trainckpt.snapshot.write_process DESCRIPTOR
+
+In the rank's own process every call of Python that digests or writes takes the interpreter away
+from training, which launches thousands of operations a step. Here it takes nothing but a core that
+is free. It reads the arena where it lies and changes nothing in it: the head goes back to the rank,
+so if that dies, whoever takes its memory next finds nobody writing there. Nothing it has written
+means anything before the ranks commit it.
+
+It hears no signals, and ends when its rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError
+from trainckpt.format import digest, shard_file
+from trainckpt.format.names import SnapshotName
+from trainckpt.snapshot import messages
+from trainckpt.snapshot.save import write_shard
+from trainckpt.tiers.direct import address, memory
+from trainckpt.tiers.local import LocalTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainckpt.format.shard_file import ShardHeader
+
+_DEAF_TO = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT")
+NICENESS = 5  # training goes first where there is no core to spare
+MAPPED = 2  # arenas that a rank may have
+
+
+class Abandoned(SaveFailed):
+    """The rank does not want the file any more."""
+
+
+class Mapped:
+    """A shard file in the memory of a rank; as `save.InMemory`."""
+
+    def __init__(self, header: ShardHeader, data: memoryview) -> None:
+        self.header, self.memory = header, data
+        self.top = memory(header.header_bytes)
+
+    @cached_property
+    def head(self) -> bytes:
+        """The file's first bytes. Digests everything."""
+        first = self.header.header_bytes
+        self.header = shard_file.with_digests(
+            self.header,
+            {
+                r.key: digest.digests_by_block(
+                    self.memory[first + r.first_byte : first + r.first_byte + r.num_bytes],
+                    shard_file.block_bytes(r.num_bytes),
+                )
+                for r in self.header.regions
+            },
+        )
+        found = shard_file.build(self.header)
+        self.top[:] = found
+        return found
+
+
+class WriteProcess:
+    """Serves one rank."""
+
+    def __init__(self, end: socket.socket, said: list[str]) -> None:
+        self._end, self._said = end, said
+        self._tiers: dict[str, LocalTier] = {}
+        self._mapped: dict[tuple[int, int, int], mmap.mmap] = {}
+        self._header: ShardHeader | None = None
+
+    def serve(self) -> None:
+        """One file after the other, until the rank is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                asked = messages.receive(self._end)
+                layout = bytearray(asked.payload_bytes)
+                messages.receive_into(self._end, memoryview(layout))
+                self._answer(asked, bytes(layout))
+
+    def _answer(self, asked: messages.Message, layout: bytes) -> None:
+        progress = self._progress()
+        self._said.clear()
+        try:
+            body, payload = self._write(asked, layout, progress)
+        except EOFError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the rank decides what becomes of it
+            for _ in _until_it_ends(progress):
+                pass  # what the rank still says of this file
+            body, payload = _told(error), memoryview(b"")
+        messages.send(self._end, {**body, "said": list(self._said)}, payload)
+
+    def _write(
+        self, asked: messages.Message, layout: bytes, progress: Iterator[int]
+    ) -> tuple[dict[str, Any], memoryview]:
+        body, descriptor = asked.body, asked.descriptor
+        assert descriptor is not None
+        try:
+            data = self._map(descriptor, body["num_bytes"])
+        finally:
+            os.close(descriptor)
+        if layout:
+            self._header = shard_file.parse(layout, "what a rank sent", file_bytes=len(data))
+        assert self._header is not None
+        name, tier = SnapshotName.parse(body["name"]), self._tier(body["root"])
+        assert name is not None
+        shard, begin = Mapped(self._header, data), address(data) or 0
+        copied = (begin + behind for behind in progress)
+        receipt = write_shard(tier, name, body["rank"], shard, copied)
+        found = "".join(digest.compact(region.digest) for region in shard.header.regions)
+        return {"receipt": receipt.to_json(), "digests": found}, shard.top
+
+    def _progress(self) -> Iterator[int]:
+        """Bytes of the file's beginning that are complete, as the rank goes on to say.
+
+        Raises:
+            Abandoned: in the end: it is not to be written.
+        """
+        while True:
+            body = messages.receive(self._end).body
+            if body.get("abandon"):
+                raise Abandoned("abandoned")
+            if body.get("complete"):
+                return
+            yield body["behind"]
+
+    def _tier(self, root: str) -> LocalTier:
+        return self._tiers.setdefault(root, LocalTier(root))
+
+    def _map(self, descriptor: int, num_bytes: int) -> memoryview:
+        status = os.fstat(descriptor)
+        key = status.st_dev, status.st_ino, status.st_size
+        found = self._mapped.pop(key, None)
+        if found is None:
+            found = mmap.mmap(descriptor, status.st_size)
+        self._mapped[key] = found  # now the last
+        for old in list(self._mapped)[:-MAPPED]:
+            del self._mapped[old]
+        return memoryview(found)[:num_bytes]
+
+
+def _until_it_ends(progress: Iterator[int]) -> Iterator[int]:
+    with contextlib.suppress(Abandoned):
+        yield from progress
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    kind = "unavailable" if isinstance(error, TierUnavailable) else "failed"
+    if isinstance(error, TrainckptError):
+        return {"error": error.message, "hint": error.hint, "kind": kind}
+    return {"error": f"{type(error).__name__}: {error}", "hint": "", "kind": kind}
+
+
+class _Kept(logging.Handler):
+    """What is logged here is said by the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def main(arguments: list[str]) -> int:
+    """Serve whoever holds the other end of this descriptor."""
+    for name in _DEAF_TO:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    kept = _Kept()
+    logger = logging.getLogger("trainckpt")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(kept)
+    with socket.socket(fileno=int(arguments[0])) as end:
+        WriteProcess(end, kept.said).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
