@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.memory import budget_bytes, num_cores
+from trainckpt.lifecycle.memory import (
+    available_bytes,
+    budget_bytes,
+    num_cores,
+    transient_bytes,
+)
 from trainckpt.state.stage import private_memory
 from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
@@ -44,7 +49,8 @@ class Room:
     """What one rank may take.
 
     Attributes:
-        budget: Bytes of memory for all its arenas; None: nobody knows a limit.
+        budget: Bytes of memory for all its arenas, by the option and by what is left; None: nobody
+            knows a limit.
         shared: Whether there is shared memory at all.
         shared_bytes: That are free there, what this rank has already included.
     """
@@ -116,7 +122,7 @@ class Arenas:
         self._preparing.start()
 
     def _touch(self, num_bytes: int) -> None:
-        kind, number = choose(self._room(), num_bytes)
+        kind, number = choose(self._room(num_bytes), num_bytes)
         if kind != SHARED:
             return
         self._find(number)
@@ -132,7 +138,7 @@ class Arenas:
             NoArena: not within the budget.
         """
         self._wait()
-        kind, number = choose(self._room(), num_bytes)
+        kind, number = choose(self._room(num_bytes), num_bytes)
         self._filled = None
         if kind == SHARED:
             given = self._shared(num_bytes, number)
@@ -143,8 +149,8 @@ class Arenas:
         if kind == STREAMED:
             self._say(
                 STREAMED,
-                f"no memory: {_size(num_bytes)} do not fit memory_budget, so training waits while "
-                "each file is written",
+                f"no memory: {_size(num_bytes)} do not fit memory_budget and what is left, so "
+                "training waits while each file is written",
             )
             raise NoArena
         self._close()
@@ -255,20 +261,30 @@ class Arenas:
             self._leave([arena])
             arena.remove()
 
-    def _room(self) -> Room:
+    def _room(self, num_bytes: int) -> Room:
+        own = sum(arena.capacity_bytes for arena in self._open)
+        shared = self._place is not None
+        left = free = 0
+        if self._place is not None:
+            try:
+                left = self._place.left_by(self._rank) if not self._open else 0
+                free = self._place.free_bytes // len(self._ranks)
+            except OSError:
+                shared = False
+        return Room(self._allowed(num_bytes, own + left), shared, free + own + left)
+
+    def _allowed(self, num_bytes: int, shared_bytes: int) -> int | None:
+        """What this rank may take in all, of which it may have some already."""
         budget = None
         if self._budget is not None:
             budget = budget_bytes(self._budget.share, self._budget.num_bytes)
         if budget is not None:
             budget //= len(self._ranks)
-        if self._place is None:
-            return Room(budget, shared=False)
-        try:
-            own = sum(arena.capacity_bytes for arena in self._open)
-            found = self._place.left_by(self._rank) if not self._open else 0
-            return Room(budget, True, self._place.free_bytes // len(self._ranks) + own + found)
-        except OSError:
-            return Room(budget, shared=False)
+        taken = max(shared_bytes, len(self._private))
+        if taken >= MAX_ARENAS * num_bytes or (left := available_bytes()) is None:
+            return budget
+        most = taken + max(left // len(self._ranks) - transient_bytes(), 0)
+        return most if budget is None else min(budget, most)
 
     def _close(self) -> None:
         self._leave(self._open)

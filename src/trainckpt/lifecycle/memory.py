@@ -1,26 +1,53 @@
-"""How much memory this process may plan with."""
+"""How much memory this process may plan with: what the host and its cgroups allow, and have left.
+
+A cgroup lies in others, and each may have a limit: Slurm and systemd limit inner ones, and a
+container may see its own as the outermost. What lies on tmpfs is charged to them too. Reserving
+more than is left raises no error there: the kernel ends a process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainckpt.tiers.memory import MemoryPlace
 
 DEFAULT_SHARE = 0.4
-
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+SPARE_BYTES = 64 << 20  # left free for whatever else there is
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# Of both versions: limit, what is taken, and what of that the kernel takes back when it needs it.
+_LIMIT = ("memory.max", "memory.limit_in_bytes")
+_TAKEN = ("memory.current", "memory.usage_in_bytes")
+_CACHE = ({"inactive_file", "active_file"}, {"total_inactive_file", "total_active_file"})
 
 
 def memory_limit_bytes() -> int | None:
-    """The smaller of the host's memory and the cgroup's limit; None where neither can be read."""
-    limits = [limit for limit in (_host_bytes(), *map(_read, _CGROUP_LIMITS)) if limit]
-    return min(limits, default=None)
+    """The smallest limit of the host and of our cgroups; None where none can be read."""
+    limits = [_host_bytes(), *(_number(group / _LIMIT[v]) for v, group in _cgroups())]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def available_bytes() -> int | None:
+    """What host and cgroups have left for all their processes; None where nobody says."""
+    found = [_fields(_PROC / "meminfo", {"MemAvailable:"}) * 1024 or None]
+    for version, group in _cgroups():
+        limit, taken = _number(group / _LIMIT[version]), _number(group / _TAKEN[version])
+        if limit is not None and taken is not None:
+            cache = _fields(group / "memory.stat", _CACHE[version])
+            found.append(limit - max(taken - cache, 0))
+    left = min((each for each in found if each is not None), default=None)
+    return None if left is None else max(left - SPARE_BYTES, 0)
+
+
+def transient_bytes() -> int:
+    """What this process has given back since it took most: it may take it again."""
+    status = _PROC / "self" / "status"
+    return max(_fields(status, {"VmHWM:"}) - _fields(status, {"VmRSS:"}), 0) * 1024
 
 
 def num_cores() -> int:
@@ -38,6 +65,17 @@ def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:
     return None if limit is None or share is None else int(limit * share)
 
 
+def has_room(place: MemoryPlace, num_bytes: int) -> bool:
+    """Whether so much may be brought into shared memory, what is there already given up for it."""
+    taken = place.num_bytes
+    room = [place.free_bytes + taken]
+    if (budget := budget_bytes(DEFAULT_SHARE, None)) is not None:
+        room.append(budget)
+    if (available := available_bytes()) is not None:
+        room.append(available + taken)
+    return num_bytes <= min(room)
+
+
 def _host_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -45,16 +83,33 @@ def _host_bytes() -> int | None:
         return None
 
 
-def _read(path: Path) -> int | None:
-    try:
+def _cgroups() -> Iterator[tuple[int, Path]]:
+    """Ours, and those it lies in, as far as they can be seen: 0 or 1 for the version, folder."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+    for line in lines:
+        number, controllers, own = [*line.split(":", 2), "", ""][:3]
+        version = 0 if number == "0" else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUPS / "memory" if version else _CGROUPS
+        folder = root / own.strip("/")  # in a container perhaps not to be seen by this name
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root):
+                yield version, group
+
+
+def _number(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
         text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() else None  # "max": none
+    return None
 
 
-def has_room(place: MemoryPlace, num_bytes: int) -> bool:
-    """Whether so much may be brought into shared memory, what is there already given up for it."""
-    budget = budget_bytes(DEFAULT_SHARE, None)
-    room = place.free_bytes + place.num_bytes
-    return num_bytes <= (room if budget is None else min(room, budget))
+def _fields(path: Path, names: set[str]) -> int:
+    """The sum of these lines' numbers; 0 where there are none."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = (line.split() for line in path.read_text().splitlines())
+        return sum(int(words[1]) for words in lines if len(words) > 1 and words[0] in names)
+    return 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -317,11 +318,18 @@ def private_memory(num_bytes: int) -> memoryview:
 
 
 def _page_aligned(num_bytes: int) -> torch.Tensor:
-    """Fresh memory that begins at a page, so that a disk can be written from it directly."""
-    page = shard_file.PAGE_BYTES
-    memory = torch.empty(num_bytes + page, dtype=torch.uint8)
-    first = -memory.data_ptr() % page
-    return memory[first : first + num_bytes]
+    """Fresh memory that begins at a page, so that a disk can be written from it directly.
+
+    Not malloc's: of that, each thread that ever asked for some would keep some to itself.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        page = shard_file.PAGE_BYTES
+        memory = torch.empty(num_bytes + page, dtype=torch.uint8)
+        first = -memory.data_ptr() % page
+        return memory[first : first + num_bytes]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    fresh = mmap.mmap(-1, num_bytes or 1, flags=flags)
+    return torch.frombuffer(fresh, dtype=torch.uint8)[:num_bytes]
 
 
 def _place(data: memoryview, region: Region) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""A cgroup with a limit of its own, of either version, where this user may make one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class Group:
+    """One group, that ends when nobody is in it any more."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was ever taken in it."""
+        names = ("memory.peak", "memory.max_usage_in_bytes")
+        found = [self.folder / name for name in names if (self.folder / name).exists()]
+        return int(found[0].read_text())
+
+    def enter(self) -> None:
+        """This process is in it from now on, with what it takes from now on."""
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextlib.contextmanager
+def made(limit_bytes: int) -> Iterator[Group]:
+    """A group whose processes may take so much memory, without swap.
+
+    Raises:
+        OSError: nobody may make one here.
+    """
+    version_2 = (_ROOT / "cgroup.controllers").exists()
+    parent = _ROOT if version_2 else _ROOT / "memory"
+    folder = parent / f"trainckpt-test-{os.getpid()}"
+    if version_2:
+        (parent / "cgroup.subtree_control").write_text("+memory")
+    folder.mkdir()
+    try:
+        name = "memory.max" if version_2 else "memory.limit_in_bytes"
+        (folder / name).write_text(str(limit_bytes))
+        yield Group(folder)
+    finally:
+        folder.rmdir()
+
+
+def why_not() -> str:
+    """Why none can be made here; "" if one can."""
+    try:
+        with made(1 << 30) as group:
+            group.peak_bytes  # noqa: B018 - it must be there
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except IndexError:
+        return "nothing tells the most that was taken in a cgroup"
+    return ""

@@ -1,0 +1,67 @@
+"""What may be planned with is the least that host and cgroups have, ours and those around it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainckpt.lifecycle import memory
+
+GB = 1 << 30
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory")
+V2 = ("memory.max", "memory.current", "inactive_file", "")
+OWN = {V1: "4:memory:/slurm/job\n9:name=systemd:/\n0::/\n", V2: "0::/slurm/job\n"}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Makes the files of a machine with 40 GB to spare and a cgroup in a cgroup."""
+    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_host_bytes", lambda: 64 * GB)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {40 << 20} kB\n")
+
+    def make(version, groups):
+        limit, taken, cache, root = version
+        (tmp_path / "proc/self/cgroup").write_text(OWN[version])
+        for path, (most, now, cached) in groups.items():
+            folder = tmp_path / "cgroup" / root / path
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / limit).write_text(f"{most}\n")
+            (folder / taken).write_text(f"{now}\n")
+            (folder / "memory.stat").write_text(f"cache 9\n{cache} {cached}\nshmem 5\n")
+
+    return make
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+def test_the_tightest_of_the_cgroups_around_us_counts(machine, version):
+    machine(version, {"slurm/job": (8 * GB, 5 * GB, GB), "slurm": (6 * GB, 5 * GB, 2 * GB)})
+    assert memory.memory_limit_bytes() == 6 * GB
+    assert memory.available_bytes() == 3 * GB - memory.SPARE_BYTES
+    assert memory.budget_bytes(0.5, None) == 3 * GB
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+def test_a_container_sees_its_own_cgroup_as_the_outermost(machine, version):
+    machine(version, {"": (2 * GB, GB, 0)})
+    assert memory.memory_limit_bytes() == 2 * GB
+    assert memory.available_bytes() == GB - memory.SPARE_BYTES
+
+
+def test_without_a_limit_it_is_the_host(machine):
+    machine(V2, {"slurm/job": ("max", 50 * GB, 0)})
+    assert memory.memory_limit_bytes() == 64 * GB
+    assert memory.available_bytes() == 40 * GB - memory.SPARE_BYTES
+
+
+def test_more_taken_than_allowed_leaves_nothing(machine):
+    machine(V1, {"slurm/job": (GB, 2 * GB, 0)})
+    assert memory.available_bytes() == 0
+
+
+def test_where_nothing_can_be_read_nobody_knows(machine, tmp_path):
+    (tmp_path / "proc/meminfo").unlink()
+    assert memory.available_bytes() is None
+    assert memory.transient_bytes() == 0
+    assert memory.memory_limit_bytes() == 64 * GB
