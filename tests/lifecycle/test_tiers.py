@@ -75,11 +75,12 @@ def test_a_tier_that_refuses_holds_up_nothing_is_said_once_and_told_to_who_waits
             assert told[0].wait("local") is told[0]
 
     tiers = [file / "far", tmp_path / "good"]
+    crashed(tmp_path / "run", 0)  # now it is known that no tier holds the run
     attempt(tmp_path / "run", tiers=tiers, durable="far", inside=save)
     assert caplog.text.count("the tier far lags behind") == 1
     assert usable(tmp_path / "good")[-1] == usable(tmp_path / "run")[-1]
-    assert record(tmp_path / "run", 1)["outcome"]["tiers"] == ["local", "good"]
-    assert record(tmp_path / "run", 1)["outcome"]["exit_code"] == 0
+    assert record(tmp_path / "run", 2)["outcome"]["tiers"] == ["local", "good"]
+    assert record(tmp_path / "run", 2)["outcome"]["exit_code"] == 0
 
 
 def test_what_a_killed_attempt_did_not_copy_is_copied_by_the_next_the_newest_and_tagged(tmp_path):
@@ -141,7 +142,8 @@ def test_a_flipped_bit_is_not_copied(tmp_path, caplog):
 def test_a_tier_of_another_run_is_left_alone(tmp_path, caplog):
     attempt(tmp_path / "other", epochs=1)
     before = files(tmp_path / "other")
-    attempt(tmp_path / "run", epochs=1, tiers=[tmp_path / "other"], resume="never")
+    crashed(tmp_path / "run", 0)
+    attempt(tmp_path / "run", epochs=1, tiers=[tmp_path / "other"])
     assert "holds another run" in caplog.text
     assert files(tmp_path / "other") == before
 

@@ -30,6 +30,7 @@ from trainckpt.tiers.patience import answer_within
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from trainckpt.lifecycle.reach import Reach
     from trainckpt.ranks.channel import Channel
     from trainckpt.tiers.local import LocalTier
 
@@ -67,7 +68,13 @@ def own_view() -> str:
 
 
 def attach(
-    tier: LocalTier, channel: Channel, seats: Sequence[Seat], mode: str, *, by_name: bool
+    tier: LocalTier,
+    channel: Channel,
+    seats: Sequence[Seat],
+    mode: str,
+    *,
+    by_name: bool,
+    reach: Reach | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
     """Look at the place. Every rank calls it.
 
@@ -77,6 +84,7 @@ def attach(
         seats: Of every rank, in rank order.
         mode: "auto", "required" or "never".
         by_name: A snapshot was asked for by name.
+        reach: The slower tiers: they may hold the run where the place has lost it.
 
     Returns:
         Id of the run, None if there is none yet; and (on rank 0) what the place can do.
@@ -96,12 +104,34 @@ def attach(
 
     looks = together(channel, "place/looks", look, RANKS_TIMEOUT_S)
     holders = [leader for leader in leaders if looks[leader]["run"] is not None]
+    lost = None
     if not holders:
+        lost = _elsewhere(reach, channel, must=mode != "never")
+    if not holders and lost is None:
         _must_be_new(tier, mode, looks[0]["evidence"], by_name=looks[0]["by name"])
     if len(leaders) > 1:
         _Tokens(tier, channel, seats, leaders, writer=(holders or leaders)[0]).compare()
     found = together(channel, "place/can", lambda: _measure(tier, rank), RANKS_TIMEOUT_S)
-    return looks[holders[0]]["run"] if holders else None, found[0]
+    if lost is not None:
+        adopted: str = lost
+        together(channel, "place/adopted", lambda: _adopt(reach, adopted, rank), RANKS_TIMEOUT_S)
+    return looks[holders[0]]["run"] if holders else lost, found[0]
+
+
+def _elsewhere(reach: Reach | None, channel: Channel, *, must: bool) -> str | None:
+    """The run that slower tiers hold, as rank 0 sees it."""
+    if reach is None or not reach.slower.tiers:
+        return None
+
+    def look() -> str | None:
+        return reach.find_run(must=must) if channel.world.rank == 0 else None
+
+    return together(channel, "place/elsewhere", look, RANKS_TIMEOUT_S)[0]
+
+
+def _adopt(reach: Reach | None, run: str, rank: int) -> None:
+    if rank == 0 and reach is not None:
+        reach.adopt(run)
 
 
 def _leaders(seats: Sequence[Seat]) -> list[int]:

@@ -30,6 +30,7 @@ from trainckpt.lifecycle.last_save import LastSave
 from trainckpt.lifecycle.load import put
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
+from trainckpt.lifecycle.reach import Reach
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
 from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.slower import Slower, open_slower
@@ -298,7 +299,8 @@ def _begin(crew: Crew, mode: str) -> Beginning:
                 crew.data_world.check(tracked.name, original)
         crew.registry.exclude(crew.options.exclude)
         capture(crew.registry)  # what cannot be stored is refused now, not at the first save
-        return begin(crew.tier, crew.channel, crew.registry, mode, on_claimed=claimed)
+        reach = Reach(crew.tier, crew.slower, crew.options.accept_older)
+        return begin(crew.tier, crew.channel, crew.registry, mode, claimed, reach)
     except BaseException:
         crew.last_words.stop()
         crew.watch.end()

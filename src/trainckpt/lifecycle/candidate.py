@@ -1,8 +1,9 @@
 """A candidate: one snapshot, read and verified by all ranks, or refused by all with the reasons.
 
 What all ranks of a host need is brought into its memory once, each rank its share of the files.
-Each file is read from this host's memory where it is there, and if anything in it does not match
-its digest, on any rank, all read the snapshot once more, without memory.
+Each file is read from this host's memory where it is there, else from the nearest tier. If anything
+does not match its digest, on any rank, all read the snapshot once more: first without memory, then,
+if there are several tiers, each file from the nearest copy that is good (`other_copies`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from trainckpt.errors import (
     StateMismatch,
     TierUnavailable,
     TrainckptError,
+    UnusableSnapshot,
 )
 from trainckpt.lifecycle import error_json
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.memory import has_room
+from trainckpt.lifecycle.other_copies import find_good_copies
 from trainckpt.lifecycle.read_state import read_state
 from trainckpt.lifecycle.read_together import offers, read_together
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.fetch import fetch, is_shared
+from trainckpt.snapshot.verify import files_of
+from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ class Candidate:
 
 
 def read_candidate(
-    tier: Tier,
+    tiers: Sequence[Tier],
     memory: MemoryPlace | None,
     channel: Channel,
     registry: Registry,
@@ -66,7 +71,7 @@ def read_candidate(
     """Read this rank's part. Every rank calls it, and all come to the same result.
 
     Args:
-        tier: The run's place.
+        tiers: That may hold it, nearest first: the run's place is the first one.
         memory: Of this host, if it has any of this run.
         channel: Fresh keys.
         registry: What is compared with it, and not touched.
@@ -77,32 +82,72 @@ def read_candidate(
         TierUnavailable: the run's place refused on any rank.
         StateMismatch: the script's objects differ from it on any rank.
     """
-    for scope, place in (("near", memory), ("far", None)):
-        near = NearTier(tier, place)
-        read = _Read(near, channel.world, registry, run, name)
+    chosen: dict[str, int] | None = None
+    for scope in ("near", "far", "other copies"):
+        place = memory if scope == "near" else None
+        ladder = Ladder(tiers, chosen)
+        near = NearTier(ladder, place)
+        read = _Read(near, ladder, channel.world, registry, run, name)
         part = channel.scoped(scope)
         try:
             if scope == "near":
-                _fetch_together(tier, place, part, run, name, local)
+                _fetch_together(ladder, place, part, run, name, local)
             results = _read(read, part, name)
         finally:
             near.close()
         reasons = list(dict.fromkeys(r["message"] for r in results if r["kind"] != "ok"))
         from_memory = any(r["near"] for r in results)
-        if not reasons or not from_memory:
+        if not reasons or scope == "other copies":
             break
-        if channel.world.rank == 0:
-            logger.warning("%s in memory is not good, reading it from %s: %s", name, tier.url,
-                           "; ".join(reasons)[:500])  # fmt: skip
+        if from_memory:
+            _say_memory_is_bad(channel, name, tiers[0], reasons)
+            continue
+        if len(tiers) == 1 or chosen is not None:
+            break
+        chosen, bad = find_good_copies(ladder, read.manifest, part)
+        reasons += bad
+        if chosen is None:
+            break
     if any(r["kind"] == "tier" for r in results):
         raise TierUnavailable("; ".join(reasons), hint="make the run's place readable again")
-    if from_memory and not reasons and channel.world.rank == 0:
-        logger.info("%s was read from memory", name)
+    if not reasons and channel.world.rank == 0:
+        _say_from_where(name, ladder, from_memory=from_memory)
     return Candidate(read.manifest, read.saved, reasons)
 
 
+def _say_memory_is_bad(
+    channel: Channel, name: SnapshotName, tier: Tier, reasons: Sequence[str]
+) -> None:
+    if channel.world.rank == 0:
+        logger.warning("%s in memory is not good, reading it from %s: %s", name, tier.url,
+                       "; ".join(reasons)[:500])  # fmt: skip
+
+
+def _say_from_where(name: SnapshotName, ladder: Ladder, *, from_memory: bool) -> None:
+    slower = sorted({number for number in ladder.read_from.values() if number})
+    if from_memory:
+        logger.info("%s was read from memory", name)
+    elif slower:
+        tiers = ", ".join(ladder.tiers[number].name for number in slower)
+        logger.info("%s was read from %s", name, tiers)
+
+
+def _load_manifest(ladder: Ladder, run: str, name: SnapshotName) -> Manifest:
+    """The manifest from the nearest tier where it is good; from now on its files can be found."""
+    errors: list[TrainckptError] = []
+    for tier in ladder.tiers:
+        try:
+            manifest = catalog.load_manifest(tier, run, name)
+        except (UnusableSnapshot, TierUnavailable) as error:
+            errors.append(error)
+            continue
+        ladder.sizes = {key: file.num_bytes for key, file in files_of(manifest)}
+        return manifest
+    raise next((e for e in errors if isinstance(e, TierUnavailable)), errors[0])
+
+
 def _fetch_together(
-    tier: Tier,
+    ladder: Ladder,
     place: MemoryPlace | None,
     channel: Channel,
     run: str,
@@ -121,11 +166,11 @@ def _fetch_together(
         )  # fmt: skip
     if place is not None and len(local) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
-            manifest = catalog.load_manifest(tier, run, name)
+            manifest = _load_manifest(ladder, run, name)
             total = sum(file.num_bytes for file in manifest.files)
             if total >= FETCHED_FROM_BYTES and is_shared(manifest) and has_room(place, total):
                 share = range(local.index(channel.world.rank), len(manifest.files), len(local))
-                fetch(tier, place, manifest, share)
+                fetch(ladder, place, manifest, share)
     channel.gather("fetched", True, RANKS_TIMEOUT_S)
 
 
@@ -149,8 +194,15 @@ class _Read:
     """
 
     def __init__(
-        self, tier: NearTier, world: World, registry: Registry, run: str, name: SnapshotName
+        self,
+        tier: NearTier,
+        ladder: Ladder,
+        world: World,
+        registry: Registry,
+        run: str,
+        name: SnapshotName,
     ) -> None:
+        self._ladder = ladder
         self.manifest: Manifest | None = None
         self.saved: Saved | None = None
         self._reading: Reading | None = None
@@ -170,7 +222,7 @@ class _Read:
         return self._result(lambda: self._together(channel, everyone))
 
     def _alone(self) -> dict[str, Any]:
-        self.manifest = catalog.load_manifest(self._tier, self._run, self._name)
+        self.manifest = _load_manifest(self._ladder, self._run, self._name)
         self._reading, self.saved = read_state(
             self._tier, self.manifest, self._registry, self._world
         )

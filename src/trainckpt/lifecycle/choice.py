@@ -53,9 +53,20 @@ class Choice:
     why_fresh: str = ""
 
 
-def choose(tier: Tier, run: str, before: Mapping[int, AttemptRecord]) -> Choice:
-    """Order the run's snapshots. `before` are the records of all earlier attempts."""
-    found = catalog.read_catalog(tier, run, before)
+def choose(
+    tier: Tier,
+    run: str,
+    before: Mapping[int, AttemptRecord],
+    found: tuple[catalog.Candidate, ...] | None = None,
+) -> Choice:
+    """Order the run's snapshots.
+
+    Args:
+        tier, run: The run's place, and its id.
+        before: The records of all earlier attempts.
+        found: What there is in all tiers; None: in the run's place.
+    """
+    found = catalog.read_catalog(tier, run, before) if found is None else found
     refused = {str(c.name): c.reason for c in found if not c.usable}
     usable = [c.name for c in found if c.usable]
     refused.update(_gone(before, found))

@@ -37,12 +37,13 @@ from trainckpt.lifecycle.candidate import read_candidate
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.reach import Reach
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import Manifest
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
+    from trainckpt.tiers.base import Tier
     from trainckpt.tiers.local import LocalTier
 
 
@@ -95,6 +97,7 @@ def begin(
     registry: Registry,
     mode: str,
     on_claimed: Callable[[int], None] = lambda _: None,
+    reach: Reach | None = None,
 ) -> Beginning:
     """Choose and read the snapshot this attempt begins from. Every rank calls it.
 
@@ -105,6 +108,7 @@ def begin(
         mode: "auto", "required" or "never".
         on_claimed: Called with the attempt's number before anything is read: from then on
             notices are heard, and all ranks are known to be there.
+        reach: The slower tiers, where it may be found too.
 
     Raises:
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
@@ -114,16 +118,18 @@ def begin(
     everyone = channel.gather("who", me, RANKS_TIMEOUT_S)
     _compare_lengths(channel, registry)
     seats = [Seat(host, view) for host, _, view in everyone]
-    run, can = attach(tier, channel, seats, mode, by_name=bool(os.environ.get(AT_VARIABLE)))
+    reach = reach or Reach(tier)
+    by_name = bool(os.environ.get(AT_VARIABLE))
+    run, can = attach(tier, channel, seats, mode, by_name=by_name, reach=reach)
     facts = {**launch.describe([(host, pid) for host, pid, _ in everyone]), "place": can}
     told = together(
-        channel, "begin", lambda: _look(tier, channel, run, facts, mode), RANKS_TIMEOUT_S
+        channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S
     )[0]
     record = AttemptRecord(told["attempt"], facts=facts)
     on_claimed(record.attempt)
     beginning = Beginning(told["run"], record, why_fresh=told["why_fresh"])
     try:
-        return _try_in_order(tier, channel, registry, beginning, told)
+        return _try_in_order(reach.open(told["tiers"]), channel, registry, beginning, told)
     except BaseException as error:
         if channel.world.rank == 0:
             record_refusal(tier, record, error, time.monotonic() - begun_s)
@@ -169,19 +175,26 @@ def _length(loader: Any) -> int:
 
 
 def _look(
-    tier: LocalTier, channel: Channel, run: str | None, facts: dict[str, Any], mode: str
+    reach: Reach, channel: Channel, run: str | None, facts: dict[str, Any], mode: str
 ) -> dict[str, Any]:
     """Rank 0: claim the attempt, and say which snapshots to try in which order."""
     if channel.world.rank != 0:
         return {}
+    tier = reach.place
     before = last_words.heard(tier, attempt_records.read_attempts(tier))
     run = run or attempt_records.found_run(tier)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts))
-    choice = _choose(tier, run, before, mode)
+    tiers = reach.look(run, before)
+    try:
+        choice = _choose(reach, run, before, mode)
+    except TrainckptError as error:
+        record_refusal(tier, record, error, 0.0)
+        raise
     lost = {str(n): choices.lost_since(before, str(n)) for n in choice.candidates}
     return {
         "run": run,
         "attempt": record.attempt,
+        "tiers": tiers,
         "candidates": [str(name) for name in choice.candidates],
         "refused": choice.refused,
         "why_fresh": choice.why_fresh,
@@ -190,22 +203,22 @@ def _look(
 
 
 def _choose(
-    tier: LocalTier, run: str, before: Mapping[int, AttemptRecord], mode: str
+    reach: Reach, run: str, before: Mapping[int, AttemptRecord], mode: str
 ) -> choices.Choice:
     if mode == "never":
         return choices.Choice(why_fresh="resume='never'")
     wanted = os.environ.get(AT_VARIABLE)
+    found = reach.candidates(run, before)
     if not wanted:
-        return choices.choose(tier, run, before)
-    chosen = catalog.find(catalog.read_catalog(tier, run, before), wanted)
+        reach.must_not_miss(found, before)
+        return choices.choose(reach.place, run, before, found)
+    chosen = catalog.find(found, wanted)
     if chosen.manifest is None:
         raise UnusableSnapshot(f"{chosen.name}: {chosen.reason}")
     return choices.Choice([chosen.name])
 
 
-def record_refusal(
-    tier: LocalTier, record: AttemptRecord, error: BaseException, seconds: float
-) -> None:
+def record_refusal(tier: Tier, record: AttemptRecord, error: BaseException, seconds: float) -> None:
     """Rank 0: the attempt ends before it began. Exit codes get lost, so its record says why."""
     code = error.code if isinstance(error, SystemExit) else 1
     code = error.exit_code if isinstance(error, TrainckptError) else code
@@ -226,7 +239,7 @@ def record_refusal(
 
 
 def _now_reading(
-    tier: LocalTier, channel: Channel, record: AttemptRecord, number: int, name: SnapshotName
+    tier: Tier, channel: Channel, record: AttemptRecord, number: int, name: SnapshotName
 ) -> AttemptRecord:
     """Record what is read next, before any rank reads it: the process may die of it."""
     record = record.with_(facts={**record.facts, choices.READING: str(name)})
@@ -242,7 +255,7 @@ def _now_reading(
 
 
 def _try_in_order(
-    tier: LocalTier,
+    tiers: Sequence[Tier],
     channel: Channel,
     registry: Registry,
     beginning: Beginning,
@@ -250,6 +263,7 @@ def _try_in_order(
 ) -> Beginning:
     refused = dict(told["refused"])
     names = [SnapshotName.parse(text) for text in told["candidates"]]
+    tier = tiers[0]
     memory = MemoryPlace.of(tier.url)
     hosts = beginning.record.facts["hosts"]
     local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
@@ -258,7 +272,7 @@ def _try_in_order(
         record = _now_reading(tier, channel, beginning.record, number, name)
         beginning = replace(beginning, record=record)
         part = channel.scoped(f"read/{number}")
-        read = read_candidate(tier, memory, part, registry, beginning.run, name, local)
+        read = read_candidate(tiers, memory, part, registry, beginning.run, name, local)
         if not read.reasons:
             lost = told["lost"].get(str(name))
             found = replace(beginning, manifest=read.manifest, saved=read.saved, refused=refused)

@@ -55,18 +55,18 @@ def open_slower(urls: Sequence[str], durable: str | None, local: Tier) -> Slower
     if os.environ.get(place.PROVE_VARIABLE):
         return Slower()  # a proof leaves the user's own tiers alone
     tiers: list[Tier] = []
-    seen = {_real(local): LOCAL}
+    seen = {_place(local): LOCAL}
     called: dict[str, str] = {LOCAL: LOCAL, local.url: LOCAL}
     for number, url in enumerate(urls):
         tier = _open(url, local)
-        if (real := _real(tier)) in seen:
+        if (found := _place(tier)) in seen:
             raise ConfigurationError(
-                f"tiers: {launch.redact_text(url)} is the place of the tier {seen[real]}",
+                f"tiers: {launch.redact_text(url)} is the place of the tier {seen[found]}",
                 hint="name each place once, and not the run's own",
             )
         tier.name = _free_name(url, [t.name for t in tiers], number)
         tiers.append(tier)
-        seen[real] = tier.name
+        seen[found] = tier.name
         called.update({tier.name: tier.name, url: tier.name, tier.url: tier.name})
     if durable is not None and durable not in called:
         raise ConfigurationError(
@@ -90,13 +90,13 @@ def recorded(
     names = {tier.name for tier in known}
     if os.environ.get(place.PROVE_VARIABLE):
         return (), []
-    there = {_real(t) for t in known} | {_real(local)}
+    there = {_place(t) for t in known} | {_place(local)}
     for name, url in _told(records):
         if launch.REDACTED in url:
             unknown += [name] if name not in names else []
             continue
         tier = place.open_other_place(url)
-        if _real(tier) not in there:
+        if _place(tier) not in there:
             tier.name = name
             found.append(tier)
     return tuple(found), unknown
@@ -122,8 +122,9 @@ def _told(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:
     return []
 
 
-def _real(tier: Tier) -> str:
-    return tier.url if "://" in tier.url else os.path.realpath(tier.url)
+def _place(tier: Tier) -> str:
+    """Names its place, as far as that can be known without a look at it: it may hang."""
+    return tier.url if "://" in tier.url else os.path.normpath(tier.url)
 
 
 def _open(url: str, local: Tier) -> Tier:

@@ -11,7 +11,7 @@ is no candidate, and not in the catalog: see `prune`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -23,10 +23,10 @@ from trainckpt.format.attempt import UNDECIDED
 from trainckpt.format.names import SnapshotName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.tiers.base import Readable, Tier
 
 NOT_COMMITTED = "not committed: a save that was cut short"
@@ -42,12 +42,14 @@ class Candidate:
         manifest: None if it is missing or damaged.
         usable: True if a resume may try it unasked.
         reason: Why not, else "".
+        tiers: Names of those that hold it whole; where none does, but all together, of those.
     """
 
     name: SnapshotName
     manifest: Manifest | None
     usable: bool
     reason: str = ""
+    tiers: tuple[str, ...] = ()
 
 
 def read_catalog(
@@ -58,14 +60,67 @@ def read_catalog(
     Raises:
         TierUnavailable: the tier denied a look; never reported as an empty catalog.
     """
-    found = [
-        name for name in map(SnapshotName.parse, tier.list(names.SNAPSHOTS)) if name is not None
-    ]
+    return read_copies((tier,), run, attempts)
+
+
+def read_copies(
+    tiers: Sequence[Tier], run: str, attempts: Mapping[int, AttemptRecord]
+) -> tuple[Candidate, ...]:
+    """All snapshots of the run in all of its tiers; as `read_catalog`.
+
+    A snapshot is one if a valid manifest of it is found, and each file it names, in any tier.
+    """
+    found: dict[SnapshotName, list[Tier]] = {}
+    for tier in tiers:
+        for name in map(SnapshotName.parse, tier.list(names.SNAPSHOTS)):
+            if name is not None:
+                found.setdefault(name, []).append(tier)
     reach = ancestry(attempts, found)
-    size = cache(tier.size)  # many may refer to one file
-    listed = [_look(tier, run, name, reach, size) for name in sorted(found, reverse=True)]
+    sizes = {tier.name: cache(tier.size) for tier in tiers}  # many may refer to one file
+    listed = []
+    for name in sorted(found, reverse=True):
+        looks = [(t.name, _look(t, run, name, reach, sizes[t.name])) for t in found[name]]
+        listed.append(_merged(looks, list(sizes.values()), reach))
     reached = {folder for candidate in listed for folder in reached_folders(candidate.manifest)}
     return tuple(c for c in listed if c.reason != NOT_COMMITTED or c.name not in reached)
+
+
+def _merged(
+    looks: Sequence[tuple[str, Candidate]],
+    sizes: Sequence[Callable[[str], int | None]],
+    reach: Mapping[int, float],
+) -> Candidate:
+    """What is known of one snapshot, by the tiers that have anything of it, nearest first."""
+    whole = [(tier, look) for tier, look in looks if look.reason in ("", ABANDONED)]
+    if whole:
+        return replace(whole[0][1], tiers=tuple(tier for tier, _ in whole))
+    committed = [(tier, look) for tier, look in looks if look.reason != NOT_COMMITTED]
+    if len(committed) < 2 and len(sizes) == 1:
+        return looks[0][1]
+    named = [(tier, look.manifest) for tier, look in committed if look.manifest is not None]
+    manifest = named[0][1] if named else None
+    why = "; ".join(f"{tier}: {look.reason}" for tier, look in committed) or NOT_COMMITTED
+    if manifest is None or not _is_there(manifest, sizes):
+        return Candidate(looks[0][1].name, manifest, usable=False, reason=why)
+    tiers = tuple(tier for tier, _ in named)
+    if _is_abandoned(manifest.name, reach):
+        return Candidate(manifest.name, manifest, usable=False, reason=ABANDONED, tiers=tiers)
+    return Candidate(manifest.name, manifest, usable=True, tiers=tiers)
+
+
+def _is_there(manifest: Manifest, sizes: Sequence[Callable[[str], int | None]]) -> bool:
+    """Whether each file is in some tier as long as it was written."""
+    return all(any(s(key) == file.num_bytes for s in sizes) for key, file in _files(manifest))
+
+
+def _is_abandoned(name: SnapshotName, reach: Mapping[int, float]) -> bool:
+    return name.sequence > reach.get(name.attempt, -1)
+
+
+def _files(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
+    own = ((f"{manifest.name.folder}/{file.name}", file) for file in manifest.files)
+    older = ((f"{names.SNAPSHOTS}/{file.name}", file) for file in manifest.reached)
+    return chain(own, older)
 
 
 def reached_folders(manifest: Manifest | None) -> set[SnapshotName]:
@@ -148,13 +203,11 @@ def _look(
         manifest = load_manifest(tier, run, name)
     except UnusableSnapshot as error:
         return Candidate(name, None, usable=False, reason=error.message)
-    own = ((f"{name.folder}/{file.name}", file) for file in manifest.files)
-    older = ((f"{names.SNAPSHOTS}/{file.name}", file) for file in manifest.reached)
-    for key, file in chain(own, older):
+    for key, file in _files(manifest):
         size = size_of(key)
         if size != file.num_bytes:
             what = "is missing" if size is None else f"has {size} bytes, not {file.num_bytes}"
             return Candidate(name, manifest, usable=False, reason=f"{file.name} {what}")
-    if name.sequence > reach.get(name.attempt, -1):
+    if _is_abandoned(name, reach):
         return Candidate(name, manifest, usable=False, reason=ABANDONED)
     return Candidate(name, manifest, usable=True)

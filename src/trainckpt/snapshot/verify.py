@@ -54,7 +54,7 @@ def verify(
     for key, file in files_of(manifest):
         checked = key, file.num_bytes, file.digest, file.header_digest
         if checked not in known:
-            known[checked] = _check(tier, key, file, progress)
+            known[checked] = check_file(tier, key, file, progress)
         found.append(_copy(tier, manifest, file.name, known[checked]))
     if manifest.reached and all(copy.ok for copy in found):
         reason = _referred(tier, manifest)
@@ -85,7 +85,13 @@ def _referred(tier: Tier, manifest: Manifest) -> str:
     return ""
 
 
-def _check(tier: Tier, key: str, file: FileEntry, progress: Callable[[int], None]) -> str:
+def check_file(
+    tier: Tier,
+    key: str,
+    file: FileEntry,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> str:
+    """Why one copy of a shard file is not what the manifest says; "" if it is."""
     try:
         size = tier.size(key)
         if size is None:

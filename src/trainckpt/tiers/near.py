@@ -15,7 +15,7 @@ from trainckpt.tiers.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.base import Readable
     from trainckpt.tiers.memory import Held, MemoryPlace
 
 
@@ -26,7 +26,7 @@ class NearTier:
         used: Files that were read from memory, sorted by when they were first asked for.
     """
 
-    def __init__(self, tier: Tier, place: MemoryPlace | None) -> None:
+    def __init__(self, tier: Readable, place: MemoryPlace | None) -> None:
         self.name, self.url = tier.name, tier.url
         self.used: list[str] = []
         self._tier = tier

@@ -1,0 +1,82 @@
+"""The ladder: one snapshot in several tiers, each of its files read from the nearest that holds it.
+
+Nearest is not good: whoever reads verifies every digest. If one does not match, all copies are
+looked through, and `chosen` says from then on which tier's copy of a file is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TierUnavailable, TrainckptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainckpt.tiers.base import Tier
+
+
+class Ladder:
+    """Reads of one snapshot.
+
+    Attributes:
+        tiers: Nearest first; the first one is the run's place.
+        sizes: Key -> its length, once that is known. A copy of another length is none.
+        read_from: Key -> number of the tier it was read from.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], chosen: Mapping[str, int] | None = None) -> None:
+        self.tiers = tuple(tiers)
+        self.name, self.url = tiers[0].name, tiers[0].url
+        self.sizes: Mapping[str, int] = {}
+        self.read_from: dict[str, int] = dict(chosen or {})
+
+    def size(self, key: str) -> int | None:
+        """Of the copy that would be read."""
+        return self._tier_of(key).size(key)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """See `base.Readable`."""
+        return self._tier_of(key).read(key, max_bytes=max_bytes)
+
+    def list(self, folder: str) -> list[str]:
+        """Of the run's place."""
+        return self.tiers[0].list(folder)
+
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
+        """See `base.Readable`."""
+        self._tier_of(key).read_into(key, first_byte, into)
+
+    def read_parts(
+        self, key: str, parts: Sequence[tuple[int, memoryview]], done: Callable[[int], None]
+    ) -> None:
+        """See `base.Readable`."""
+        self._tier_of(key).read_parts(key, parts, done)
+
+    def number_of(self, key: str) -> int:
+        """Which tier a file is read from."""
+        if key not in self.read_from:
+            self.read_from[key] = self._find(key)
+        return self.read_from[key]
+
+    def _tier_of(self, key: str) -> Tier:
+        return self.tiers[self.number_of(key)]
+
+    def _find(self, key: str) -> int:
+        """The nearest tier whose copy has the right length; the nearest, where none has."""
+        if len(self.tiers) == 1:
+            return 0
+        wanted = self.sizes.get(key)
+        silent: list[TrainckptError] = []
+        for number, tier in enumerate(self.tiers):
+            try:
+                size = tier.size(key)
+            except TrainckptError as error:
+                silent.append(error)
+                continue
+            if size is not None and size == (size if wanted is None else wanted):
+                return number
+        for refusal in silent:
+            if isinstance(refusal, TierUnavailable):
+                raise refusal
+        return 0
