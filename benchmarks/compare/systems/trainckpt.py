@@ -23,8 +23,9 @@ SPIN_S = 0.001
 
 
 class Trainckpt(System):
-    # after the first it tries two ways to copy, each twice, and keeps the better one
-    warm_saves = 5
+    # the first makes the arena, two prove what they copy; then it tries two ways to copy, each twice,
+    # and keeps the better one
+    warm_saves = 8
     remembers = True
 
     def begin(self, training: Training) -> None:

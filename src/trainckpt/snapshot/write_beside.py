@@ -76,7 +76,7 @@ class WriteBeside:
                 try:
                     self._process = _launched(theirs.fileno())
                     self._end = ours
-                except OSError as error:
+                except (OSError, ValueError, TypeError) as error:  # no interpreter to be found
                     ours.close()
                     self._give_up(str(error))
                 finally:
