@@ -23,8 +23,8 @@ SPIN_S = 0.001
 
 
 class Trainckpt(System):
-    # the first makes the arena, two prove what they copy; then it tries two ways to copy, each twice,
-    # and keeps the better one
+    # the first makes the arena, two prove what they copy; then it tries two ways to copy, each
+    # twice, and keeps the better one
     warm_saves = 8
     remembers = True
 
