@@ -52,7 +52,8 @@ def test_intervals(text, every):
         ("accumulate", 0),
             ("memory_budget", "much"), ("memory_budget", "0 %"), ("on_stop", "ignore"),
         ("exit_code", 0),
-        ("exit_code", 256), ("resume", "maybe"),
+        ("exit_code", 256), ("resume", "maybe"), ("redundancy", "xor:1"), ("redundancy", "twice"),
+        ("memory_every", "10 s"), ("memory_every", "auto"),
     ],
 )  # fmt: skip
 def test_what_is_unreadable_is_refused_with_what_to_type(name, value):

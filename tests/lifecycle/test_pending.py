@@ -70,7 +70,21 @@ def test_a_failure_is_raised_to_whoever_waits_for_any_moment():
     assert pending.ended
 
 
-@pytest.mark.parametrize("moment", ["partner", "tomorrow", ""])
+def test_a_save_that_others_keep_is_waited_for_and_one_that_they_do_not_says_why():
+    pending = PendingSave()
+    pending.reach(STAGED, "s1~1.1")
+    with pytest.raises(TimeoutError, match="partner after"):
+        pending.wait("partner", timeout_s=0.01)
+    pending.protect()
+    assert pending.wait("partner") is pending
+    pending.protect("no memory")
+    with pytest.raises(SaveFailed, match=r"s1~1\.1 is not held by other hosts: no memory"):
+        pending.wait("partner")
+    with pytest.raises(ConfigurationError, match="never reach"):
+        PendingSave().wait("partner")
+
+
+@pytest.mark.parametrize("moment", ["partners", "tomorrow", ""])
 def test_an_unknown_moment_is_refused(moment):
     with pytest.raises(ConfigurationError, match="no tier of this run reaches"):
         PendingSave().wait(moment)

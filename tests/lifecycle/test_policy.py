@@ -27,6 +27,16 @@ def test_the_multiple_a_run_resumed_from_is_not_due_again():
     assert due(Policy(Every(steps=3), 3, 0.0), [(3, 0), (4, 0), (6, 0)]) == [(6, 0)]
 
 
+def test_a_save_to_memory_is_due_where_none_to_the_place_is():
+    policy = Policy(Every(steps=4), 0, 0.0, memory_every=Every(steps=2))
+    found = {s: policy.how["in_memory"] for s in range(9) if policy.due_by_steps(s, 0)}
+    assert found == {2: True, 4: False, 6: True, 8: False}
+    by_time = Policy(Every(seconds=10), 0, 0.0, memory_every=Every(steps=2))
+    assert due(by_time, [(1, 0), (2, 0), (2, 1)]) == [(2, 0)]
+    assert by_time.due_by_time(10)
+    assert not due(Policy(Every(), 0, 0.0, memory_every=Every()), [(10, 0)])
+
+
 def test_time_counts_from_the_beginning_and_from_each_save():
     policy = Policy(Every(seconds=10, text="10 s"), 0, 100.0)
     assert [t for t in (100, 109.9, 110, 110.1, 119, 120.5, 130.4, 130.5)

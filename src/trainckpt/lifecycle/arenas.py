@@ -113,6 +113,11 @@ class Arenas:
         """That may copy at once: this rank's share of the cores."""
         return min(MAX_COPY_THREADS, max(1, num_cores() // len(self._ranks)))
 
+    @property
+    def are_two(self) -> bool:
+        """Whether the newest file is not overwritten before the next is complete."""
+        return len(self._open) >= MAX_ARENAS
+
     def prepare(self, num_bytes: int) -> None:
         """Have memory for a file of about this size touched, by a thread, before it is needed."""
         size = num_bytes + SPARE_BYTES

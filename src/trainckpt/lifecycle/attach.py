@@ -94,23 +94,23 @@ def attach(
             alike.
     """
     rank = channel.world.rank
-    leaders = _leaders(seats)
+    firsts = leaders(seats)
 
     def look() -> dict[str, Any]:
-        if rank not in leaders:
+        if rank not in firsts:
             return {}
         run = answer_within(tier.url, lambda: attempt_records.run_id(tier))
         return {"run": run, "evidence": launch.evidence_of_restart(), "by name": by_name}
 
     looks = together(channel, "place/looks", look, RANKS_TIMEOUT_S)
-    holders = [leader for leader in leaders if looks[leader]["run"] is not None]
+    holders = [leader for leader in firsts if looks[leader]["run"] is not None]
     lost = None
     if not holders:
         lost = _elsewhere(reach, channel, must=mode != "never")
     if not holders and lost is None:
         _must_be_new(tier, mode, looks[0]["evidence"], by_name=looks[0]["by name"])
-    if len(leaders) > 1:
-        _Tokens(tier, channel, seats, leaders, writer=(holders or leaders)[0]).compare()
+    if len(firsts) > 1:
+        _Tokens(tier, channel, seats, firsts, writer=(holders or firsts)[0]).compare()
     found = together(channel, "place/can", lambda: _measure(tier, rank), RANKS_TIMEOUT_S)
     if lost is not None:
         adopted: str = lost
@@ -134,7 +134,7 @@ def _adopt(reach: Reach | None, run: str, rank: int) -> None:
         reach.adopt(run)
 
 
-def _leaders(seats: Sequence[Seat]) -> list[int]:
+def leaders(seats: Sequence[Seat]) -> list[int]:
     """The first rank of each view, ascending."""
     first: dict[str, int] = {}
     for rank, seat in enumerate(seats):

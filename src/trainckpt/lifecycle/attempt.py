@@ -20,6 +20,7 @@ from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.contents import models_in
 from trainckpt.lifecycle.departure import Departure
+from trainckpt.lifecycle.domains import set_up
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.flush_work import Near, Work
 from trainckpt.lifecycle.flusher import Flusher
@@ -152,6 +153,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         crew.position.window_start,
     )  # fmt: skip
     saver.flushing = _flushing(crew, saver, log, facts)
+    hosts = beginning.record.facts["hosts"]
+    saver.protecting.protection = set_up(crew.options, crew.channel, crew.tier.url, hosts)
     departure = _departure(crew, saver, log)
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
@@ -167,8 +170,9 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)
     policy = Policy(
-        crew.options.every, crew.position.step, time.monotonic(), _interval(crew, beginning)
-    )
+        crew.options.every, crew.position.step, time.monotonic(), _interval(crew, beginning),
+        crew.options.memory_every,
+    )  # fmt: skip
     if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
         beginning = replace(beginning, saved=beginning.saved.without_state())
     saver.flushing.start()

@@ -322,7 +322,7 @@ class Checkpointer:
             self._seldom(evaluation=evaluation)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         if resumable and policy.due_by_steps(position.step, position.micro):
-            attempt.saver.save(position.cursor, policy.reason, (), PendingSave(), may_skip=True)
+            attempt.saver.save(position.cursor, policy.reason, (), PendingSave(), **policy.how)
             self._pace.leave(time.monotonic())
         self._watch.check()
         if policy.due_by_time(now_s) and self._world.rank == 0:

@@ -100,6 +100,7 @@ class LastSave:
         self, cursor: Cursor, reason: str, take: Take, deadline: Deadline
     ) -> SaveFailed | None:
         """Every rank calls it at the same boundary. Returns why there is no snapshot of it."""
+        self._saver.protecting.give_way()
         self._wait(deadline)
         in_flight = self._saver.busy
         snapshot, lost = self.standing(cursor)

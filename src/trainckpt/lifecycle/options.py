@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.duration import parse_duration
 from trainckpt.format.globs import parse_globs
+from trainckpt.snapshot.redundancy import Wish, parse_wish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,6 +70,9 @@ class Options:
         tiers: Slower tiers that snapshots are copied to, nearest first: URLs or directories.
         durable: Name or URL of the tier that the moment "durable" means; None: the last one.
         accept_older: Go on although a tier that does not answer may hold a newer snapshot.
+        redundancy: What ranks of other hosts keep of each rank's file, in memory.
+        failure_domain: What this host fails with, such as a rack; None: by itself.
+        memory_every: When to save to memory alone, between saves to the run's place.
         origins: Option -> where its value came from.
     """
 
@@ -89,6 +93,9 @@ class Options:
     tiers: tuple[str, ...]
     durable: str | None
     accept_older: bool
+    redundancy: Wish
+    failure_domain: str | None
+    memory_every: Every
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -169,6 +176,13 @@ def _optional_text(value: Any) -> str | None:
     if value in (None, "", "none"):
         return None
     return str(os.fspath(value))
+
+
+def _parse_memory_every(value: Any) -> Every:
+    every = _parse_every(value)
+    if every.seconds is not None or every.auto:
+        raise ValueError(value)
+    return every
 
 
 def _optional_globs(value: Any) -> tuple[str, ...]:
@@ -262,4 +276,11 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "tiers": (None, _parse_tiers, 'directories or URLs with commas, nearest first, or "none"'),
     "durable": (None, _optional_text, "the name of one of the tiers, or none"),
     "accept_older": (False, _yes_or_no, "true or false"),
+    "redundancy": (
+        "none",
+        lambda value: value if isinstance(value, Wish) else parse_wish(str(value)),
+        '"none", "partner", or a code such as "xor:8" or "rs:8+2"',
+    ),
+    "failure_domain": (None, _optional_text, 'a name such as "rack 7", or "none"'),
+    "memory_every": ("never", _parse_memory_every, '"1 step", "20 steps" or "never"'),
 }

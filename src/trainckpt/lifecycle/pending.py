@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REQUESTED, STAGED, COMMITTED, DURABLE = 0, 1, 2, 3
 MOMENTS = {"staged": STAGED, "local": COMMITTED, "durable": DURABLE}
+PARTNER = "partner"
+NO_PARTNER = "redundancy names no rank of another host"
 
 
 class PendingSave:
@@ -29,6 +31,7 @@ class PendingSave:
         snapshot: Full name of the snapshot, once it is staged.
         error: Why it failed, or None.
         not_durable: Why its last copy to the durable tier failed, or None.
+        unprotected: "" once other hosts hold it too, or why they do not; None: not known yet.
         settle: Called by the training thread before it waits: some copies are made beside it.
     """
 
@@ -36,6 +39,7 @@ class PendingSave:
         self.snapshot: str | None = None
         self.error: SaveFailed | None = None
         self.not_durable: SaveFailed | None = None
+        self.unprotected: str | None = None
         self.settle: Callable[[], None] = lambda: None
         self._training_thread = training_thread or threading.get_ident()
         self._reached = REQUESTED
@@ -43,7 +47,7 @@ class PendingSave:
         self._changed = threading.Condition()
 
     def wait(self, moment: str = "durable", timeout_s: float | None = None) -> PendingSave:
-        """Block until the save has reached `moment`: "staged", "local" or "durable".
+        """Block until the save has reached `moment`: "staged", "partner", "local" or "durable".
 
         Raises:
             SaveFailed: it did not commit; older snapshots stand. Of "durable": it was committed,
@@ -52,8 +56,10 @@ class PendingSave:
                 boundary while this is the thread that has to get there.
             TimeoutError: not reached within `timeout_s` seconds.
         """
+        if moment == PARTNER:
+            return self._wait_protected(timeout_s)
         if moment not in MOMENTS:
-            hint = "wait for staged, local or durable"
+            hint = "wait for staged, partner, local or durable"
             raise ConfigurationError(f"no tier of this run reaches the moment {moment!r}",
                                      hint=hint)  # fmt: skip
         if self._is_training_thread():
@@ -80,6 +86,25 @@ class PendingSave:
     def _why_not(self, wanted: int) -> SaveFailed | None:
         return self.error or (self.not_durable if wanted == DURABLE else None)
 
+    def _wait_protected(self, timeout_s: float | None) -> PendingSave:
+        self.wait("staged", timeout_s)
+        with self._changed:
+            known = self._changed.wait_for(
+                lambda: self.error is not None or self.unprotected is not None, timeout_s
+            )
+        if not known:
+            raise TimeoutError(f"the save has not reached {PARTNER} after {timeout_s} s")
+        if self.error is not None:
+            raise self.error
+        if self.unprotected == NO_PARTNER:
+            hint = 'redundancy="partner" on two hosts or more, or wait for another'
+            raise ConfigurationError(
+                f"no tier of this run reaches the moment {PARTNER!r}: {NO_PARTNER}", hint=hint
+            )
+        if self.unprotected:
+            raise SaveFailed(f"{self.snapshot} is not held by other hosts: {self.unprotected}")
+        return self
+
     @property
     def ended(self) -> bool:
         """True once it is committed or has failed."""
@@ -90,6 +115,12 @@ class PendingSave:
         with self._changed:
             self._reached = max(self._reached, state)
             self.snapshot = snapshot or self.snapshot
+            self._changed.notify_all()
+
+    def protect(self, why_not: str = "") -> None:
+        """Other hosts hold it too, or why they will not."""
+        with self._changed:
+            self.unprotected = why_not
             self._changed.notify_all()
 
     def fail(self, error: SaveFailed) -> None:

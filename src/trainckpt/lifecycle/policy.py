@@ -24,8 +24,14 @@ class Policy:
         begun_step: int,
         now_s: float,
         interval: Callable[[], float] = lambda: 0.0,
+        memory_every: Every | None = None,
     ) -> None:
-        """`interval` is asked for the next one, in seconds, where `every` is "auto"."""
+        """`interval` is asked for the next one, in seconds, where `every` is "auto".
+
+        `memory_every` is by steps: saves to memory, where none to the run's place is due.
+        """
+        self._memory = Policy(memory_every, begun_step, now_s) if memory_every else None
+        self._in_memory = False
         self._steps = every.steps
         self._interval = interval if every.auto else None
         self._seconds = interval() if every.auto else every.seconds
@@ -33,8 +39,19 @@ class Policy:
         self._multiple = begun_step // self._steps if self._steps else 0
         self._next_s = now_s + self._seconds if self._seconds else float("inf")
 
+    @property
+    def how(self) -> dict[str, bool]:
+        """How the save is to be taken that `due_by_steps` has just said is due."""
+        return {"may_skip": True, "in_memory": self._in_memory}
+
     def due_by_steps(self, step: int, micro: int) -> bool:
         """True once, at the first window's start at or beyond each multiple."""
+        in_memory = self._memory is not None and self._memory.due_by_steps(step, micro)
+        due = self._is_due(step, micro)
+        self._in_memory = in_memory and not due
+        return due or in_memory
+
+    def _is_due(self, step: int, micro: int) -> bool:
         if self._steps is None or micro:
             return False
         multiple = step // self._steps

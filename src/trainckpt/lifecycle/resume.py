@@ -1,6 +1,7 @@
 """Resume: claim an attempt, choose the snapshot, read it on every rank, or refuse with reasons.
 
     every rank   attaches to the place (`attach`)
+    all          bring what is newer in the hosts' memory to the place (`scavenge`)
     rank 0       claims the attempt's number, lists the candidates (`choice`)
     rank 0       records which candidate is read next, in case the process dies of it
     every rank   reads and verifies its part of the candidate; all bring their result
@@ -38,6 +39,7 @@ from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.reach import Reach
+from trainckpt.lifecycle.scavenge import scavenge
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.tiers.memory import MemoryPlace
@@ -121,6 +123,8 @@ def begin(
     reach = reach or Reach(tier)
     by_name = bool(os.environ.get(AT_VARIABLE))
     run, can = attach(tier, channel, seats, mode, by_name=by_name, reach=reach)
+    if run is not None and mode != "never":
+        scavenge(tier, channel, run, seats)
     facts = {**launch.describe([(host, pid) for host, pid, _ in everyone]), "place": can}
     told = together(
         channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S

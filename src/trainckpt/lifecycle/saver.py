@@ -31,6 +31,7 @@ from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.plans import Plans
+from trainckpt.lifecycle.protection import Protecting
 from trainckpt.lifecycle.references import References
 from trainckpt.lifecycle.stale import Stale
 from trainckpt.lifecycle.writer import RANKS_TIMEOUT_S, Facts, Writer
@@ -72,6 +73,7 @@ class Saver:
         skipped: Saves that all ranks have skipped, since one before was still being written.
         references: What of this rank need not be written.
         flushing: Who copies what is committed to slower tiers.
+        protecting: Who has other hosts keep what this one has.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Saver:
         self._window_start = window_start
         self._plans = Plans(channel.world.rank, channel.world.size)
         self._sequence = 0
+        self.protecting = Protecting(arenas, channel.world.rank)
+        self._in_memory = self._is_last = False  # the save in flight
         self._thread: threading.Thread | None = None
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
 
@@ -116,6 +120,7 @@ class Saver:
         *,
         last: bool = False,
         may_skip: bool = False,
+        in_memory: bool = False,
     ) -> PendingSave:
         """Take a snapshot now. Every rank calls it at the same boundary.
 
@@ -126,12 +131,14 @@ class Saver:
             pending: Is moved on.
             last: Nothing need be copied: the caller changes nothing before `wait` or `give_up`.
             may_skip: All skip it if on any rank the save before is far from being written.
+            in_memory: It stays in the memory of the hosts, and is not written to the run's place.
         """
         behind = may_skip and self._is_behind()
         if not behind:
             self.wait()
         begun_s = time.monotonic()
         self._sequence += 1
+        self._in_memory, self._is_last = in_memory, last
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         try:
             with self._registry.unchanged():
@@ -177,6 +184,7 @@ class Saver:
         """The attempt is over; `keep` what is in shared memory for the next one."""
         self._copying.close()
         if not self.busy:
+            self.protecting.close(keep=keep)
             self.arenas.close(keep=keep)
             self._writer.close(keep=keep)
 
@@ -237,7 +245,7 @@ class Saver:
         how: dict[str, Any] = {
             "rank": self._channel.world.rank,
             "world": self._channel.world.size,
-            "references": self.references.find(captured, planned),
+            "references": {} if self._in_memory else self.references.find(captured, planned),
         }
         if how["references"]:
             planned = [region for region in planned if region.key not in how["references"]]
@@ -266,7 +274,11 @@ class Saver:
     ) -> None:
         # background thread: no collectives here, only the store
         try:
-            self._writer.write(manifest, shard, entries, self._copying.finish)
+            in_memory = self._in_memory
+            self._writer.write(manifest, shard, entries, self._copying.finish, in_memory=in_memory)
+            if in_memory:
+                self.protecting.keep(manifest.name, self._writer.whole, shard, pending)
+                return
         except SaveFailed as error:
             self._failed(pending, manifest.name, error)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
@@ -283,6 +295,10 @@ class Saver:
             pending.reach(COMMITTED)
             self.flushing.committed(manifest, pending, num_bytes)
             self._writer.tidy(manifest.name)
+            if self._is_last:
+                pending.protect("it is the last, and committed")
+            else:
+                self.protecting.protect(manifest.name, self._writer.whole, shard, pending)
 
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
         logger.warning("save %s failed, training goes on: %s", name, error.message)

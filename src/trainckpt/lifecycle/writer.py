@@ -25,7 +25,7 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.save import Receipt, write_shard, write_stream
+from trainckpt.snapshot.save import Receipt, only_digested, write_shard, write_stream
 from trainckpt.snapshot.tables import check_whole, merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.write_beside import Lost, WriteBeside
 from trainckpt.state import stage
@@ -56,7 +56,13 @@ class Facts:
 
 
 class Writer:
-    """Writes and commits the snapshots of one attempt, one at a time."""
+    """Writes and commits the snapshots of one attempt, one at a time.
+
+    Attributes:
+        whole: Rank 0: the manifest of the last save on which all have reported.
+    """
+
+    whole: Manifest | None = None
 
     def __init__(
         self,
@@ -93,6 +99,8 @@ class Writer:
         shard: stage.Shard | stage.Stream,
         entries: dict[str, TensorEntry],
         finish: Callable[[], Iterator[int]],
+        *,
+        in_memory: bool = False,
     ) -> None:
         """Write this rank's file; returns once the snapshot is committed.
 
@@ -101,6 +109,7 @@ class Writer:
             shard: The file, once `finish` has ended.
             entries: Every tensor of this rank.
             finish: Completes the shard; gives addresses below which it is complete.
+            in_memory: Nothing is written nor committed: all only report on what they have.
 
         Raises:
             SaveFailed: it is not, on any rank.
@@ -111,7 +120,11 @@ class Writer:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
             reached = self._references.reached(shard.header)
-            receipt = replace(self._write_file(manifest.name, shard, finish()), reached=reached)
+            if in_memory:
+                receipt = self._in_memory(shard, finish())
+            else:
+                receipt = self._write_file(manifest.name, shard, finish())
+            receipt = replace(receipt, reached=reached)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
             report["table"] = self._publish(entries)
@@ -122,11 +135,14 @@ class Writer:
             self.tell(sequence, report)
             verdict = self._background.get(save_keys.verdict(sequence), RANKS_TIMEOUT_S)
         else:
-            verdict = self._commit(manifest, report, entries)
+            verdict = self._commit(manifest, report, entries, in_memory=in_memory)
             self.tell(sequence, verdict)
         if "error" in verdict:
             kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
             raise kind(str(verdict["error"]))
+        if in_memory:
+            self._keys.read(sequence)
+            return
         self._references.committed(manifest.name, receipt.file, shard.header)
 
     def _write_file(
@@ -167,13 +183,25 @@ class Writer:
             with contextlib.suppress(TrainckptError):
                 self._tier.clear_spares()
 
+    def _in_memory(self, shard: stage.Shard | stage.Stream, finishing: Iterator[int]) -> Receipt:
+        if isinstance(shard, stage.Stream):
+            raise SaveFailed("there is no memory in which it could stay", hint="memory_budget")
+        for _ in finishing:  # nobody reads it before it is complete
+            pass
+        return only_digested(self._rank, shard)
+
     def _must_be_wanted(self) -> None:
         """What was streamed from live tensors after `give_up` may be anything."""
         if self._given_up.is_set():
             raise SaveFailed("given up: the time was over")
 
     def _commit(
-        self, manifest: Manifest, own: dict[str, Any], entries: dict[str, TensorEntry]
+        self,
+        manifest: Manifest,
+        own: dict[str, Any],
+        entries: dict[str, TensorEntry],
+        *,
+        in_memory: bool,
     ) -> dict[str, Any]:
         """Rank 0: collect every report, then commit; returns what all ranks are told."""
         sequence = manifest.name.sequence
@@ -197,7 +225,9 @@ class Writer:
             files = Files.of([receipt.file for receipt in receipts])
             older = {file.name: file for receipt in receipts for file in receipt.reached}
             reached = tuple(older[name] for name in sorted(older))
-            commit(self._tier, replace(manifest, files=files, tensors=tensors, reached=reached))
+            self.whole = replace(manifest, files=files, tensors=tensors, reached=reached)
+            if not in_memory:
+                commit(self._tier, self.whole)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
         return {"ok": True}

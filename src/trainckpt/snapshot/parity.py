@@ -42,6 +42,11 @@ def _tables() -> tuple[list[int], list[int]]:
 _POWERS, _LOGS = _tables()
 
 
+def check_available() -> None:
+    """Raises `ConfigurationError` if NumPy is not installed."""
+    _numpy()
+
+
 def multiply(a: int, b: int) -> int:
     """Product in the field."""
     return _POWERS[_LOGS[a] + _LOGS[b]] if a and b else 0

@@ -90,14 +90,14 @@ class Stock:
     into: Mapping[int, memoryview] = field(default_factory=dict)
 
 
-def recover(left: Left, stock: Stock, rebuilder: int, group: Exchange) -> None:
+def recover(left: Left, stock: Stock, rebuilder: int, group: Exchange | None) -> None:
     """Rebuild all lost files of a set. All who take part call it alike.
 
     Args:
         left: What there is; enough.
         stock: What is here.
         rebuilder: Who gets the files, among those who take part.
-        group: Of them.
+        group: Of them; None: there is only one.
 
     Raises:
         NoAgreement: one of them is gone.
@@ -117,7 +117,7 @@ def _round(
     left: Left,
     stock: Stock,
     rebuilder: int,
-    group: Exchange,
+    group: Exchange | None,
     stripe: int,
     at: int,
     end: int,
@@ -142,7 +142,8 @@ def _round(
             part = memoryview(bytearray(last - begin if rebuilder == stock.me else 0))
             receives.append((who, number, part))
         present[number] = part
-    group.settle(group.begin(receives, sends))
+    if group is not None:
+        group.settle(group.begin(receives, sends))
     if rebuilder == stock.me:
         _compute(left, stock, stripe, at, end, present, lost)
 

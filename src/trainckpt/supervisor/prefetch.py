@@ -18,6 +18,7 @@ from trainckpt.lifecycle import choice, place
 from trainckpt.lifecycle.memory import has_room
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.fetch import fetch, is_shared
+from trainckpt.tiers import kept
 from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def bring(tier: LocalTier, memory: MemoryPlace, wanted: str | None) -> list[int]
     """Fetch the snapshot that a resume would choose now; ranks whose files came."""
     run = attempts.run_id(tier)
     manifest = _likely(tier, run, wanted) if run is not None else None
-    if manifest is None:
-        return []
+    if manifest is None or any(kept.MANIFEST in kept.files(memory, f) for f in memory.folders()):
+        return []  # what is in memory alone must not be overwritten before the ranks have seen it
     if not has_room(memory, sum(file.num_bytes for file in manifest.files)):
         return []
     return fetch(tier, memory, manifest, range(len(manifest.files)))

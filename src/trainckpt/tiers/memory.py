@@ -94,7 +94,10 @@ class MemoryPlace:
             MemoryTaken: another process has it.
             OSError: as the system reports it.
         """
-        path = self.path_of(rank, number)
+        return self.open_arena(self.path_of(rank, number))
+
+    def open_arena(self, path: Path) -> Arena:
+        """The arena of this file, among the others; errors as `arena`."""
         must_be_private(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
         try:

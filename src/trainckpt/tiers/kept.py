@@ -1,0 +1,109 @@
+"""Kept: what this host's memory holds for other hosts, beside the arenas of its own ranks.
+
+    arenas/copy00003.0, .1      a copy of rank 3's shard file; two, filled in turn
+    snapshots/<folder>/         the same by the names of what they hold, and
+        manifest.json           the snapshot's manifest: with it, hosts that have lost the run's
+                                place of sight still know what they have
+
+The one of the two that holds the newest snapshot is not touched before the other one is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from trainckpt.tiers.memory import MemoryTaken
+from trainckpt.tiers.private import must_be_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainckpt.tiers.memory import Arena, MemoryPlace
+
+MANIFEST = "manifest.json"
+
+
+class Slot:
+    """Two arenas for one kind of file, of which one may be filled."""
+
+    def __init__(self, place: MemoryPlace, name: str) -> None:
+        self._place, self._name = place, name
+        self._open: dict[int, Arena] = {}
+
+    def free(self, newest: str | None) -> Arena:
+        """The arena that does not hold the snapshot of this folder.
+
+        Raises:
+            OSError: both are taken by another process, or as the system reports it.
+        """
+        for number in range(2):
+            if number not in self._open:
+                path = self._place.root / "arenas" / f"{self._name}.{number}"
+                with contextlib.suppress(MemoryTaken):
+                    self._open[number] = self._place.open_arena(path)
+            arena = self._open.get(number)
+            if arena is not None and newest not in arena.holds():
+                return arena
+        raise MemoryTaken(f"{self._name} is in use by another process")
+
+    def release(self, newest: str | None) -> None:
+        """Take away the names of what belongs to other snapshots."""
+        for arena in self._open.values():
+            if newest not in arena.holds():
+                with contextlib.suppress(OSError):
+                    arena.retract()
+
+    def close(self, *, keep: bool) -> None:
+        """Let others have both; `keep` the bytes."""
+        for arena in self._open.values():
+            with contextlib.suppress(OSError):
+                if keep:
+                    arena.close()
+                else:
+                    arena.remove()
+        self._open.clear()
+
+
+def write_manifest(place: MemoryPlace, folder: str, data: bytes) -> None:
+    """Atomically; others find it whole or not at all."""
+    target = place.root / folder
+    must_be_private(target.parent)
+    must_be_private(target)
+    temporary = target / f".{secrets.token_hex(8)}"
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+            f.write(data)
+        temporary.replace(target / MANIFEST)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_manifest(place: MemoryPlace, folder: str, max_bytes: int) -> bytes | None:
+    """What was written; None if there is nothing, or more than that."""
+    try:
+        descriptor = os.open(place.root / folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(max_bytes + 1)
+    return data if len(data) <= max_bytes else None
+
+
+def release_manifests(place: MemoryPlace, keep: Iterable[str]) -> None:
+    """Forget the manifests of all other snapshots."""
+    kept = set(keep)
+    for folder in place.folders():
+        if folder not in kept:
+            with contextlib.suppress(OSError):
+                (place.root / folder / MANIFEST).unlink(missing_ok=True)
+                (place.root / folder).rmdir()  # if nothing else is held of it
+
+
+def files(place: MemoryPlace, folder: str) -> list[str]:
+    """Names of what is held of one snapshot, the manifest included; sorted."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in (place.root / folder).iterdir())
+    return []

@@ -1,0 +1,83 @@
+"""Saves that stay in this host's memory, and what the next attempt makes of them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.lifecycle.test_memory_tier import flip
+from tests.lifecycle.training import attempt, crashed, usable
+from trainckpt.lifecycle.domains import domains_of
+from trainckpt.supervisor.prefetch import bring
+from trainckpt.tiers import kept
+from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.memory import ROOT_VARIABLE, MemoryPlace
+
+CRASH_AT = 9  # after four steps
+SAVING = {"epochs": 3, "every": "3 steps", "memory_every": "1 step"}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The end of the run that never stopped."""
+    parts, _ = attempt(tmp_path_factory.mktemp("straight"), epochs=3)
+    return parts.state()
+
+
+def shard_file(place):
+    """Of the newest snapshot in memory whose manifest is there."""
+    memory = MemoryPlace.found(str(place))
+    (folder,) = [f for f in memory.folders() if kept.MANIFEST in kept.files(memory, f)]
+    return memory.root / folder / "rank00000.safetensors"
+
+
+def test_a_crashed_run_goes_on_from_the_step_it_had_in_memory(tmp_path, straight, caplog):
+    crashed(tmp_path, CRASH_AT, **SAVING)
+    assert usable(tmp_path) == ["s3~1.3"]
+    assert bring(LocalTier(tmp_path), MemoryPlace.found(str(tmp_path)), None) == []
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        parts, ckpt = attempt(tmp_path, **SAVING)
+    assert "s4~1.4 was kept in memory alone, and is now in" in caplog.text
+    assert str(ckpt._attempt.beginning.manifest.name) == "s4~1.4"
+    assert "s4~1.4 was read from memory" in caplog.text
+    assert parts.state() == straight
+    assert MemoryPlace.found(str(tmp_path)) is None  # finished: given back
+
+
+@pytest.mark.parametrize("spoil", ["file", "manifest", "gone"])
+def test_what_is_not_good_in_memory_is_passed_over_with_the_reason(
+    tmp_path, straight, caplog, spoil
+):
+    crashed(tmp_path, CRASH_AT, **SAVING)
+    file = shard_file(tmp_path)
+    if spoil == "gone":
+        file.unlink()
+    else:
+        flip(file if spoil == "file" else file.with_name(kept.MANIFEST), 100)
+    parts, ckpt = attempt(tmp_path, **SAVING)
+    assert "s4~1.4, kept in memory, is not whole any more" in caplog.text
+    assert str(ckpt._attempt.beginning.manifest.name) == "s3~1.3"
+    assert parts.state() == straight
+
+
+def test_memory_that_is_older_than_the_newest_commit_is_left(tmp_path, straight, caplog):
+    crashed(tmp_path, CRASH_AT - 2, **SAVING)  # the commit of step 3 is the newest
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        parts, ckpt = attempt(tmp_path, **SAVING)
+    assert "in memory alone" not in caplog.text
+    assert str(ckpt._attempt.beginning.manifest.name) == "s3~1.3"
+    assert parts.state() == straight
+
+
+def test_without_shared_memory_for_two_files_nothing_is_kept_and_that_is_said(
+    tmp_path, straight, caplog, monkeypatch
+):
+    monkeypatch.setenv(ROOT_VARIABLE, "none")
+    parts, _ = attempt(tmp_path, **SAVING)
+    assert "other hosts do not hold s1~1.1: rank 0 has not the shared memory for it" in caplog.text
+    assert parts.state() == straight
+
+
+def test_ranks_of_one_host_are_in_one_domain_whatever_they_say():
+    assert domains_of(["a", "a", "b", "c"], ["r1", "r2", "r1", ""]) == ["r1", "r1", "r1", "host c"]
