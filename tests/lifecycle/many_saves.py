@@ -9,6 +9,7 @@ Every other save is overlapped with training, every other is copied at the bound
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from torch import nn
 from trainckpt import Checkpointer
 from trainckpt.lifecycle import copying
 from trainckpt.lifecycle.copy_choice import OVERLAP, PLAIN
+from trainckpt.snapshot import write_beside
 from trainckpt.snapshot.attempts import read_attempts, run_id
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.tiers.local import LocalTier
@@ -31,7 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WARM_UP = 50  # saves after which nothing may grow any more
-KINDS = {"shared": "40 %", "private": "40 %", "none": "1 kb"}  # of memory -> its budget
+# Of memory -> its budget; "beside" is shared memory whose files another process writes.
+KINDS = {"beside": "40 %", "shared": "40 %", "private": "40 %", "none": "1 kb"}
+SHARED = ("beside", "shared")
+BESIDE_FROM_BYTES = 1 << 20
 
 
 def by_turns() -> Callable[[copying.CopyChoice], str]:
@@ -40,14 +45,27 @@ def by_turns() -> Callable[[copying.CopyChoice], str]:
     return lambda _: next(kinds)
 
 
+def children() -> list[str]:
+    """Processes that this one has started, by any of its threads."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # that thread has just ended
+            found += (task / "children").read_text().split()
+    return found
+
+
 def held(place: str, ckpt: Checkpointer) -> dict[str, int]:
     """What this process, its memory place, its run and the ranks' store hold now."""
     memory = MemoryPlace.found(place)
     maps = Path("/proc/self/maps").read_text().splitlines()
     snapshots = Path(place) / "snapshots"
+    ours = children()
+    others = [Path("/proc") / pid / "fd" for pid in ours]
     return {
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
         "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+        "processes": len(ours),
+        "their descriptors": sum(1 for folder in others for _ in folder.iterdir()),
         "arenas mapped": sum("/arenas/" in line for line in maps),
         "mappings": len(maps),
         "memory bytes": memory.num_bytes if memory else 0,
@@ -99,7 +117,8 @@ def main() -> None:
     root, report = os.environ.get(ROOT_VARIABLE), {}
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         for kind in asked.kinds.split(","):
-            shared = kind == "shared"
+            shared = kind in SHARED
+            write_beside.FROM_BYTES = BESIDE_FROM_BYTES if kind == "beside" else 1 << 40
             os.environ.update({ROOT_VARIABLE: root} if shared and root else {})
             os.environ.update({} if shared else {ROOT_VARIABLE: NONE})
             place = str(Path(folder) / kind)

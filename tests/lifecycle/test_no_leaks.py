@@ -10,8 +10,9 @@ import tempfile
 
 import pytest
 
-from tests.lifecycle.many_saves import KINDS, by_turns, save_often
+from tests.lifecycle.many_saves import BESIDE_FROM_BYTES, KINDS, SHARED, by_turns, save_often
 from trainckpt.lifecycle import copying
+from trainckpt.snapshot import write_beside
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE, MemoryPlace
 
 SAVES, WARM_UP = 60, 20
@@ -29,12 +30,15 @@ def place():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saves_leave_no_memory_descriptors_threads_or_files_behind(place, monkeypatch, kind):
-    if kind != "shared":
+    if kind not in SHARED:
         monkeypatch.setenv(ROOT_VARIABLE, NONE)
+    from_bytes = BESIDE_FROM_BYTES if kind == "beside" else 1 << 40
+    monkeypatch.setattr(write_beside, "FROM_BYTES", from_bytes)
     monkeypatch.setattr(copying.CopyChoice, "next", by_turns())
     first, last = save_often(place, KINDS[kind], SAVES, warm_up=WARM_UP)
     assert last["saves"] - first["saves"] == SAVES - WARM_UP
-    assert first["memory bytes"] > 2 * SHARD_BYTES or kind != "shared"
+    assert first["memory bytes"] > 2 * SHARD_BYTES or kind not in SHARED
+    assert (last["processes"] > 0) == (kind == "beside")
     grown = {k: (first[k], last[k]) for k in last if last[k] > first[k] + MAY_GROW.get(k, 0)}
     assert grown.keys() == {"saves"}
     assert MemoryPlace.found(place) is None
