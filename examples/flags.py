@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -49,8 +48,6 @@ def parser(doc: str, run: str, layouts: Sequence[str] = ("none", "ddp")) -> argp
 def parse(flags: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, and refuse what cannot work yet."""
     args = flags.parse_args()
-    if re.match(r"(?!file:)[\w+.-]+://", args.run):
-        raise ConfigurationError(f"--run {args.run}: remote places are not supported yet (issue 6)")
     if args.parallel == "none" and WORLD > 1:
         raise ConfigurationError(f"--parallel none is one process, torchrun started {WORLD}")
     for name in ("steps", "accumulate", "save_every", "batch_size"):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import s3_servers
+
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -56,6 +58,31 @@ def _process_state():
         "folder": Path.cwd(),
         "group": bool(distributed and distributed.is_initialized()),
     }
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory):
+    """An S3 server, for all tests of this process: each has a prefix of its own."""
+    with s3_servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server():
+    with s3_servers.moto() as server:
+        s3_servers.make_bucket(server)
+        yield server
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Makes a server, or a proxy before it, the one that clients of this process find."""
+
+    def go(server, port=None):
+        for name, value in server.environment(port).items():
+            monkeypatch.setenv(name, value)
+
+    return go
 
 
 # A run that a test stops must not ask for the job or pod in which the tests themselves run.

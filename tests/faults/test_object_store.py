@@ -6,7 +6,6 @@ from itertools import cycle, pairwise
 
 import pytest
 
-from tests import s3_servers
 from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
 from tests.snapshot.written import committed, written
 from trainckpt.errors import TrainckptError, UnusableSnapshot
@@ -24,17 +23,11 @@ DATA = memoryview(bytes(range(256)) * 400)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with s3_servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server, request):
+def client(rclone_server):
     """A client through a proxy, and the proxy."""
     patch = pytest.MonkeyPatch()
-    with proxy(server.port) as between:
-        for name, value in server.environment(between.port).items():
+    with proxy(rclone_server.port) as between:
+        for name, value in rclone_server.environment(between.port).items():
             patch.setenv(name, value)
         filesystem = s3fs.S3FileSystem(skip_instance_cache=True, **s3_client.options({}))
         yield s3_client.S3Client(filesystem), between
@@ -127,7 +120,7 @@ def test_a_store_that_fails_from_a_request_on_keeps_what_there_was_and_takes_wha
     assert usable(tier) == expected
 
 
-def test_a_created_name_is_ours_though_the_answer_was_lost(client, server):
+def test_a_created_name_is_ours_though_the_answer_was_lost(client):
     client, between = client
     tier = tier_of(client, root="created")
     between.reset()
@@ -175,10 +168,10 @@ def test_a_bucket_that_is_not_there_is_no_empty_place(client):
         assert "make the bucket" in caught.value.hint
 
 
-def test_wrong_credentials_are_refused_at_once(server):
+def test_wrong_credentials_are_refused_at_once(rclone_server):
     filesystem = s3fs.S3FileSystem(
         key="somebody-else-entirely", secret="wrong-secret-key", skip_instance_cache=True,
-        endpoint_url=f"http://127.0.0.1:{server.port}", **s3_client.options({}),
+        endpoint_url=f"http://127.0.0.1:{rclone_server.port}", **s3_client.options({}),
     )  # fmt: skip
     tier = tier_of(s3_client.S3Client(filesystem))
     with pytest.raises(TrainckptError) as caught:

@@ -107,6 +107,13 @@ def test_the_hint_says_what_to_do(calls):
         assert hint in caught.value.hint
 
 
+def test_a_library_that_finds_no_credentials_says_so(calls):
+    NoCredentialsError = type("NoCredentialsError", (Exception,), {})  # noqa: N806 - as botocore's
+    with pytest.raises(TierUnavailable) as caught:
+        calls.make("look", Store(NoCredentialsError("Unable to locate credentials")))
+    assert "credentials in the environment" in caught.value.hint
+
+
 def test_pauses_double_up_to_a_bound_and_are_drawn_below_it(clock):
     draws = iter([0.5, 0.0, 1.0] + [1.0] * 20)
     calls = Calls("s3://b/r", clock=clock, sleep=clock.sleep, draw=lambda: next(draws))

@@ -14,12 +14,13 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import show
+from trainckpt.cli import doctor_store, show
 from trainckpt.errors import TierUnavailable, TrainckptError
 from trainckpt.lifecycle import heartbeat, place, source
 from trainckpt.lifecycle.machine import Item, examine
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.tiers import capabilities
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainckpt.tiers.capabilities import Capabilities
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 PROBE_BYTES = 64 << 20
 PLACE = "run's place"
@@ -61,8 +62,11 @@ def _row(item: Item) -> tuple[str, ...]:
     return (item.name, verdict, item.value, "" if item.ok else item.cure)
 
 
-def _place(tier: LocalTier) -> list[Item]:
+def _place(tier: Place) -> list[Item]:
     """What the run's place can do, and what is there. Every file is gone again."""
+    if not isinstance(tier, LocalTier):
+        items = doctor_store.examine(tier)
+        return [*items, *_run(tier, -1)] if items[0].ok else items
     try:
         folder = answer_within(tier.url, lambda: _nearest(tier.root))
         scratch = folder / f".tmp-doctor-{secrets.token_hex(8)}"
@@ -76,7 +80,7 @@ def _place(tier: LocalTier) -> list[Item]:
     new = "" if folder == tier.root else f"; {tier.url} is not there yet"
     where = Item(PLACE, ok=True, value=f"{folder} can be read and written{new}")
     speeds = _speeds(write_s, read_s)
-    return [where, *_abilities(found), speeds, *_run(tier, found)]
+    return [where, *_abilities(found), speeds, *_run(tier, found.free_bytes)]
 
 
 def _nearest(path: Path) -> Path:
@@ -154,7 +158,7 @@ def _abilities(found: Capabilities) -> list[Item]:
     ]  # fmt: skip
 
 
-def _run(tier: LocalTier, found: Capabilities) -> list[Item]:
+def _run(tier: Place, free_bytes: int) -> list[Item]:
     """The run that is there, if any; and room for its next snapshots."""
     try:
         run = attempts.run_id(tier)
@@ -162,8 +166,8 @@ def _run(tier: LocalTier, found: Capabilities) -> list[Item]:
     except TrainckptError as error:
         return [Item("run", ok=False, value=error.message, cure=error.hint)]
     largest = max((c.manifest.num_bytes for c in candidates if c.manifest), default=0)
-    room = found.free_bytes < 0 or found.free_bytes >= 2 * largest
-    free = show.size(found.free_bytes) if found.free_bytes >= 0 else "not known"
+    room = free_bytes < 0 or free_bytes >= 2 * largest
+    free = show.size(free_bytes) if free_bytes >= 0 else "not known"
     needs = f", the largest snapshot has {show.size(largest)}" if largest else ""
     items = [Item("free space", room, f"{free}{needs}", "free space there, or lower keep_last")]
     if run is None:
@@ -182,7 +186,7 @@ def _run(tier: LocalTier, found: Capabilities) -> list[Item]:
     return [*items, _live(tier)]
 
 
-def _live(tier: LocalTier) -> Item:
+def _live(tier: Place) -> Item:
     for number, record in sorted(attempts.read_attempts(tier).items(), reverse=True):
         age = None if record.outcome else heartbeat.age_s(tier, number)
         if age is not None and age < heartbeat.ALIVE_S:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 ATTEMPT_COLUMNS = ("attempt", "began from", "ranks", "started", "how it is", "exit code",
                    "newest commit")  # fmt: skip
@@ -92,13 +92,13 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable)
 
 
-def _attempts(tier: LocalTier) -> list[dict[str, Any]]:
+def _attempts(tier: Place) -> list[dict[str, Any]]:
     """What the attempts' records say, newest first; of those without an outcome, who is alive."""
     records = sorted(attempts.read_attempts(tier).items(), reverse=True)
     return [_attempt(tier, record) for _, record in records]
 
 
-def _attempt(tier: LocalTier, record: AttemptRecord) -> dict[str, Any]:
+def _attempt(tier: Place, record: AttemptRecord) -> dict[str, Any]:
     outcome = record.outcome or {}
     age = None if record.outcome else heartbeat.age_s(tier, record.attempt)
     return {

@@ -27,17 +27,20 @@ from trainckpt.errors import (
     NothingToResume,
     SaveFailed,
     TierUnavailable,
+    TrainckptError,
     UnusableSnapshot,
 )
+from trainckpt.format import names
 from trainckpt.format.attempt import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.lifecycle import heartbeat, place
 from trainckpt.snapshot import attempts
+from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 REASON = "trainckpt pause"
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds",
@@ -83,12 +86,12 @@ def execute(arguments: argparse.Namespace) -> int:
         record = _wait(tier, live, arguments.deadline)
     except KeyboardInterrupt:
         return _interrupted(live.attempt, as_json=arguments.json)
-    with contextlib.suppress(OSError):
-        notice.unlink()
+    with contextlib.suppress(TrainckptError):
+        tier.remove(notice)
     return report(tier, record, as_json=arguments.json)
 
 
-def find_live(tier: LocalTier) -> AttemptRecord:
+def find_live(tier: Place) -> AttemptRecord:
     """The newest attempt that has not ended and whose heartbeat is young.
 
     Raises:
@@ -108,7 +111,7 @@ def find_live(tier: LocalTier) -> AttemptRecord:
     )
 
 
-def report(tier: LocalTier, record: AttemptRecord, *, as_json: bool) -> int:
+def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
     """Print how the attempt ended; returns the exit code."""
     outcome = dict(record.outcome or {})
     sentence, code, hint = _verdict(tier, record.attempt, outcome)
@@ -124,7 +127,7 @@ def report(tier: LocalTier, record: AttemptRecord, *, as_json: bool) -> int:
     return code
 
 
-def _verdict(tier: LocalTier, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
+def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
     """A sentence, the exit code, and what to type next."""
     how, snapshot = outcome.get("outcome"), outcome.get("snapshot")
     lost = outcome.get("lost_micro_batches") or 0
@@ -149,12 +152,21 @@ def _verdict(tier: LocalTier, attempt: int, outcome: dict[str, Any]) -> tuple[st
     return f"{who} stopped: saved {where}", 0, ""
 
 
-def _tell(tier: LocalTier, attempt: int, seconds_left: float | None) -> Path:
-    """Write the notice so that it appears whole, and so that the ranks' user can read it."""
+def _tell(tier: Place, attempt: int, seconds_left: float | None) -> str:
+    """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": False}
-    folder = place.notices_folder(tier)
-    name = secrets.token_hex(8)
-    temporary, target = folder / f".tmp-{name}", folder / f"{attempt}-{name}.json"
+    key, data = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}.json", json.dumps(body).encode()
+    if isinstance(tier, LocalTier):
+        _write(tier, attempt, tier.root / key, data)
+    else:
+        tier.replace(key, data)
+    return key
+
+
+def _write(tier: LocalTier, attempt: int, target: Path, data: bytes) -> None:
+    """As a file that the ranks' user can read."""
+    folder = target.parent
+    temporary = folder / f".tmp-{target.stem}"
     try:
         owner = heartbeat.path_of(tier, attempt).stat()
         if not folder.is_dir():
@@ -162,7 +174,7 @@ def _tell(tier: LocalTier, attempt: int, seconds_left: float | None) -> Path:
             _hand_over(folder, owner, 0o755)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(json.dumps(body).encode())
+            file.write(data)
         _hand_over(temporary, owner, 0o644)
         temporary.rename(target)
     except OSError as error:
@@ -170,7 +182,6 @@ def _tell(tier: LocalTier, attempt: int, seconds_left: float | None) -> Path:
             f"the notice {target} cannot be written: {error.strerror or error}",
             hint="run trainckpt pause as the user of the run",
         ) from error
-    return target
 
 
 def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
@@ -183,7 +194,7 @@ def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
         path.chmod(else_mode)
 
 
-def _wait(tier: LocalTier, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:
+def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:
     """The record with its outcome, once the attempt has left.
 
     Raises:
@@ -211,10 +222,10 @@ def _wait(tier: LocalTier, live: AttemptRecord, limit_s: float | None) -> Attemp
             said = now
             newest = f"; newest snapshot: {record.newest_commit}" if record.newest_commit else ""
             _say(f"waiting, {now - begun:.0f} s{newest}")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S if isinstance(tier, LocalTier) else LISTEN_EVERY_S)
 
 
-def _last_words(tier: LocalTier, live: AttemptRecord) -> AttemptRecord:
+def _last_words(tier: Place, live: AttemptRecord) -> AttemptRecord:
     """The outcome of an attempt whose heartbeat is gone; it was written just before, or never."""
     until = time.monotonic() + SILENT_FOR_S
     while (record := _read(tier, live)).outcome is None:
@@ -228,13 +239,13 @@ def _last_words(tier: LocalTier, live: AttemptRecord) -> AttemptRecord:
     return record
 
 
-def _wait_until_gone(tier: LocalTier, attempt: int) -> None:
+def _wait_until_gone(tier: Place, attempt: int) -> None:
     until = time.monotonic() + LEAVE_WITHIN_S
     while heartbeat.age_s(tier, attempt) is not None and time.monotonic() < until:
         time.sleep(LOOK_EVERY_S)
 
 
-def _read(tier: LocalTier, live: AttemptRecord) -> AttemptRecord:
+def _read(tier: Place, live: AttemptRecord) -> AttemptRecord:
     """The attempt's record as it is now; as it was, if it is being replaced right now."""
     key = attempts.record_key(live.attempt)
     try:

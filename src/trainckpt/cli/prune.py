@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +74,10 @@ _WAITS = "abandoned branches stay: a live attempt has not chosen yet what it beg
 _INTERRUPTED = "a new attempt began meanwhile, so the rest stays; run the same command again"
 
 
-def _live(tier: LocalTier, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
+def _live(tier: Place, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
     """Attempts that gave a sign of life in the last 15 s; most have no heartbeat to look at."""
     there = set(tier.list(names.ATTEMPTS))
-    beating = {n: r for n, r in records.items() if heartbeat.path_of(tier, n).name in there}
+    beating = {n: r for n, r in records.items() if f"{n}{heartbeat.SUFFIX}" in there}
     return {n: record for n, record in beating.items() if heartbeat.is_alive(tier, n)}
 
 
@@ -96,7 +96,7 @@ def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
     return {name for pair in named for name in pair if isinstance(name, str)}
 
 
-def _row(tier: LocalTier, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[str, Any]:
+def _row(tier: Place, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[str, Any]:
     """What goes: files that another checkpoint refers to stay."""
     folder, stay = doomed.name.folder, prune.files_in(doomed.name, kept)
     sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in stay)
@@ -107,7 +107,7 @@ def _row(tier: LocalTier, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[st
     }
 
 
-def _delete(tier: LocalTier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int) -> int:
+def _delete(tier: Place, rows: list[dict[str, Any]], kept: frozenset[str], newest: int) -> int:
     """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
     for done, row in enumerate(rows):
         name = SnapshotName.parse(row["name"])
@@ -117,7 +117,7 @@ def _delete(tier: LocalTier, rows: list[dict[str, Any]], kept: frozenset[str], n
     return len(rows)
 
 
-def _give_back_memory(tier: LocalTier) -> list[str]:
+def _give_back_memory(tier: Place) -> list[str]:
     """What attempts that are over hold of this host's memory; a note if there was any."""
     memory.reclaim()
     held = memory.MemoryPlace.found(tier.url)
@@ -130,7 +130,7 @@ def _give_back_memory(tier: LocalTier) -> list[str]:
 
 def _tell(
     arguments: argparse.Namespace,
-    tier: LocalTier,
+    tier: Place,
     keep_last: int,
     rows: list[dict[str, Any]],
     kept: list[str],

@@ -19,12 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable
+from trainckpt.errors import (
+    ConfigurationError,
+    NothingToResume,
+    TierUnavailable,
+    TrainckptError,
+)
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.tiers import capabilities
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
@@ -32,7 +38,8 @@ if TYPE_CHECKING:
 
     from trainckpt.lifecycle.reach import Reach
     from trainckpt.ranks.channel import Channel
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.object_store import ObjectStoreTier
+    from trainckpt.tiers.places import Place
 
 RANKS_TIMEOUT_S = 600.0
 PROBE = "probe"
@@ -68,7 +75,7 @@ def own_view() -> str:
 
 
 def attach(
-    tier: LocalTier,
+    tier: Place,
     channel: Channel,
     seats: Sequence[Seat],
     mode: str,
@@ -142,7 +149,7 @@ def leaders(seats: Sequence[Seat]) -> list[int]:
     return sorted(first.values())
 
 
-def _must_be_new(tier: LocalTier, mode: str, evidence: str, *, by_name: bool) -> None:
+def _must_be_new(tier: Place, mode: str, evidence: str, *, by_name: bool) -> None:
     if mode == "required" or (mode == "auto" and (evidence or by_name)):
         why = f", and {evidence} says this is a restart" if evidence else ""
         raise NothingToResume(f"there is no run at {tier.url}{why}", hint=_how_to_begin(evidence))
@@ -164,9 +171,11 @@ def _how_to_begin(evidence: str) -> str:
     )
 
 
-def _measure(tier: LocalTier, rank: int) -> dict[str, Any]:
+def _measure(tier: Place, rank: int) -> dict[str, Any]:
     if rank != 0:
         return {}
+    if not isinstance(tier, LocalTier):
+        return answer_within(tier.url, lambda: _ask_store(tier))
 
     def measure() -> capabilities.Capabilities:
         tier.make_folder("")
@@ -185,12 +194,22 @@ def _measure(tier: LocalTier, rank: int) -> dict[str, Any]:
     return found.to_json()
 
 
+def _ask_store(tier: ObjectStoreTier) -> dict[str, Any]:
+    """Whether it refuses to create what is there; and away with what dead writers left in it."""
+    found = {"store": tier.name, "create_only": tier.creates_only()}
+    if not found["create_only"]:
+        logger.info("%s creates what is there already, so names are claimed first", tier.url)
+    with contextlib.suppress(TrainckptError):  # a store may keep that from us
+        tier.abort_stale_uploads()
+    return found
+
+
 class _Tokens:
     """Whether all hosts see one directory, by files they write for each other."""
 
     def __init__(
         self,
-        tier: LocalTier,
+        tier: Place,
         channel: Channel,
         seats: Sequence[Seat],
         leaders: Sequence[int],
@@ -236,6 +255,9 @@ class _Tokens:
         return self._token
 
     def _create(self) -> None:
+        if not isinstance(self._tier, LocalTier):
+            self._tier.replace(f"{PROBE}/{self._token}", b"")
+            return
         for _ in range(3):  # another start of this run may be removing the folder just now
             self._made += self._tier.make_folder(PROBE)
             with contextlib.suppress(FileNotFoundError):
@@ -246,8 +268,9 @@ class _Tokens:
     def _unseen(self, wanted: set[str]) -> list[str]:
         if self._rank not in self._leaders:
             return []
-        root = self._tier.root
-        kind = capabilities.file_system(root)
+        kind = ""
+        if isinstance(self._tier, LocalTier):
+            kind = capabilities.file_system(self._tier.root)
         patience = REMOTE_VISIBLE_WITHIN_S if kind.startswith(REMOTE) else VISIBLE_WITHIN_S
         until = time.monotonic() + patience
 
@@ -270,6 +293,10 @@ class _Tokens:
         )
 
     def _tidy(self, *, also_folders: bool) -> None:
+        if not isinstance(self._tier, LocalTier):
+            with contextlib.suppress(TrainckptError):
+                self._tier.remove(f"{PROBE}/{self._token}")
+            return
         folder = self._tier.root / PROBE
         with contextlib.suppress(OSError):
             (folder / self._token).unlink(missing_ok=True)

@@ -40,6 +40,7 @@ from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.state.capture import capture
 from trainckpt.tiers.capabilities import file_system
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import reclaim
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
     from trainckpt.ranks.world import World
     from trainckpt.state.registry import Registry
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Crew:
     """
 
     options: Options
-    tier: LocalTier
+    tier: Place
     world: World
     channel: Channel
     registry: Registry
@@ -341,7 +342,9 @@ def _interval(crew: Crew, beginning: Beginning) -> Callable[[], float]:
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
     hosts = set(log.record.facts["hosts"])
-    kind = file_system(crew.tier.root) if len(hosts) == 1 and crew.slower.tiers else REMOTE[0]
+    kind = REMOTE[0]
+    if len(hosts) == 1 and crew.slower.tiers and isinstance(crew.tier, LocalTier):
+        kind = file_system(crew.tier.root)
     last_save = LastSave(crew.channel, saver, crew.outlook, on_one_host=not kind.startswith(REMOTE))
     departure = Departure(
         crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,

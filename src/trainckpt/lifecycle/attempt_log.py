@@ -7,11 +7,13 @@ change that cannot be written is logged: the record informs, it never stops trai
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import attempts
+from trainckpt.tiers.object_store import ObjectStoreTier
 
 if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
@@ -38,6 +40,14 @@ class AttemptLog:
             facts = self._record.facts
             table = {**facts.get(key, {}), name: value}
             self._write(must=False, facts={**facts, key: table})
+
+    def change_soon(self, **changes: Any) -> None:
+        """As `change`, for the training thread: it does not wait for a store."""
+        if isinstance(self._tier, ObjectStoreTier) and self._writes:
+            call = partial(self.change, **changes)
+            threading.Thread(target=call, name="trainckpt-record", daemon=True).start()
+        else:
+            self.change(**changes)
 
     def change(self, *, must: bool = False, **changes: Any) -> None:
         """Replace some fields, here and (rank 0) in the run's place.

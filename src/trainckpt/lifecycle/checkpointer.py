@@ -66,7 +66,8 @@ class Checkpointer:
     """Saves and resumes one training run, exactly, at any micro-batch.
 
     Args:
-        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
+        run: Directory of the run, that all hosts see, or a URL such as `s3://bucket/run`; None:
+            what `trainckpt run --run` named.
         loader: The training data loader (or a list; the first one's batches are the
             micro-batches).
         **keywords: Options (docs/options.md); `mesh` and `data_dims`, the names of its dimensions
@@ -344,7 +345,7 @@ class Checkpointer:
         if self._first:
             self._first = False
             self._files.say_missing()
-            self._must_have_resumed().log.change(state=RUNNING)
+            self._must_have_resumed().log.change_soon(state=RUNNING)
             self._crew.last_words.stop()
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations

@@ -18,13 +18,15 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.lifecycle.log import logger
+from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 BEAT_EVERY_S = 5.0
 ALIVE_S = 15.0
@@ -40,8 +42,8 @@ _NO_FOLLOW = (
 class Heartbeat:
     """Sequence of calls: `start`, then `stop` at the attempt's end, in the same process."""
 
-    def __init__(self, tier: LocalTier, attempt: int, *, every_s: float = BEAT_EVERY_S) -> None:
-        self._path = path_of(tier, attempt)
+    def __init__(self, tier: Place, attempt: int, *, every_s: float = BEAT_EVERY_S) -> None:
+        self._tier, self._key = tier, key_of(attempt)
         self._every_s = every_s
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,32 +72,46 @@ class Heartbeat:
         while not self._stopping.is_set():
             beats += 1
             try:
-                _write(self._path, f"{beats}\n".encode())
-            except OSError as error:
+                self._beat(f"{beats}\n".encode())
+            except (OSError, TrainckptError) as error:
                 self._say(error)
             self._stopping.wait(self._every_s)
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        with contextlib.suppress(OSError, TrainckptError):
+            self._tier.remove(self._key)
 
-    def _say(self, error: OSError) -> None:
+    def _beat(self, data: bytes) -> None:
+        if isinstance(self._tier, LocalTier):
+            _write(self._tier.root / self._key, data)
+        else:
+            self._tier.replace(self._key, data)
+
+    def _say(self, error: OSError | TrainckptError) -> None:
         if not self._said:
             self._said = True
             logger.warning(
                 "the heartbeat cannot be written, so `trainckpt pause` may not find this run: %s",
-                error,
+                getattr(error, "message", error),
             )
 
 
-def path_of(tier: LocalTier, attempt: int) -> Path:
+def key_of(attempt: int) -> str:
     """Where the heartbeat of an attempt lies."""
-    return tier.root / names.ATTEMPTS / f"{attempt}{SUFFIX}"
+    return f"{names.ATTEMPTS}/{attempt}{SUFFIX}"
 
 
-def age_s(tier: LocalTier, attempt: int) -> float | None:
+def path_of(tier: LocalTier, attempt: int) -> Path:
+    """The same, as a file."""
+    return tier.root / key_of(attempt)
+
+
+def age_s(tier: Place, attempt: int) -> float | None:
     """Seconds since the last beat, by the file system's own clock; None if there is no file.
 
-    Where nothing can be written (a mount to read from), this host's clock has to do.
+    Where nothing can be written (a mount to read from), this host's clock has to do. An object
+    store says what time it is with every answer.
     """
+    if not isinstance(tier, LocalTier):
+        return tier.age_s(key_of(attempt))
     now_s = _place_clock_s(tier)
     try:
         # Opened, not only looked at: a network file system asks its server then.
@@ -108,7 +124,7 @@ def age_s(tier: LocalTier, attempt: int) -> float | None:
         os.close(descriptor)
 
 
-def is_alive(tier: LocalTier, attempt: int) -> bool:
+def is_alive(tier: Place, attempt: int) -> bool:
     """Whether the attempt has given a sign of life in the last 15 s."""
     age = age_s(tier, attempt)
     return age is not None and age < ALIVE_S

@@ -3,9 +3,10 @@
     RUN/attempts/<n>.rank<r>.fault    empty from the claim to the first boundary, then removed;
                                       a segmentation fault, an abort and their like write into it
 
-Python's faulthandler writes it, from the signal's own handler. Where the script, or a test runner,
-uses faulthandler itself, it is left alone. Two such deaths on one snapshot pass it over
-(`choice`); nothing else that ends a process without a word leaves any.
+Only where the run lives in a directory. Python's faulthandler writes it, from the signal's own
+handler. Where the script, or a test runner, uses faulthandler itself, it is left alone. Two such
+deaths on one snapshot pass it over (`choice`); nothing else that ends a process without a word
+leaves any.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.format.attempt import FAILED, STARTING
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TextIO
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 _FAULT = re.compile(r"(\d+)\.rank\d+\.fault")
 MAX_BYTES = 1 << 20
@@ -36,14 +38,17 @@ CRASHED = "crashed in native code"
 class LastWords:
     """One rank's; `listen` at the claim, `stop` at the first boundary or when the resume failed."""
 
-    def __init__(self, tier: LocalTier, rank: int) -> None:
-        self._folder = tier.root / names.ATTEMPTS
+    def __init__(self, tier: Place, rank: int) -> None:
+        # A crash can only write into a file that is open.
+        self._folder = tier.root / names.ATTEMPTS if isinstance(tier, LocalTier) else None
         self._rank = rank
         self._file: TextIO | None = None
 
     def listen(self, attempt: int) -> None:
         """From now on a crash leaves a word. A place that cannot be written stops nothing."""
         if os.environ.get(SUPERVISOR_VARIABLE) or faulthandler.is_enabled():
+            return
+        if self._folder is None:
             return
         path = self._folder / f"{attempt}.rank{self._rank}.fault"
         with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -62,7 +67,7 @@ class LastWords:
         self._file = None
 
 
-def heard(tier: LocalTier, before: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
+def heard(tier: Place, before: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
     """The records, those of silent attempts that left last words with the outcome these tell.
 
     Empty files, of attempts that ended otherwise, are removed.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.tiers.base import Tier
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 ACCEPT = "wait for it; or accept_older=True, `trainckpt resume --accept-older`, goes on without it"
 
@@ -41,7 +41,7 @@ class Reach:
         silent: Name of a tier that did not answer -> why.
     """
 
-    place: LocalTier
+    place: Place
     slower: Slower = field(default_factory=Slower)
     accept_older: bool = False
     answering: list[Tier] = field(default_factory=list)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Beginning:
 
 
 def begin(
-    tier: LocalTier,
+    tier: Place,
     channel: Channel,
     registry: Registry,
     mode: str,

@@ -25,7 +25,6 @@ from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.notice_sources import check_notices, further_sources
 from trainckpt.lifecycle.told import LEFT
-from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
 from trainckpt.ranks.watcher import Watcher, end_with_71
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.told import Teller
     from trainckpt.ranks.agreement import Agreement
     from trainckpt.ranks.channel import Channel
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 EARLY_LOOK_S = 0.05
 EARLY_LIMIT_S = 30.0
@@ -58,7 +57,7 @@ class Watch:
     watcher: Watcher
 
     def __init__(
-        self, agreement: Agreement, channel: Channel, tier: LocalTier, outlook: Outlook,
+        self, agreement: Agreement, channel: Channel, tier: Place, outlook: Outlook,
         options: Options, teller: Teller,
     ) -> None:  # fmt: skip
         check_notices(options.notices)
@@ -85,8 +84,12 @@ class Watch:
     def start(self, attempt: int, *, is_first: bool) -> None:
         """Begin to act on notices. Main thread, all ranks; `is_first` on rank 0."""
         say = logger.warning if is_first else _nothing
-        notices = NoticeFiles(place.notices_folder(self._tier), attempt, say)
-        others = [notices, *further_sources(self._options, self.grace_s, self._channel.world)]
+        world = self._channel.world
+        notices = place.notice_source(
+            self._tier, attempt, say, is_first_of_host=world.local_rank == 0
+        )
+        others = further_sources(self._options, self.grace_s, world)
+        others += [notices] if notices is not None else []
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)

@@ -87,7 +87,7 @@ class NoticeFiles:
             if S_ISREG(stat.st_mode):
                 with path.open("rb") as file:
                     data = file.read(MAX_BYTES)
-            notice = _parse(json.loads(data))
+            notice = parse(json.loads(data))
         except (OSError, ValueError, RecursionError) as error:
             self.bad[path.name] = f"{type(error).__name__}: {str(error)[:200]}"
             return None
@@ -102,7 +102,8 @@ class NoticeFiles:
             self._say(f"the notice file {self._folder / name} {what}: {why}")
 
 
-def _parse(value: Any) -> Notice:
+def parse(value: Any) -> Notice:
+    """The notice that a file's JSON spells; `ValueError` if it spells none."""
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004 - one kind of refusal for the caller
     reason = value.get("reason", "notice file")

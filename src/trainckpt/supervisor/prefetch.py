@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from trainckpt.format.manifest import Manifest
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 _END_WITHIN_S = 5.0
 
@@ -33,7 +33,7 @@ _END_WITHIN_S = 5.0
 def main(arguments: list[str]) -> int:
     """Fetch; 0 whatever came of it, for nobody depends on it."""
     with contextlib.suppress(TrainckptError, OSError):
-        tier = place.open_directory(arguments[0])
+        tier = place.open_other_place(arguments[0])
         memory = MemoryPlace.of(tier.url) if tier.size(RUN_RECORD) else None
         if memory is not None:
             with memory.fetching():
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def bring(tier: LocalTier, memory: MemoryPlace, wanted: str | None) -> list[int]:
+def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
     """Fetch the snapshot that a resume would choose now; ranks whose files came."""
     run = attempts.run_id(tier)
     manifest = _likely(tier, run, wanted) if run is not None else None
@@ -52,7 +52,7 @@ def bring(tier: LocalTier, memory: MemoryPlace, wanted: str | None) -> list[int]
     return fetch(tier, memory, manifest, range(len(manifest.files)))
 
 
-def _likely(tier: LocalTier, run: str, wanted: str | None) -> Manifest | None:
+def _likely(tier: Place, run: str, wanted: str | None) -> Manifest | None:
     before = attempts.read_attempts(tier)
     if wanted is not None:
         return catalog.find(catalog.read_catalog(tier, run, before), wanted).manifest

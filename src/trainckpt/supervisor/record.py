@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.supervisor.verdict import Verdict
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.tiers.places import Place
 
 CLAIM_AFTER_S = 30.0
 NAME_VARIABLE = place.NAME_VARIABLE
@@ -51,7 +51,7 @@ def recorded_word(ranks: Sequence[Told]) -> list[tuple[Told, float]]:
     if where is None or any(told.rank == 0 and told.how for told in ranks):
         return []
     try:
-        record = attempts.read_attempts(place.open_directory(where.run)).get(where.attempt or 0)
+        record = attempts.read_attempts(place.open_other_place(where.run)).get(where.attempt or 0)
     except TrainckptError:
         return []
     outcome = (record.outcome or {}) if record is not None else {}
@@ -84,7 +84,7 @@ def settle(ranks: Sequence[Told], verdict: Verdict, *, asked: bool = False) -> A
     if where is None:
         return None
     try:
-        tier = place.open_directory(where.run)
+        tier = place.open_other_place(where.run)
         record = attempts.read_attempts(tier).get(where.attempt or 0)
         if record is None:
             return None
@@ -121,7 +121,7 @@ def _is_consequence(outcome: Mapping[str, Any], verdict: Verdict) -> bool:
     return said == STOPPED or broke
 
 
-def _newest_commit(tier: LocalTier, record: AttemptRecord) -> str | None:
+def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
     """The newest snapshot of this attempt; its record may not have got round to saying so."""
     run = attempts.run_id(tier)
     found = catalog.read_catalog(tier, run, attempts.read_attempts(tier)) if run else ()

@@ -42,6 +42,7 @@ _OWNER, _ARENAS, _SNAPSHOTS, _FETCHING = "place", "arenas", "snapshots", "fetchi
 _LOOK_AGAIN_S = 0.02
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: page tables ahead of the copy, since Linux 5.14
+_STORE_KEPT_S = 3 * 24 * 3600.0  # how long the memory of a run in an object store is kept, unused
 _ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches through the same tmpfs
 
 
@@ -65,7 +66,7 @@ class MemoryPlace:
         root = _user_folder()
         if root is None:
             return None
-        real = os.path.realpath(run)
+        real = _real(run)
         place = cls(root / _name_of(real))
         try:
             if not make_private(place.root):
@@ -84,7 +85,7 @@ class MemoryPlace:
         root = _user_folder(make=False)
         if root is None:
             return None
-        place = cls(root / _name_of(os.path.realpath(run)))
+        place = cls(root / _name_of(_real(run)))
         return place if is_private(place.root) else None
 
     def arena(self, rank: int, number: int) -> Arena:
@@ -353,8 +354,21 @@ def reclaim() -> None:
         for folder in root.iterdir():
             with contextlib.suppress(OSError):
                 place = MemoryPlace(folder)
-                if not os.path.lexists((folder / _OWNER).read_bytes()) and not place.is_in_use:
+                if _is_gone(folder) and not place.is_in_use:
                     place.remove()
+
+
+def _is_gone(folder: Path) -> bool:
+    """Whether the run whose memory this is has ended for good."""
+    owner = (folder / _OWNER).read_bytes()
+    if b"://" not in owner:
+        return not os.path.lexists(owner)
+    used = max(path.stat().st_mtime for path in (folder, folder / _SNAPSHOTS) if path.exists())
+    return time.time() - used > _STORE_KEPT_S  # nobody asks a store for this
+
+
+def _real(run: str) -> str:
+    return run if "://" in run else os.path.realpath(run)
 
 
 def _name_of(real: str) -> str:

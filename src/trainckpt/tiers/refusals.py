@@ -98,7 +98,7 @@ def _of_the_system(error: BaseException) -> str:
         return ABSENT
     if isinstance(error, FileExistsError):
         return TAKEN
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
         return DENIED
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):

@@ -1,0 +1,13 @@
+"""Where a run can live: in a directory, or in an object store.
+
+What the two do differently beyond the contract of a tier is asked for by their kind, where it is
+needed: files of the run that are no records (notices, heartbeats, a crash's last words), what the
+place can do, and how long a call may take.
+"""
+
+from __future__ import annotations
+
+from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.object_store import ObjectStoreTier
+
+Place = LocalTier | ObjectStoreTier
