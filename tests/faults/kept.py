@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import time
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ def train(place, until, marks):
     with Checkpointer(place, model=wrapped, optimizer=optimizer) as ckpt:
         note(folder, "began", ckpt, model, optimizer)
         while ckpt.cursor.step < until and ckpt.boundary():
+            time.sleep(float(os.environ.get("TEST_STEP_S", "0")))
             wrapped(torch.randn(4, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -134,6 +134,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--step-s", default="0", help="a save is kept within that, or two are lost")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no case after so long")
     options = parser.parse_args()
     begun_s, lost = time.monotonic(), []
@@ -141,6 +142,7 @@ def main():
         folder = Path(name)
         with farm.farm(folder / "own", SIZE) as hosts:
             expected = straight(hosts, folder)
+            SAVING["TEST_STEP_S"] = options.step_s
             for seed in range(options.seed, options.seed + options.cases):
                 if time.monotonic() - begun_s > options.limit_s:
                     break
