@@ -47,7 +47,7 @@ def use_record(found):
 class _Tier:
     """A tier in memory."""
 
-    url = "memory"
+    name = url = "memory"
 
     def __init__(self, files):
         self.files = files

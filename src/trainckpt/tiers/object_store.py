@@ -57,6 +57,8 @@ def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier
         ConfigurationError: no such kind of store, or its package is not installed.
     """
     shown = redacted(url)
+    if "\0" in url:
+        raise ConfigurationError(f"the run's place is no URL: {shown[:100]!r}")
     protocol = split_protocol(url)[0] or ""
     extra = EXTRAS.get(protocol)
     options = {} if extra != "s3" else s3_client.options(fsspec.config.conf.get(protocol, {}))
