@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
 from trainckpt.format.attempt import ENDED, UNDECIDED
-from trainckpt.lifecycle import heartbeat, place, source
+from trainckpt.lifecycle import heartbeat, place
+from trainckpt.lifecycle.everywhere import open_everywhere
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
@@ -30,15 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Print the candidates, newest first."""
     tier = place.open_place(arguments.run)
-    candidates = source.read_candidates(tier)
+    everywhere = open_everywhere(arguments.run)
+    candidates = everywhere.candidates()
     if arguments.json:
-        rows = [to_json(c, tier.name) for c in candidates]
-        more = {"attempts": _attempts(tier)} if arguments.attempts else {}
+        rows = [to_json(c) for c in candidates]
+        more: dict[str, Any] = {"attempts": _attempts(tier)} if arguments.attempts else {}
+        more |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
         show.document({"run": tier.url, "candidates": rows, **more})
         return 0
+    for name, why in everywhere.silent.items():
+        print(f"the tier {name} does not answer: {why}", file=sys.stderr)
     if candidates:
         show.table(
-            ("id", "name", "step", "micro", "when", "size", "ranks", "tags", "usable"),
+            ("id", "name", "step", "micro", "when", "size", "ranks", "tiers", "tags", "usable"),
             [_row(c) for c in candidates],
             title=tier.url,
         )
@@ -52,7 +58,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def to_json(candidate: Candidate, tier: str) -> dict[str, Any]:
+def to_json(candidate: Candidate) -> dict[str, Any]:
     """One candidate as the command line's JSON has it."""
     manifest, name = candidate.manifest, candidate.name
     return {
@@ -69,7 +75,7 @@ def to_json(candidate: Candidate, tier: str) -> dict[str, Any]:
         "total_bytes": manifest.num_bytes + manifest.reached_bytes if manifest else None,
         "created": manifest.created if manifest else None,
         "tags": list(manifest.tags) if manifest else [],
-        "tiers": [tier] if manifest else [],
+        "tiers": list(candidate.tiers),
         "usable": candidate.usable,
         "reason": candidate.reason,
         "saved_because": manifest.reason if manifest else None,
@@ -84,9 +90,10 @@ def size(manifest: Manifest) -> str:
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
     name, manifest = candidate.name, candidate.manifest
-    facts = ("?", "?", "?", "")
+    tiers = " ".join(candidate.tiers)
+    facts: tuple[str, ...] = ("?", "?", "?", tiers, "")
     if manifest is not None:
-        facts = (show.when(manifest.created), size(manifest), str(manifest.world),
+        facts = (show.when(manifest.created), size(manifest), str(manifest.world), tiers,
                  " ".join(manifest.tags))  # fmt: skip
     usable = "yes" if candidate.usable else f"no: {candidate.reason}"
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable)

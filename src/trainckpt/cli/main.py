@@ -31,6 +31,8 @@ VERBS = {
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
     "export": "one checkpoint as safetensors files that other libraries load",
     "diff": "which tensors and values of two checkpoints differ, and by how much",
+    "flush": "copy a checkpoint to slower tiers, or make its copies there good again",
+    "fetch": "copy a checkpoint from a slower tier to the run's place, or make its copy good again",
     "prune": "delete the checkpoints that the retention policy no longer keeps, and dead files",
     "prove": "run a script straight, and again resumed from checkpoints, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",

@@ -104,7 +104,7 @@ def _to_json(
 ) -> dict[str, Any]:
     return {
         "run": tier.url,
-        **list_.to_json(candidate, tier.name),
+        **list_.to_json(candidate),
         "cursor": manifest.cursor.to_json(),
         "parent": manifest.parent,
         "writer": manifest.writer,

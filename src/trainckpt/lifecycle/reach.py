@@ -38,6 +38,7 @@ class Reach:
         slower: As the options name them.
         accept_older: The option.
         answering: Slower tiers that hold the run, nearest first.
+        empty: Slower tiers that answer and hold no run yet.
         silent: Name of a tier that did not answer -> why.
     """
 
@@ -45,6 +46,7 @@ class Reach:
     slower: Slower = field(default_factory=Slower)
     accept_older: bool = False
     answering: list[Tier] = field(default_factory=list)
+    empty: list[Tier] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
 
     def find_run(self, *, must: bool = True) -> str | None:
@@ -87,7 +89,7 @@ class Reach:
         Returns:
             Name and URL of each; the URL is "" if the options name it.
         """
-        self.answering, told = [], []
+        self.answering, self.empty, told = [], [], []
         also, unknown = recorded(records, self.place, self.slower.tiers)
         for name in unknown:
             self.silent[name] = f"the URL of the tier {name} holds a secret that was not stored"
@@ -98,6 +100,8 @@ class Reach:
                 told.append([tier.name, "" if tier in self.slower.tiers else tier.url])
             elif there is not None:
                 logger.warning("%s", flush.another_run(tier, there).message)
+            elif tier.name not in self.silent:
+                self.empty.append(tier)
         return told
 
     def open(self, told: Sequence[Sequence[str]]) -> tuple[Tier, ...]:

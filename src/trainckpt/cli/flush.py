@@ -1,0 +1,37 @@
+"""flush: copy one checkpoint to slower tiers, or make its copies there good again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.cli import moving
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.names import split_target
+from trainckpt.lifecycle.everywhere import open_everywhere
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
+    parser.add_argument("--to", metavar="TIER", help="its name, or the URL of one; else to all")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Copy, from wherever a good copy is, to every slower tier that answers or to the one named."""
+    run, wanted = split_target(arguments.target)
+    everywhere = open_everywhere(run)
+    if arguments.to:
+        targets = [everywhere.tier(arguments.to)]
+    else:
+        held = [tier for tier in everywhere.tiers if tier is not everywhere.place]
+        targets = [*held, *everywhere.empty]
+    if not targets and not everywhere.silent:
+        raise ConfigurationError(
+            f"{everywhere.place.url} has no slower tier",
+            hint="name one: --to URL, or the option tiers",
+        )
+    silent = {} if arguments.to else everywhere.silent
+    return moving.move(arguments, everywhere, wanted, targets, everywhere.tiers, silent)
