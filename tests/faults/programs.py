@@ -60,6 +60,7 @@ def _training(place, act):
                     ended.append(pending.wait("durable", 20).snapshot)
                 except SaveFailed as error:
                     ended.append(f"failed: {error.message}")
+            ckpt._attempt.saver.wait()  # what it pruned is gone too
             act(ckpt.cursor.step)
             waiting = [ckpt.save()]
             while not ckpt._agreement.has_open_round():

@@ -46,12 +46,19 @@ def by_turns() -> Callable[[copying.CopyChoice], str]:
 
 
 def children() -> list[str]:
-    """Processes that this one has started, by any of its threads."""
+    """Processes that write files for this one, started by any of its threads."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # that thread has just ended
             found += (task / "children").read_text().split()
-    return found
+    return [pid for pid in found if _writes(pid)]
+
+
+def _writes(pid: str) -> bool:
+    try:
+        return b"write_process" in (Path("/proc") / pid / "cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return False
 
 
 def held(place: str, ckpt: Checkpointer) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""fetch: copy one checkpoint from a slower tier to the run's place, or make its copy good again."""
+"""fetch: copy a checkpoint from a slower tier to the run's place, or make its copy good again."""
 
 from __future__ import annotations
 

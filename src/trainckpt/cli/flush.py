@@ -1,4 +1,4 @@
-"""flush: copy one checkpoint to slower tiers, or make its copies there good again."""
+"""flush: copy a checkpoint to slower tiers, or make its copies there good again."""
 
 from __future__ import annotations
 

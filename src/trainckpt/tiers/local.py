@@ -101,13 +101,15 @@ class LocalTier:
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """All bytes of `key`, which must not be more than `max_bytes`."""
-        size = self.size(key)
-        if size is None:
+        if self.size(key) is None:
             raise UnusableSnapshot(f"{key} is missing")
-        if size > max_bytes:
-            raise UnusableSnapshot(f"{key} is {size} bytes, more than {max_bytes}")
-        data = bytearray(size)
-        self.read_into(key, 0, memoryview(data))
+        path = self._path(key)
+        with translated("read", path), ReadFile(self.disk, path, key, self._direct) as file:
+            size = file.num_bytes  # of what is read, whatever replaces it meanwhile
+            if size > max_bytes:
+                raise UnusableSnapshot(f"{key} is {size} bytes, more than {max_bytes}")
+            data = bytearray(size)
+            read_parts(file, [(0, memoryview(data))], lambda number: None)
         return bytes(data)
 
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:

@@ -63,6 +63,11 @@ class ReadFile:
                 if descriptor is not None:
                     stack.callback(os.close, descriptor)
 
+    @property
+    def num_bytes(self) -> int:
+        """Its length now."""
+        return os.fstat(self._descriptor).st_size
+
     def fill(self, first_byte: int, into: memoryview) -> None:
         """Read as many bytes as `into` has; raises if the file ends before."""
         done = 0
