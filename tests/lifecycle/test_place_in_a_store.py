@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -58,6 +59,26 @@ def test_a_run_goes_on_from_a_store_as_if_it_had_never_stopped(tmp_path, rclone_
     assert resumed.state() == parts.state()
     with pytest.raises(ConfigurationError, match="already"):
         ckpt.resume()
+
+
+def test_a_run_whose_place_is_lost_goes_on_from_the_store_that_was_its_slower_tier(
+    tmp_path, rclone_server, at
+):
+    at(rclone_server)
+    straight, stopped, url = {}, {}, "s3://bucket/slower"
+    parts, _ = attempt(tmp_path / "straight", seen=straight)
+
+    def inside(ckpt, _):
+        if ckpt.cursor.micro_batches == 7:
+            ckpt._attempt.saver.in_flight.wait("durable", 60.0)
+
+    crashed(tmp_path / "run", 8, seen=stopped, inside=inside, tiers=url)
+    shutil.rmtree(tmp_path / "run")
+    MemoryPlace.of(str(tmp_path / "run")).remove()
+    resumed, ckpt = attempt(tmp_path / "run", seen=stopped, tiers=url)
+    assert ckpt.resumed_from.micro_batches in (4, 6)
+    assert lines_of(stopped) == lines_of(straight)
+    assert resumed.state() == parts.state()
 
 
 def test_training_goes_on_while_the_store_does_not_answer(rclone_server, at, caplog):

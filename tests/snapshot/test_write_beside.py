@@ -23,7 +23,7 @@ from trainckpt.format import names
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import save, write_beside
 from trainckpt.snapshot.save import write_shard
-from trainckpt.snapshot.write_beside import Lost, WriteBeside
+from trainckpt.snapshot.write_beside import File, Lost, WriteBeside
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
 from trainckpt.tiers.direct import address
@@ -77,7 +77,7 @@ def kept(tmp_path, width=300, value=0.5):
 
 
 def write(beside, tier, name, one, copied=()):
-    return beside.write(tier, name, 0, one.shard, one.descriptor, copied)
+    return beside.write(File(tier, name, 0, one.shard, one.descriptor), copied)
 
 
 def content(tier, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 
@@ -57,6 +58,21 @@ def test_what_somebody_reads_or_has_kept_by_another_name_is_never_written_over(t
         write(tier, "c", b"new")
         assert file.read() == (b"read" * SIZE)[:SIZE]
     assert (tmp_path / "mine").read_bytes() == (b"kept" * SIZE)[:SIZE]
+
+
+@pytest.mark.parametrize("how", ["reads", "links"])
+def test_what_somebody_comes_to_have_while_it_waits_is_not_written_over_either(tier, tmp_path, how):
+    old = write(tier, "a", b"old")
+    tier.remove_folder("snapshots/a", reuse=True)
+    assert not old.exists()
+    spare = tier.root / "spares" / old.name
+    with spare.open("rb") if how == "reads" else nullcontext() as file:
+        if how == "links":
+            os.link(spare, tmp_path / "mine")
+        new = write(tier, "b", b"new")
+        found = file.read() if file else (tmp_path / "mine").read_bytes()
+    assert found == (b"old" * SIZE)[:SIZE]
+    assert new.read_bytes() == (b"new" * SIZE)[:SIZE]
 
 
 def test_a_file_that_is_kept_in_its_folder_is_not_put_aside(tier):

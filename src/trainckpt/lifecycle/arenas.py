@@ -25,6 +25,7 @@ from trainckpt.lifecycle.memory import (
     transient_bytes,
 )
 from trainckpt.state.stage import private_memory
+from trainckpt.tiers.direct import copy
 from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Arenas:
             end = first_byte + len(into)
             if arena is None or end > len(arena.memory):
                 return False
-            into[:] = arena.memory[first_byte:end]
+            copy(into, arena.memory[first_byte:end])
             return True
 
     def _leave(self, arenas: Sequence[Arena]) -> None:

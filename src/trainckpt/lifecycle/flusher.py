@@ -255,10 +255,10 @@ class Flusher:
         if is_superseded():
             return
         candidates = catalog.read_catalog(self.tier, work.run, read_attempts(work.place))
-        doomed = prune.plan_prune(candidates, keep_last=work.keep_last, attempt=work.attempt)
-        kept = prune.kept_files(self.tier, candidates, doomed)
-        doomed += prune.left_folders(candidates)
-        prune.prune(self.tier, doomed, kept, unless=is_superseded)
+        prune.prune_by_policy(
+            self.tier, candidates, keep_last=work.keep_last, attempt=work.attempt,
+            unless=is_superseded,
+        )  # fmt: skip
 
     # ---- the thread of every other rank
 

@@ -8,52 +8,31 @@ stops nobody.
 from __future__ import annotations
 
 import json
-import threading
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
+from trainckpt.preemption.background import Background
 from trainckpt.preemption.halt_file import MAX_BYTES, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainckpt.preemption.notice import Notice
     from trainckpt.tiers.base import Tier
 
 LOOK_EVERY_S = 3.0
 
 
-class StoredNotices:
-    """A `NoticeSource` without descriptor, for one attempt."""
+class StoredNotices(Background):
+    """Of one attempt. It goes on asking: a stricter notice may follow."""
 
     def __init__(
         self, tier: Tier, attempt: int, say: Callable[[str], object], every_s: float = LOOK_EVERY_S
     ) -> None:
-        self._tier, self._prefix, self._say, self._every_s = tier, f"{attempt}-", say, every_s
-        self._found: list[Notice] = []
+        super().__init__(list, every_s, say, "trainckpt-notices")
+        self._tier, self._prefix = tier, f"{attempt}-"
         self._seen: dict[str, str] = {}  # name -> why it is no notice, "" if it is one
         self._said = ""
-        self._lock, self._stopping = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trainckpt-notices", daemon=True)
-
-    def start(self) -> None:
-        """Begin to ask."""
-        self._thread.start()
-
-    def fileno(self) -> int | None:
-        """None: what has come is looked at once a second."""
-        return None
-
-    def poll(self) -> list[Notice]:
-        """What has come since the last call."""
-        with self._lock:
-            found, self._found = self._found, []
-        return found
-
-    def stop(self) -> None:
-        """Ask no more; a question that is being asked is not waited for."""
-        self._stopping.set()
 
     def look(self) -> None:
         """Ask once."""
@@ -88,4 +67,4 @@ class StoredNotices:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self.look()
-            self._stopping.wait(self._every_s)
+            self._stopping.wait(self._pause_s)

@@ -27,7 +27,7 @@ from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import Receipt, only_digested, write_shard, write_stream
 from trainckpt.snapshot.tables import check_whole, merge_tables, table_from_json, table_to_json
-from trainckpt.snapshot.write_beside import Lost, WriteBeside
+from trainckpt.snapshot.write_beside import File, Lost, WriteBeside
 from trainckpt.state import stage
 from trainckpt.state.captured import VALUES
 
@@ -154,7 +154,8 @@ class Writer:
         file = shard.descriptor
         if file is not None and self._beside.takes(self._tier, len(shard.memory)):
             try:
-                written = self._beside.write(self._tier, name, self._rank, shard, file, copied)
+                job = File(self._tier, name, self._rank, shard, file)
+                written = self._beside.write(job, copied)
             except Lost:
                 self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
             else:
@@ -281,16 +282,11 @@ class Writer:
                 return  # a newer attempt decides what is kept
             attempts = read_attempts(self._tier)
             candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
-            doomed = prune.plan_prune(
-                candidates, keep_last=self._facts.keep_last, attempt=self._facts.attempt,
-                keep=self._being_read(),
+            prune.prune_by_policy(
+                self._tier, candidates, keep_last=self._facts.keep_last,
+                attempt=self._facts.attempt, keep=self._being_read(), unless=self._is_superseded,
+                reuse=True,
             )  # fmt: skip
-            kept = prune.kept_files(self._tier, candidates, doomed)
-            doomed += prune.left_folders(candidates)
-            reuse = {  # files that only ranks of this attempt have written, and all of them have
-                c.name for c in candidates if c.usable and c.name.attempt == self._facts.attempt
-            }
-            prune.prune(self._tier, doomed, kept, unless=self._is_superseded, reuse=reuse)
         except TrainckptError as error:
             logger.warning("old snapshots could not be pruned: %s", error.message)
 

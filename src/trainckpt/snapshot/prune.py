@@ -123,6 +123,32 @@ def prune(
         tier.remove_folder(name.folder, keep=files_in(name, kept), reuse=name in reuse)
 
 
+def prune_by_policy(
+    tier: Tier,
+    candidates: Iterable[Candidate],
+    *,
+    keep_last: int,
+    attempt: int,
+    keep: Collection[str] = (),
+    unless: Callable[[], bool] = lambda: False,
+    reuse: bool = False,
+) -> None:
+    """Delete what the newest attempt's policy no longer keeps, and what nothing refers to.
+
+    Args:
+        tier, candidates: Where, and the catalog there, newest first.
+        keep_last, attempt, keep: As for `plan_prune`.
+        unless: As for `prune`.
+        reuse: Files may be written over: those that only ranks of this attempt have written, and
+            all of them have.
+    """
+    candidates = tuple(candidates)
+    doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
+    kept = kept_files(tier, candidates, doomed)
+    own = {c.name for c in candidates if reuse and c.usable and c.name.attempt == attempt}
+    prune(tier, [*doomed, *left_folders(candidates)], kept, unless=unless, reuse=own)
+
+
 def files_in(name: SnapshotName, kept: Iterable[str]) -> frozenset[str]:
     """Names of the files in the folder of one snapshot that stay."""
     return frozenset(file.partition("/")[2] for file in kept if file.startswith(f"{name}/"))

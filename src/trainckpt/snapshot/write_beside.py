@@ -41,6 +41,20 @@ class Lost(Exception):
     """There is no such process, or not any more."""
 
 
+class File(NamedTuple):
+    """A shard file in shared memory, and where it goes: as `write_shard` takes it.
+
+    Attributes:
+        descriptor: Of the file in memory that `shard` is.
+    """
+
+    tier: Tier
+    name: SnapshotName
+    rank: int
+    shard: InMemory
+    descriptor: int
+
+
 class Written(NamedTuple):
     """A file on stable storage.
 
@@ -82,20 +96,8 @@ class WriteBeside:
                 finally:
                     theirs.close()
 
-    def write(
-        self,
-        tier: Tier,
-        name: SnapshotName,
-        rank: int,
-        shard: InMemory,
-        descriptor: int,
-        copied: Iterable[int],
-    ) -> Written:
+    def write(self, file: File, copied: Iterable[int]) -> Written:
         """As `write_shard`; the head stands in the memory too when it returns.
-
-        Args:
-            tier, name, rank, shard, copied: As there.
-            descriptor: The file in memory that `shard` is.
 
         Raises:
             Lost: nothing was written by anybody; `copied` may have been begun.
@@ -106,26 +108,21 @@ class WriteBeside:
         if end is None:
             raise Lost
         try:
-            return self._write(end, tier, name, rank, shard, descriptor, copied)
+            return self._write(end, file, copied)
         except (EOFError, OSError) as error:
             self.close()
             self._give_up(str(error) or "it has ended")
             raise Lost from error
 
-    def _write(
-        self,
-        end: socket.socket,
-        tier: Tier,
-        name: SnapshotName,
-        rank: int,
-        shard: InMemory,
-        descriptor: int,
-        copied: Iterable[int],
-    ) -> Written:
-        header, begin = shard.header, address(shard.memory) or 0
+    def _write(self, end: socket.socket, file: File, copied: Iterable[int]) -> Written:
+        header, memory = file.shard.header, file.shard.memory
+        begin = address(memory) or 0
         layout = b"" if header is self._layout else shard_file.build(header)
-        body = {"root": tier.url, "name": str(name), "rank": rank, "num_bytes": len(shard.memory)}
-        messages.send(end, body, layout, descriptor)
+        body = {
+            "root": file.tier.url, "name": str(file.name), "rank": file.rank,
+            "num_bytes": len(memory),
+        }  # fmt: skip
+        messages.send(end, body, layout, file.descriptor)
         self._layout = header
         try:
             for behind in copied:
@@ -136,7 +133,7 @@ class WriteBeside:
                 self._reply(end, memoryview(b""))
             raise
         messages.send(end, {"complete": True})
-        reply = self._reply(end, shard.memory[: header.header_bytes])
+        reply = self._reply(end, memory[: header.header_bytes])
         for line in reply["said"]:
             logger.info("%s", line)
         if "error" in reply:
@@ -158,8 +155,9 @@ class WriteBeside:
         return reply.body
 
     def close(self) -> None:
-        """The process ends; nothing it may still write means anything."""
+        """The process ends, and none is begun; nothing it may still write means anything."""
         with self._starting:
+            self._can = False
             process, self._process = self._process, None
             if self._end is not None:
                 self._end.close()

@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.tiers.held import Held, Locked
 from trainckpt.tiers.private import is_private, make_private, must_be_private
 
 try:
@@ -134,7 +135,7 @@ class MemoryPlace:
             size = status.st_size if num_bytes is None else num_bytes
             if status.st_size != size or not size or status.st_uid != os.getuid():
                 raise MemoryTaken
-            return Held(_Locked(descriptor, size))
+            return Held(Locked(descriptor, size))
         except (OSError, ValueError):
             os.close(descriptor)
             return None
@@ -312,37 +313,6 @@ class Arena:
         self.retract()
         self.path.unlink(missing_ok=True)
         self.close()
-
-
-class Held:
-    """The bytes of one shard file, held in memory and locked against being written.
-
-    Attributes:
-        data: All of it. Not to be written; whoever does all the same writes to a copy of its own.
-    """
-
-    def __init__(self, mapping: _Locked) -> None:
-        self.data = memoryview(mapping)
-
-    def close(self) -> None:
-        """Let it be written again, once nobody has a view of it any more."""
-        self.data = memoryview(b"")
-
-
-class _Locked(mmap.mmap):
-    """A mapping that keeps the lock of its file as long as anybody has a view of it."""
-
-    _descriptor = -1
-
-    def __new__(cls, descriptor: int, num_bytes: int) -> _Locked:
-        writable = mmap.PROT_READ | mmap.PROT_WRITE  # else torch warns; privately, so never there
-        mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE, writable)
-        mapping._descriptor = descriptor
-        return mapping
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
 
 def reclaim() -> None:

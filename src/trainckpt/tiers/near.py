@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.tiers.base import Readable
-    from trainckpt.tiers.memory import Held, MemoryPlace
+    from trainckpt.tiers.held import Held
+    from trainckpt.tiers.memory import MemoryPlace
 
 
 class NearTier:

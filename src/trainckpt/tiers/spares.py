@@ -5,7 +5,8 @@ blocks is written faster than a new one. So one file of each name waits in `spar
 refers to it, and what stands in it is of no worth.
 
 A file is given another content here. So nobody may have it open, and it may have no second name
-that somebody gave it to keep it: where that cannot be known, it is deleted as ever.
+that somebody gave it to keep it. That is asked when it is about to be written over, for until then
+anybody may come; where it cannot be known, the file is deleted.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ class Spares:
         self._folder, self._disk = root / FOLDER, disk
 
     def keep(self, path: Path) -> bool:
-        """Whether this file, which nobody needs any more, was put aside; else it is still there."""
+        """Whether this file, which nobody needs any more, was put aside."""
         spare = self._folder / path.name
         if spare.exists() or path.stat().st_size < FROM_BYTES:
             return False
         if not self._folder.is_dir():
             with contextlib.suppress(FileExistsError):
                 self._disk.make_folder(self._folder)
-        self._disk.rename(path, spare)  # from here on nobody opens it by its name
-        if _is_free(spare):
-            return True
-        self._disk.rename(spare, path)
-        return False
+        self._disk.rename(path, spare)
+        return True
 
     def take(self, path: Path) -> bool:
-        """Whether `path` is now a file that was put aside, to be written from its beginning."""
+        """Whether `path` is now a file that was put aside, and that nobody else has."""
         spare = self._folder / path.name
         if path.exists() or not spare.exists():
             return False
         try:
-            self._disk.rename(spare, path)
+            self._disk.rename(spare, path)  # from here on nobody opens it by its old names
         except FileNotFoundError:  # somebody was faster
             return False
-        return True
+        if _is_free(path):
+            return True
+        self._disk.remove(path)
+        return False
 
     def clear(self) -> None:
         """Delete them all."""
@@ -73,7 +74,10 @@ def _is_free(path: Path) -> bool:
     """Whether nobody has the file open, and it has no other name; False where nobody knows."""
     if fcntl is None or not hasattr(fcntl, "F_SETLEASE"):
         return False
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
     try:
         # Whoever opened it meanwhile would break the lease: told by a signal that is ignored.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
