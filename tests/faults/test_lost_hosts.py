@@ -32,7 +32,7 @@ def test_what_lost_hosts_had_is_had_from_the_others_and_the_run_goes_on(
     four, expected, tmp_path, case
 ):
     found = play(four, case, tmp_path, expected)
-    assert 0 < found.kept <= found.began <= found.done
+    assert 0 < found.kept <= found.began <= found.done <= found.began + 1
     assert "was kept in memory alone, and is now in" in found.log
     computed = "of its 4 files computed from the others" in found.log
     assert computed == (case.redundancy != "partner")

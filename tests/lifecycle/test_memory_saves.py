@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
+import torch
 
 from tests.lifecycle.test_memory_tier import flip
 from tests.lifecycle.training import attempt, crashed, usable
+from trainckpt import Checkpointer
 from trainckpt.lifecycle.domains import domains_of
 from trainckpt.supervisor.prefetch import bring
 from trainckpt.tiers import kept
@@ -81,3 +84,25 @@ def test_without_shared_memory_for_two_files_nothing_is_kept_and_that_is_said(
 
 def test_ranks_of_one_host_are_in_one_domain_whatever_they_say():
     assert domains_of(["a", "a", "b", "c"], ["r1", "r2", "r1", ""]) == ["r1", "r1", "r1", "host c"]
+
+
+def test_with_saves_at_every_step_no_step_is_taken_before_the_one_before_is_kept(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    optimizer, order = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer.register_step_post_hook(lambda *_: order.append("step"))
+    saving = {"every": "never", "memory_every": "1 step"}
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, **saving) as ckpt:
+        protecting = ckpt._attempt.saver.protecting
+        keep = protecting.keep
+
+        def slow(*arguments):
+            time.sleep(0.1)  # longer than such a step by far
+            keep(*arguments)
+            order.append("kept")
+
+        protecting.keep = slow
+        for _ in range(4):
+            ckpt.boundary()
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+    assert order[:7] == ["step", "kept", "step", "kept", "step", "kept", "step"]

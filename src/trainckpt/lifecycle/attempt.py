@@ -153,6 +153,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, _arenas(crew, beginning),
         crew.position.window_start,
     )  # fmt: skip
+    saver.holds_steps = crew.options.memory_every.steps == 1
     saver.flushing = _flushing(crew, saver, log, facts)
     hosts = beginning.record.facts["hosts"]
     saver.protecting.protection = set_up(crew.options, crew.channel, crew.tier.url, hosts)

@@ -29,15 +29,23 @@ class Copying:
         prepare: Callable[[], None] = lambda: None,
         *,
         num_threads: int = 1,
+        hold: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare` is called once, when all state is there: before the second step."""
+        """Of one rank.
+
+        Args:
+            registry: What is saved.
+            prepare: Called once, when all state is there: before the second step.
+            num_threads: That copy.
+            hold: Called before each step of the first optimizer: returns when it may be taken.
+        """
         self._first = registry.optimizers[0].optimizer if registry.optimizers else None
         self._choice = CopyChoice()
         self._num_threads = num_threads
         self._fence = Fence(self._stepping)
         self._overlapped: Overlapped | None = None
         self._number = 0
-        self._prepare = prepare
+        self._prepare, self._hold = prepare, hold
         self._steps = 0
         self._never: set[str] = set()  # tensors that something else was seen to change
 
@@ -81,6 +89,7 @@ class Copying:
 
     def _stepping(self, optimizer: Any) -> None:
         if optimizer is self._first:
+            self._hold()
             self._steps += 1
             if self._steps == PREPARED_AT:
                 self._prepare()

@@ -83,6 +83,11 @@ class Protection:
         """Whether a last save has come."""
         return self._in_way.is_set()
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a rank is gone, or the store: nothing will be kept any more."""
+        return bool(self._lost)
+
     def protect(self, name: SnapshotName, whole: Manifest | None, mine: memoryview | None) -> None:
         """Every rank, for each save on which all have reported.
 
@@ -295,6 +300,11 @@ class Protecting:
             pending.fail(SaveFailed(why))
         else:
             pending.protect()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a rank is gone that others are to keep things with."""
+        return self.protection is not None and self.protection.is_cut_off
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is held for others."""

@@ -20,7 +20,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import SaveFailed
+from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.versions import VERSION
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save that should be there so soon is waited for so long
+HOLD_S = 60.0  # a step waits so long for the state before it to be kept by others
 COMPARED_EVERY = 8  # saves after which replicas are compared byte by byte, not by samples
 
 
@@ -74,7 +75,11 @@ class Saver:
         references: What of this rank need not be written.
         flushing: Who copies what is committed to slower tiers.
         protecting: Who has other hosts keep what this one has.
+        holds_steps: A step waits until others keep the state before it, so that one is lost at
+            most. For saves to memory at every step.
     """
+
+    holds_steps = False
 
     def __init__(
         self,
@@ -94,7 +99,9 @@ class Saver:
         self.arenas = arenas
         self.flushing = Flushing()
         self._channel = channel
-        self._copying = Copying(registry, self._prepare, num_threads=arenas.copy_threads)
+        self._copying = Copying(
+            registry, self._prepare, num_threads=arenas.copy_threads, hold=self._hold
+        )
         self.references = References(tier, channel.world.rank, registry)
         self._writer = Writer(
             tier, channel, registry.files, facts, log, self.references, lambda: self.flushing.busy
@@ -108,6 +115,7 @@ class Saver:
         self._sequence = 0
         self.protecting = Protecting(arenas, channel.world.rank)
         self._in_memory = self._is_last = False  # the save in flight
+        self._cut_off = False  # the last save found a rank gone
         self._thread: threading.Thread | None = None
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
 
@@ -197,8 +205,23 @@ class Saver:
         """Whether a save is in flight."""
         return self._thread is not None and self._thread.is_alive()
 
+    def _hold(self) -> None:
+        """Before a step. Whoever takes it has trained with all others, so all have begun the save
+        that is waited for, and each of them comes to its end. If one of them is gone, nobody will
+        train on with it, and the step would only be lost.
+        """
+        if not (self.holds_steps and self._in_memory):
+            return
+        self.wait(HOLD_S)
+        if self._cut_off:
+            self.holds_steps = False
+            logger.warning("another rank is gone: no step is taken that nobody keeps")
+            time.sleep(HOLD_S)  # whoever ends this process does it meanwhile
+
     def _is_behind(self) -> bool:
         """Whether the save in flight will take a while. One that is nearly there is waited for."""
+        if self.holds_steps and self._in_memory:
+            self.wait(HOLD_S)
         if self.busy:
             begun_s, num_bytes = self._begun
             predicted_s = num_bytes * (self._pace.seconds_per_byte or 0.0)
@@ -278,10 +301,12 @@ class Saver:
             self._writer.write(manifest, shard, entries, self._copying.finish, in_memory=in_memory)
             if in_memory:
                 self.protecting.keep(manifest.name, self._writer.whole, shard, pending)
+                self._cut_off = self.protecting.is_cut_off
                 return
         except SaveFailed as error:
             self._failed(pending, manifest.name, error)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
+            self._cut_off = isinstance(error, NoAgreement)
             self._failed(pending, manifest.name, SaveFailed(str(error) or repr(error)))
         else:
             self.committed = (str(manifest.name), manifest.cursor)
