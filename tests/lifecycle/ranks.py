@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
-from trainckpt.lifecycle import candidate
+from trainckpt.lifecycle import fetch_together
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
 WIDTH = 300  # the first matrix is large enough to be cut
@@ -56,8 +56,8 @@ def train(rank, place, world, until, wrap=True, act=None, **options):
 
 def train_fetching(rank, place, world, until):
     """Files of any size are brought into memory by one rank for all; which this one brought."""
-    candidate.FETCHED_FROM_BYTES, fetch, came = 1, candidate.fetch, []
-    candidate.fetch = lambda *arguments: came.extend(fetch(*arguments))
+    fetch_together.FETCHED_FROM_BYTES, fetch, came = 1, fetch_together.fetch, []
+    fetch_together.fetch = lambda *arguments: came.extend(fetch(*arguments))
     return *train(rank, place, world, until), came
 
 

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from tests.lifecycle.training import attempt, crashed, usable
-from trainckpt.lifecycle import candidate
+from trainckpt.lifecycle import fetch_together
 from trainckpt.supervisor import prefetch
 from trainckpt.supervisor.command import likely_run
 from trainckpt.tiers.memory import MemoryPlace
@@ -91,7 +91,7 @@ def test_ranks_wait_for_what_is_on_its_way_and_for_nobody_who_is_dead(tmp_path, 
 
 
 def test_a_run_that_waits_no_longer_says_so(crashed_run, fetching, caplog, monkeypatch):
-    monkeypatch.setattr(candidate, "FETCHED_WITHIN_S", 0.1)
+    monkeypatch.setattr(fetch_together, "FETCHED_WITHIN_S", 0.1)
     fetching(crashed_run)
     newest = usable(crashed_run)[-1]
     _, ckpt = attempt(crashed_run, epochs=3)

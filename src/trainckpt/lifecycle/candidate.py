@@ -1,6 +1,6 @@
 """A candidate: one snapshot, read and verified by all ranks, or refused by all with the reasons.
 
-What all ranks of a host need is brought into its memory once, each rank its share of the files.
+What all ranks need is brought into their hosts' memory first (`fetch_together`).
 Each file is read from this host's memory where it is there, else from the nearest tier. If anything
 does not match its digest, on any rank, all read the snapshot once more: first without memory, then,
 if there are several tiers, each file from the nearest copy that is good (`other_copies`).
@@ -8,8 +8,8 @@ if there are several tiers, each file from the nearest copy that is good (`other
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import (
@@ -22,13 +22,12 @@ from trainckpt.errors import (
 )
 from trainckpt.lifecycle import error_json
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
+from trainckpt.lifecycle.fetch_together import fetch_together
 from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.memory import has_room
 from trainckpt.lifecycle.other_copies import find_good_copies
 from trainckpt.lifecycle.read_state import read_state
 from trainckpt.lifecycle.read_together import offers, read_together
 from trainckpt.snapshot import catalog
-from trainckpt.snapshot.fetch import fetch, is_shared
 from trainckpt.snapshot.verify import files_of
 from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.memory import MemoryPlace
-
-FETCHED_WITHIN_S = 120.0
-FETCHED_FROM_BYTES = 8 << 20  # what is smaller is read sooner than it is shared
 
 
 @dataclass
@@ -66,7 +62,7 @@ def read_candidate(
     registry: Registry,
     run: str,
     name: SnapshotName,
-    local: Sequence[int] = (0,),
+    hosts: Sequence[str] = (),
 ) -> Candidate:
     """Read this rank's part. Every rank calls it, and all come to the same result.
 
@@ -76,7 +72,7 @@ def read_candidate(
         channel: Fresh keys.
         registry: What is compared with it, and not touched.
         run, name: The snapshot.
-        local: Ranks on this host.
+        hosts: Of each rank.
 
     Raises:
         TierUnavailable: the run's place refused on any rank.
@@ -91,7 +87,8 @@ def read_candidate(
         part = channel.scoped(scope)
         try:
             if scope == "near":
-                _fetch_together(ladder, place, part, run, name, local)
+                load = partial(_load_manifest, ladder, run, name)
+                fetch_together(ladder, place, part, hosts or [""], name, load)
             results = _read(read, part, name)
         finally:
             near.close()
@@ -144,34 +141,6 @@ def _load_manifest(ladder: Ladder, run: str, name: SnapshotName) -> Manifest:
         ladder.sizes = {key: file.num_bytes for key, file in files_of(manifest)}
         return manifest
     raise next((e for e in errors if isinstance(e, TierUnavailable)), errors[0])
-
-
-def _fetch_together(
-    ladder: Ladder,
-    place: MemoryPlace | None,
-    channel: Channel,
-    run: str,
-    name: SnapshotName,
-    local: Sequence[int],
-) -> None:
-    """Bring this rank's share of the files that all ranks of this host need; wait for theirs.
-
-    Every rank waits for all, whatever its own host has: another may have memory, or more ranks.
-    """
-    came = place is None or place.wait_fetched(FETCHED_WITHIN_S)
-    if not came and channel.world.rank == local[0]:
-        logger.warning(
-            "another process has been reading into this host's memory for %.0f s: %s is read "
-            "without waiting for it any longer", FETCHED_WITHIN_S, name,
-        )  # fmt: skip
-    if place is not None and len(local) > 1:
-        with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
-            manifest = _load_manifest(ladder, run, name)
-            total = sum(file.num_bytes for file in manifest.files)
-            if total >= FETCHED_FROM_BYTES and is_shared(manifest) and has_room(place, total):
-                share = range(local.index(channel.world.rank), len(manifest.files), len(local))
-                fetch(ladder, place, manifest, share)
-    channel.gather("fetched", True, RANKS_TIMEOUT_S)
 
 
 def _read(read: _Read, channel: Channel, name: SnapshotName) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.reach import Reach
+from trainckpt.lifecycle.same_places import must_be_the_same, own_places
 from trainckpt.lifecycle.scavenge import scavenge
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog
@@ -121,6 +122,8 @@ def begin(
     _compare_lengths(channel, registry)
     seats = [Seat(host, view) for host, _, view in everyone]
     reach = reach or Reach(tier)
+    places = channel.gather("places", own_places(tier, reach.slower.tiers), RANKS_TIMEOUT_S)
+    must_be_the_same([f"{seat.host} {seat.view}" for seat in seats], places)
     by_name = bool(os.environ.get(AT_VARIABLE))
     run, can = attach(tier, channel, seats, mode, by_name=by_name, reach=reach)
     if run is not None and mode != "never":
@@ -270,13 +273,12 @@ def _try_in_order(
     tier = tiers[0]
     memory = MemoryPlace.of(tier.url)
     hosts = beginning.record.facts["hosts"]
-    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
     for number, name in enumerate(names):
         assert name is not None
         record = _now_reading(tier, channel, beginning.record, number, name)
         beginning = replace(beginning, record=record)
         part = channel.scoped(f"read/{number}")
-        read = read_candidate(tiers, memory, part, registry, beginning.run, name, local)
+        read = read_candidate(tiers, memory, part, registry, beginning.run, name, hosts)
         if not read.reasons:
             lost = told["lost"].get(str(name))
             found = replace(beginning, manifest=read.manifest, saved=read.saved, refused=refused)

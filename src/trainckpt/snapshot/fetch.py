@@ -35,7 +35,7 @@ def fetch(
     for number in numbers:
         file = manifest.files[number]
         folder = manifest.name.folder
-        if _is_there(place, folder, file):
+        if is_there(place, manifest, number):
             continue
         arena = _arena(place, number)
         if arena is None:
@@ -61,11 +61,25 @@ def is_shared(manifest: Manifest) -> bool:
     return shared > MOSTLY * total
 
 
-def _is_there(place: MemoryPlace, folder: str, file: FileEntry) -> bool:
-    held = place.held(folder, file.name, file.num_bytes)
+def is_there(place: MemoryPlace, manifest: Manifest, number: int) -> bool:
+    """Whether this host's memory holds a file of the snapshot, good or not."""
+    file = manifest.files[number]
+    held = place.held(manifest.name.folder, file.name, file.num_bytes)
     if held is not None:
         held.close()
     return held is not None
+
+
+def room_for(place: MemoryPlace, manifest: Manifest, number: int) -> Arena | None:
+    """An arena with as much memory as a file needs, to be filled and published; None: no room."""
+    arena = _arena(place, number)
+    if arena is not None:
+        try:
+            arena.reserve(manifest.files[number].num_bytes)
+        except OSError:
+            arena.close()
+            return None
+    return arena
 
 
 def _arena(place: MemoryPlace, rank: int) -> Arena | None:

@@ -19,6 +19,7 @@ from trainckpt.lifecycle.memory import has_room
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.fetch import fetch, is_shared
 from trainckpt.tiers import kept
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def _likely(tier: Place, run: str, wanted: str | None) -> Manifest | None:
         return None
     manifest = catalog.load_manifest(tier, run, candidates[0])
     hosts = {host for r in before.values() for host in r.facts.get("hosts", ())}
+    if len(hosts) > 1 and not isinstance(tier, LocalTier):
+        return None  # the ranks of all hosts read a store once between them
     return manifest if len(hosts) == 1 or is_shared(manifest) else None  # else: whose is which?
 
 

@@ -1,0 +1,69 @@
+"""Programs of real ranks whose run lies in an object store; each is told where to find it.
+
+Ranks are forked from a server that was started before the store was, so they get its environment
+as an argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import s3fs  # so that what the ranks are forked from has it
+
+from tests.lifecycle import ranks
+from trainckpt import Checkpointer
+from trainckpt.errors import TrainckptError
+from trainckpt.tiers.memory import ROOT_VARIABLE
+
+assert s3fs
+WIDE = 1200  # 17 MB with the moments: what is read beside them is little
+
+
+class Leave(Exception):
+    """What was to be seen was seen."""
+
+
+def train(rank, environment, place, world, until, options=None, width=ranks.WIDTH):
+    """As `ranks.train`."""
+    os.environ.update(environment)
+    ranks.WIDTH = width
+    return ranks.train(rank, place, world, until, **(options or {}))
+
+
+def arrive(rank, environment, place, world, memory=None, host=None):
+    """Go on, train one micro-batch, and leave by an exception: nothing is saved.
+
+    Args:
+        memory: Folder of this host's memory; "{rank}" in it makes each rank a host of its own.
+        host: Its name, in the same way.
+    """
+    os.environ.update(environment)
+
+    if memory is not None:
+        Path(memory.format(rank=rank)).mkdir(exist_ok=True)
+        os.environ[ROOT_VARIABLE] = memory.format(rank=rank)
+    if host is not None:
+        socket.gethostname = lambda: host.format(rank=rank)
+    ranks.WIDTH = WIDE
+    model, optimizer, loader = ranks.parts(rank, world)
+    with (
+        contextlib.suppress(Leave),
+        Checkpointer(place, model=model, optimizer=optimizer, loader=loader) as ckpt,
+    ):
+        for (x,) in ckpt.batches():
+            model(x).sum().backward()
+            raise Leave
+    return ckpt.resumed_from.step
+
+
+def refused(rank, environment, places, world, options):
+    """The error that a start ends with, each rank with its own place and options; else None."""
+    os.environ.update(environment)
+    try:
+        ranks.train(rank, places[rank], world, 1, **options[rank])
+    except TrainckptError as error:
+        return type(error).__name__, error.exit_code, f"{error.message}; {error.hint}"
+    return None
