@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slurm check bench campaign clean
+.PHONY: demo test slurm criu check bench campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,13 +19,17 @@ demo: $(VENV)/.core
 	$(BIN)/trainckpt prove --nproc 2 --stops 2 -- examples/char_gpt.py --size small \
 	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
 
-test: $(VENV)/.dev slurm
+test: $(VENV)/.dev slurm criu
 	$(BIN)/python -m compileall -q src tests examples
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations 15
 
 # By apt, where this is root; otherwise the tests that need it are skipped.
 slurm:
 	@sh tests/slurm/install.sh
+
+# From a newer Debian release, into the environment; quick when it is there. docs/process-dumps.md
+criu: $(VENV)/.core
+	@$(BIN)/python -m trainckpt.process_dump.install || echo "tests that dump processes are skipped" >&2
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -6,7 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
+from trainckpt.cli.dumped import dumps_of
 from trainckpt.format.attempt import ENDED, UNDECIDED
+from trainckpt.format.dump import KIND
 from trainckpt.lifecycle import heartbeat, place
 from trainckpt.lifecycle.everywhere import open_everywhere
 from trainckpt.snapshot import attempts
@@ -14,6 +16,7 @@ from trainckpt.snapshot import attempts
 if TYPE_CHECKING:
     import argparse
 
+    from trainckpt.cli.dumped import Dump
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
@@ -33,9 +36,10 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print the candidates, newest first."""
     tier = place.open_place(arguments.run)
     everywhere = open_everywhere(arguments.run)
-    candidates = everywhere.candidates()
+    candidates, found = everywhere.candidates(), dumps_of(tier)
     if arguments.json:
         rows = [to_json(c) for c in candidates]
+        rows = sorted(rows + [dump_to_json(d) for d in found], key=_order, reverse=True)
         more: dict[str, Any] = {"attempts": _attempts(tier)} if arguments.attempts else {}
         more |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
         show.document({"run": tier.url, "candidates": rows, **more})
@@ -50,6 +54,11 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"{tier.url}: no snapshot was committed yet")
+    if found:
+        show.table(
+            ("id", "when", "size", "ranks", "host", "usable"), [_dump_row(d) for d in found],
+            title="process dumps",
+        )  # fmt: skip
     if arguments.attempts:
         show.table(
             ATTEMPT_COLUMNS,
@@ -80,6 +89,31 @@ def to_json(candidate: Candidate) -> dict[str, Any]:
         "reason": candidate.reason,
         "saved_because": manifest.reason if manifest else None,
     }
+
+
+def _order(row: dict[str, Any]) -> tuple[int, int]:
+    return row["attempt"], row["sequence"]
+
+
+def dump_to_json(found: Dump) -> dict[str, Any]:
+    """One dump as the command line's JSON has it; what only a snapshot has is null."""
+    record, name = found.record, found.name
+    rows = dict.fromkeys(("epoch", "step", "micro", "world", "bytes", "created", "saved_because"))
+    if record is not None:
+        rows |= {"world": record.world, "bytes": record.num_bytes, "created": record.created}
+        rows |= {"saved_because": record.reason, "total_bytes": record.num_bytes}
+    own = {"id": str(name), "name": str(name), "kind": KIND, "attempt": name.attempt,
+           "sequence": name.sequence, "tags": [], "tiers": ["local"], "usable": not found.reason,
+           "reason": found.reason}  # fmt: skip
+    return {**rows, **own}
+
+
+def _dump_row(found: Dump) -> tuple[str, ...]:
+    usable = f"no: {found.reason}" if found.reason else "yes"
+    if (record := found.record) is None:
+        return (str(found.name), "?", "?", "?", "?", usable)
+    return (str(found.name), show.when(record.created), show.size(record.num_bytes),
+            str(record.world), record.host.name, usable)  # fmt: skip
 
 
 def size(manifest: Manifest) -> str:

@@ -1,6 +1,8 @@
 """pause: stop a live run at a checkpoint that all its ranks agree on, and wait for it.
 
     find      the newest attempt without an outcome whose heartbeat is young
+    ask       its supervisor, where the command has no Checkpointer or a dump was asked for: it
+              chooses between a dump and a stop, and dumps
     tell      a notice file for that attempt, in the run's place; its ranks look once a second
     wait      until its record has an outcome, then shortly for its heartbeat to be gone
     report    what was saved where, and the exit code that says so
@@ -18,11 +20,12 @@ import os
 import secrets
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
+from trainckpt.cli.asking import is_by_supervisor, wait_for_answer, wait_for_dump
 from trainckpt.errors import (
-    ConfigurationError,
     NoAgreement,
     NothingToResume,
     SaveFailed,
@@ -34,7 +37,9 @@ from trainckpt.format import names
 from trainckpt.format.attempt import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.lifecycle import heartbeat, place
+from trainckpt.lifecycle.dump_choice import DUMP
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import requests
 from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
@@ -63,18 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='give the run so long to stop, such as "30s" (default: wait without limit)',
     )
     parser.add_argument(
-        "--dump", action="store_true", help="also dump the processes (not in this version)"
+        "--dump", action="store_true", help="dump the processes, where that is possible"
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Tell the run to stop, wait, and report; 71 if it is not in time."""
-    if arguments.dump:
-        raise ConfigurationError(
-            "--dump: this version does not dump processes", hint="leave it out: pause saves"
-        )
     tier = place.open_place(arguments.run)
     live = find_live(tier)
+    if arguments.dump or is_by_supervisor(live):
+        dumped = _dumped(tier, live, arguments)
+        if dumped is not None:
+            return report(tier, dumped, as_json=arguments.json)
     world = live.facts.get("world")
     ranks = f", ranks: {world}," if isinstance(world, int) else ""
     try:
@@ -152,10 +157,49 @@ def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, i
     return f"{who} stopped: saved {where}", 0, ""
 
 
-def _tell(tier: Place, attempt: int, seconds_left: float | None) -> str:
+def _dumped(
+    tier: Place, live: AttemptRecord, arguments: argparse.Namespace
+) -> AttemptRecord | None:
+    """Ask the supervisor; the record of the attempt once it is dumped, None if the ranks are to
+    stop by themselves.
+
+    Raises:
+        SaveFailed: they cannot, and no dump was taken.
+    """
+    key = _tell(tier, live.attempt, arguments.deadline, dump=arguments.dump, suffix=requests.ASK)
+    try:
+        answer = wait_for_answer(tier, key)
+        _say(f"{answer.choice}: {answer.why}")
+        if answer.choice == DUMP:
+            found = wait_for_dump(tier, key, partial(_read, tier, live))
+            if isinstance(found, AttemptRecord):
+                return found
+            answer = found
+            _say(f"no dump: {answer.error}")
+    finally:
+        for each in (key, requests.answer_key(key)):
+            with contextlib.suppress(TrainckptError):
+                tier.remove(each)
+    if is_by_supervisor(live):
+        raise SaveFailed(
+            f"attempt {live.attempt} goes on: {answer.error or answer.why}",
+            hint="`trainckpt doctor` says what this machine can do",
+        )
+    return None
+
+
+def _tell(
+    tier: Place,
+    attempt: int,
+    seconds_left: float | None,
+    *,
+    dump: bool = False,
+    suffix: str = ".json",
+) -> str:
     """Write the notice so that it appears whole; returns its key."""
-    body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": False}
-    key, data = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}.json", json.dumps(body).encode()
+    body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
+    key = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}{suffix}"
+    data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):
         _write(tier, attempt, tier.root / key, data)
     else:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show
+from trainckpt.cli import dumps, show
 from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle import launch, place
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accept-older", action="store_true",
         help="go on although a place that does not answer may hold a newer one",
     )  # fmt: skip
+    dumps.add_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -61,6 +62,9 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     by_us = facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
     with Inbox() as inbox:
+        dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox) if by_us else None
+        if dumped is not None:
+            return report(dumped, as_json=arguments.json)
         ended = supervise(
             full,
             environment=_variables(facts, arguments),
@@ -72,6 +76,7 @@ def execute(arguments: argparse.Namespace) -> int:
             say=say,
             inbox=inbox,
             run=tier.url,
+            dumpable=dumps.dumpable(arguments, say),
         )
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from itertools import pairwise
 
-from trainckpt.cli import show
+from trainckpt.cli import dumps, show
 from trainckpt.errors import ConfigurationError
 from trainckpt.supervisor.command import (
     NPROC_OPTIONS,
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run", metavar="RUN", help="the run of a script that names none by itself"
     )
     parser.add_argument("--nproc", type=show.count, default=1, help="processes on this host (1)")
+    dumps.add_arguments(parser)
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -59,6 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
             say=say,
             inbox=inbox,
             run=arguments.run,
+            dumpable=dumps.dumpable(arguments, say),
         )
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)

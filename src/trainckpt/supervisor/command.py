@@ -116,6 +116,14 @@ def mentions_us(command: Sequence[str], cwd: str | None = None) -> bool:
     return False
 
 
+def is_silent(command: Sequence[str], cwd: str | None = None) -> bool:
+    """Whether the script that a command runs could be read, and does not speak of trainckpt."""
+    folder = Path(cwd or ".")
+    files = (folder / word for word in command if not word.startswith("-"))
+    read = [f for f in files if f.is_file() and not f.name.startswith("python")]
+    return bool(read) and not _is_program(read[0]) and not mentions_us(command, cwd)
+
+
 def likely_run(command: Sequence[str], cwd: str | None = None) -> str | None:
     """The run that a command names among its arguments, if it is there already."""
     for word in command:

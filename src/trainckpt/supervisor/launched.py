@@ -23,11 +23,12 @@ from trainckpt.supervisor.signals import ENDED
 from trainckpt.supervisor.verdict import Course
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Mapping
     from pathlib import Path
 
     from trainckpt.lifecycle.told import Told
+    from trainckpt.supervisor.adopted import Process
+    from trainckpt.supervisor.dumping import Dumping
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.signals import Inbox
 
@@ -44,20 +45,23 @@ class Launched:
         has_agent: The process is torchrun under our agent, not the script itself.
         ours: The command is known to use trainckpt.
         named: `--run`, or None.
+        dumping: Who dumps the processes when asked, or None.
     """
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: Process,
         folder: Path,
         inbox: Inbox,
         *,
         has_agent: bool,
         ours: bool,
         named: NamedRun | None = None,
+        dumping: Dumping | None = None,
     ) -> None:
         self._process, self._folder, self._inbox = process, folder, inbox
         self._has_agent, self._ours, self._named = has_agent, ours, named
+        self._dumping = dumping
         self._seen: dict[int, int | None] = {}  # pid -> when it started; None: not a rank of ours
         self._children: dict[int, int] = {}  # pid -> the agent's child that it is, or is under
         self._host = socket.gethostname()
@@ -78,7 +82,8 @@ class Launched:
             if self._named is not None and self._process.poll() is None:
                 told = [rank.told for rank in ranks]
                 self._named.look(self._process.pid, told, imported=self._imported())
-        if self._process.returncode != 0:
+            self._dump_if_asked()
+        if self._process.returncode != 0 and self._cause != verdict.DUMPED:
             kill_all(self._process, str(self._folder), self._told_pids())
         return self._course()
 
@@ -170,6 +175,13 @@ class Launched:
             gone = [rank for rank in ranks if rank.is_gone] or ranks
             self._end(verdict.OTHERS_LOST, f"rank {gone[0].told.rank} is gone, and the others did "
                       f"not end within {orders.OTHERS_S:.0f} s")  # fmt: skip
+
+    def _dump_if_asked(self) -> None:
+        if self._dumping is None or self._cause or self._process.poll() is not None:
+            return
+        if self._dumping.look():
+            self._cause, self._why = verdict.DUMPED, f"dumped as {self._dumping.taken}"
+            self._ended_at = time.time()
 
     def _deadline(self, ranks: list[Rank]) -> float:
         after_s = orders.deadline_after_s(ranks)

@@ -16,6 +16,7 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format.names import RUN_RECORD
 from trainckpt.lifecycle import choice, place
 from trainckpt.lifecycle.memory import has_room
+from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.fetch import fetch, is_shared
 from trainckpt.tiers import kept
@@ -73,9 +74,11 @@ def beside(run: str | None, variables: Mapping[str, str], wanted: str | None) ->
     process = None
     if run is not None:
         command = [sys.executable, "-m", __name__, run, *([wanted] if wanted else [])]
+        # It is no part of the launch: that it imports us says nothing of the command.
+        own = {name: value for name, value in variables.items() if name != SUPERVISOR_VARIABLE}
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
-                command, env=dict(variables), start_new_session=True,
+                command, env=own, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
     try:

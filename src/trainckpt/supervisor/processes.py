@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Iterable
+
+    from trainckpt.supervisor.adopted import Process
 
 PROC = Path("/proc")
 HAS_PROC = (PROC / "self" / "stat").exists()
@@ -94,7 +95,7 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_all(process: subprocess.Popen[bytes], folder: str, told: Iterable[int] = ()) -> None:
+def kill_all(process: Process, folder: str, told: Iterable[int] = ()) -> None:
     """Kill it, all that descends from it, and all that was told to tell us of its attempt.
 
     Args:
@@ -116,7 +117,7 @@ def kill_all(process: subprocess.Popen[bytes], folder: str, told: Iterable[int] 
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def kill_session(process: subprocess.Popen[bytes]) -> None:
+def kill_session(process: Process) -> None:
     """End the launched process and all it started, as the loss of a host would."""
     kill_all(process, environment(process.pid).get(SUPERVISOR_VARIABLE, ""))
 

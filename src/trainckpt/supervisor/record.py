@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
@@ -24,10 +25,14 @@ from trainckpt.format.attempt import (
     UNDECIDED,
     AttemptRecord,
 )
+from trainckpt.format.dump import EXACT
+from trainckpt.format.dump import KIND as DUMP
 from trainckpt.lifecycle import launch, place
 from trainckpt.lifecycle.choice import DIED_WHILE
+from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.told import LEFT, Told
 from trainckpt.snapshot import attempts, catalog
+from trainckpt.supervisor.command import is_silent
 from trainckpt.supervisor.processes import children, environment
 from trainckpt.supervisor.verdict import CONSEQUENCES, NOTICE
 
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 CLAIM_AFTER_S = 30.0
+CLAIM_SILENT_AFTER_S = 3.0  # of a script that does not speak of trainckpt, as far as can be seen
 NAME_VARIABLE = place.NAME_VARIABLE
 BY_SUPERVISOR = "supervisor"
 
@@ -165,24 +171,35 @@ class NamedRun:
     """`--run`: the run of a command that has no Checkpointer, so that it can be launched again.
 
     Its attempt is claimed when it is clear that no rank will: after 30 s without trainckpt being
-    imported, or at the end.
+    imported (3 s, where the script does not speak of it), or at the end.
 
     Attributes:
         record: The attempt claimed here, or None.
         problem: Why nothing could be written, or "": the command goes on all the same.
+        tier: Where the run lies.
+        dump: Name of the dump that the command was ended with, or "".
     """
 
     def __init__(self, run: str, command: Sequence[str], cwd: str | None, nproc: int) -> None:
         self.record: AttemptRecord | None = None
-        self.problem = ""
-        self._tier = place.open_place(run)
+        self.problem = self.dump = ""
+        self.tier = place.open_place(run)
         self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
         self._begun, self._pids = time.time(), list[int]()
+        silent = is_silent(self._command, self._cwd)
+        self._claim_after_s = CLAIM_SILENT_AFTER_S if silent else CLAIM_AFTER_S
+        self._heartbeat: Heartbeat | None = None
 
     @property
     def url(self) -> str:
         """Where the run lies."""
-        return self._tier.url
+        return self.tier.url
+
+    def claim_from(self, parent: str, pids: Sequence[int]) -> AttemptRecord | None:
+        """Claim at once: what runs goes on from `parent`. None, and `problem`, if it cannot be."""
+        self._pids = list(pids)
+        self._claim((), parent)
+        return self.record
 
     def look(self, parent: int, ranks: Sequence[Told], *, imported: bool) -> None:
         """While the command runs: note the ranks' processes, claim when it is time."""
@@ -192,7 +209,7 @@ class NamedRun:
             found = {pid: environment(pid).get("RANK", "") for pid in children(parent)}
             ranks_of = {pid: int(rank) for pid, rank in found.items() if rank.isdecimal()}
             self._pids = sorted(ranks_of, key=ranks_of.__getitem__) or self._pids
-        if time.time() - self._begun >= CLAIM_AFTER_S and not imported:
+        if time.time() - self._begun >= self._claim_after_s and not imported:
             self._claim(ranks)
 
     def end(self, ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
@@ -203,23 +220,31 @@ class NamedRun:
             return None
         how = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
         outcome = {**_outcome(None, self._begun), **_words(verdict, how)}
+        if self.dump:
+            outcome |= {"outcome": STOPPED, "snapshot": self.dump, "kind": DUMP, "tiers": ["local"]}
+            outcome |= {"exactness": EXACT, "lost_micro_batches": 0}
         self.record = self.record.with_(state=ENDED, outcome=outcome)
         try:
-            attempts.replace(self._tier, self.record)
+            attempts.replace(self.tier, self.record)
         except TrainckptError as error:
             self.problem = error.message
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         return self.record
 
-    def _claim(self, ranks: Sequence[Told]) -> None:
+    def _claim(self, ranks: Sequence[Told], parent: str = UNDECIDED) -> None:
         if self.record is not None or self.problem or any(told.attempt for told in ranks):
             return
         try:
-            attempts.found_run(self._tier)
-            self.record = attempts.claim(self._tier, self._new_record)
+            attempts.found_run(self.tier)
+            self.record = attempts.claim(self.tier, partial(self._new_record, parent=parent))
         except TrainckptError as error:
             self.problem = error.message
+            return
+        self._heartbeat = Heartbeat(self.tier, self.record.attempt)
+        self._heartbeat.start()
 
-    def _new_record(self, attempt: int) -> AttemptRecord:
+    def _new_record(self, attempt: int, parent: str) -> AttemptRecord:
         facts = {
             "argv": launch.redact_arguments(self._command),
             "cwd": self._cwd,
@@ -230,4 +255,4 @@ class NamedRun:
             "pids": self._pids,
             "started": self._begun,
         }
-        return AttemptRecord(attempt, state=RUNNING, facts=facts)
+        return AttemptRecord(attempt, parent, RUNNING, facts=facts)

@@ -36,6 +36,7 @@ from trainckpt.supervisor.command import (
     take_max_restarts,
     torchrun_command,
 )
+from trainckpt.supervisor.dumpable import Dumpable, outputs
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.prefetch import beside
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.lifecycle.told import Told
+    from trainckpt.supervisor.logs import Logs
     from trainckpt.supervisor.record import NamedRun
-    from trainckpt.supervisor.verdict import Verdict
+    from trainckpt.supervisor.verdict import Course, Verdict
 
     Process = subprocess.Popen[bytes]
 
@@ -94,6 +96,7 @@ class _Start:
     watch: Callable[[Process], None] | None
     ours: bool
     run: str | None = None
+    dumpable: Dumpable | None = None
 
 
 def supervise(
@@ -109,6 +112,7 @@ def supervise(
     say: Callable[[str], None] | None = None,
     inbox: Inbox | None = None,
     run: str | None = None,
+    dumpable: Dumpable | None = None,
 ) -> Ended:
     """Run `command` to its end, and again where it failed. Main thread.
 
@@ -124,6 +128,7 @@ def supervise(
         say: Told of restarts, a line at a time.
         inbox: An entered one, where signals are heard already.
         run: Directory of the run that will most likely go on; its snapshot is read ahead.
+        dumpable: Launch it so that its processes can be dumped, and do so when asked.
 
     Raises:
         ConfigurationError: the command cannot be started.
@@ -135,7 +140,7 @@ def supervise(
     variables.pop(RESTARTS_VARIABLE, None)
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
-    start = _Start(command, variables, cwd, output, watch, ours, run)
+    start = _Start(command, variables, cwd, output, watch, ours, run, dumpable)
     newest: AttemptRecord | None = None
     with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
         done = 0
@@ -174,35 +179,57 @@ def _launch(
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
         if named is not None:
             variables[records.NAME_VARIABLE] = named.url
-        with beside(start.run, variables, variables.get(AT_VARIABLE)):
-            process = _execute(start, variables)
+        with (
+            beside(start.run, variables, variables.get(AT_VARIABLE)),
+            outputs(start.dumpable, Path(folder), start.output) as logs,
+        ):
+            process = _execute(start, variables, logs)
+            dumpable = start.dumpable
             launched = Launched(
                 process, Path(folder), inbox,
                 has_agent=is_torchrun(start.command), ours=start.ours, named=named,
+                dumping=dumpable.dumping(process, Path(folder), logs, named) if dumpable else None,
             )  # fmt: skip
             with _watching(start.watch, process):
                 course = launched.run()
         ranks = launched.told()
-        told = [*course.told, *records.recorded_word(ranks)]
-        verdict = judge(replace(course, told=told))
-        asked = inbox.signalled or any(told.asked for told in ranks)
-        record = records.settle(ranks, verdict, asked=asked)
-        if record is None and named is not None:
-            record = named.end(ranks, verdict)
-        return verdict, record, ranks, asked
+    # Whoever resumes a dump makes this folder again, so it is gone before anybody hears of one.
+    return settle(course, ranks, inbox, named)
 
 
-def _execute(start: _Start, variables: Mapping[str, str]) -> Process:
+def settle(
+    course: Course, ranks: Sequence[Told], inbox: Inbox, named: NamedRun | None
+) -> tuple[Verdict, AttemptRecord | None, Sequence[Told], bool]:
+    """Judge how it ended, and write down what nobody else has."""
+    told = [*course.told, *records.recorded_word(ranks)]
+    verdict = judge(replace(course, told=told))
+    asked = inbox.signalled or any(each.asked for each in ranks)
+    record = records.settle(ranks, verdict, asked=asked)
+    if record is None and named is not None:
+        record = named.end(ranks, verdict)
+    return verdict, record, ranks, asked
+
+
+def _execute(start: _Start, variables: Mapping[str, str], logs: Logs | None) -> Process:
+    command, streams = start.command, _streams(start, logs)
+    if start.dumpable is not None and logs is not None:
+        command = start.dumpable.command(command)
     try:
         return subprocess.Popen(
-            start.command, env=dict(variables), cwd=start.cwd, stdout=start.output,
-            stderr=subprocess.STDOUT if start.output not in (None, sys.stderr) else None,
-            start_new_session=True,
-        )  # fmt: skip
+            command, env=dict(variables), cwd=start.cwd, start_new_session=True, **streams
+        )
     except OSError as error:
         raise ConfigurationError(
             f"{start.command[0]} cannot be started: {error}", hint="check the command and its path"
         ) from error
+
+
+def _streams(start: _Start, logs: Logs | None) -> dict[str, Any]:
+    """Standard input, output and error of the command."""
+    if logs is not None:
+        return {"stdin": subprocess.DEVNULL, "stdout": logs.out, "stderr": logs.err}
+    both = start.output not in (None, sys.stderr)
+    return {"stdout": start.output, "stderr": subprocess.STDOUT if both else None}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Launchers swallow exit codes, so the process's own code is the last thing to go by:
 
-    we ended it             second interrupt 130, start-up 75; past the deadline 71
+    we ended it             second interrupt 130, start-up 75; past the deadline 71; dumped 75
     a rank stopped          its code, 75 by default, unless some rank had failed before that
     0                       finished
     the first failure       what that rank said (its exception's code) or ended with; what comes
@@ -41,6 +41,7 @@ REFUSALS = frozenset(
 )
 # why we ended it ourselves
 START_UP, DEADLINE, SECOND_INTERRUPT, OTHERS_LOST = "start-up", "deadline", "interrupt", "lost"
+DUMPED = "dumped"
 TOGETHER_S = 0.5  # ends so close together do not say which was the cause
 # A lost connection is an exception (1) or an abort; 71 and SIGTERM follow on a peer's failure.
 CONSEQUENCES = frozenset({1, NoAgreement.exit_code, -signal.SIGABRT, -signal.SIGTERM})
@@ -112,6 +113,8 @@ def judge(course: Course) -> Verdict:
         return Verdict(INTERRUPTED, KILLED, "a second interrupt", on_purpose=True)
     if course.cause == START_UP:
         return Verdict(START_AGAIN, NOTICE, course.why, on_purpose=True)
+    if course.cause == DUMPED:
+        return Verdict(START_AGAIN, STOPPED, course.why, on_purpose=True)
     failures = _failures(course)
     stop = _stop(course, failures)
     if stop is not None:

@@ -1,0 +1,52 @@
+"""Asking a run's supervisor for a dump, and waiting for what it says and does."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.dump_choice import NOTHING
+from trainckpt.supervisor import requests
+from trainckpt.supervisor.record import BY_SUPERVISOR
+from trainckpt.supervisor.requests import Answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.tiers.places import Place
+
+ANSWERS_WITHIN_S = 15.0
+LOOK_EVERY_S = 0.1
+NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
+
+
+def is_by_supervisor(live: AttemptRecord) -> bool:
+    """Whether the command has no Checkpointer: its supervisor keeps the record."""
+    launch = live.facts.get("launch")
+    return isinstance(launch, dict) and launch.get("by") == BY_SUPERVISOR
+
+
+def wait_for_answer(tier: Place, key: str) -> Answer:
+    """What the supervisor chose; that nobody answers is an answer too."""
+    until = time.monotonic() + ANSWERS_WITHIN_S
+    while time.monotonic() < until:
+        found = requests.read_answer(tier, key)
+        if found is not None:
+            return found
+        time.sleep(LOOK_EVERY_S)
+    return Answer(NOTHING, NOBODY)
+
+
+def wait_for_dump(
+    tier: Place, key: str, read: Callable[[], AttemptRecord]
+) -> AttemptRecord | Answer:
+    """The attempt's record once it was dumped, or the answer that says why it was not."""
+    while True:
+        record = read()
+        if record.outcome is not None:
+            return record
+        found = requests.read_answer(tier, key)
+        if found is not None and found.error:
+            return found
+        time.sleep(LOOK_EVERY_S)

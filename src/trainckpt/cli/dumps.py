@@ -1,0 +1,88 @@
+"""What `run`, `resume` and `pause` share about process dumps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from trainckpt.cli.dumped import newest
+from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.supervisor.dumpable import Dumpable
+from trainckpt.supervisor.dumping import ability_for
+from trainckpt.supervisor.record import NamedRun
+from trainckpt.supervisor.restored import Dumped, supervise_restored
+from trainckpt.tiers.local import LocalTier
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from trainckpt.supervisor.signals import Inbox
+    from trainckpt.supervisor.supervise import Ended
+    from trainckpt.tiers.places import Place
+
+VARIABLE = "TRAINCKPT_DUMPS"
+CHOICES = ("auto", "on", "off")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of whatever launches a command."""
+    parser.add_argument(
+        "--dumps",
+        choices=CHOICES,
+        help="launch it so that its processes can be dumped: without io_uring, terminal and "
+        "standard input (auto: where CRIU works)",
+    )
+    parser.add_argument(
+        "--keep-io-uring",
+        action="store_true",
+        help="leave io_uring to the command; while one is open it cannot be dumped",
+    )
+
+
+def dumpable(arguments: argparse.Namespace, say: Callable[[str], object]) -> Dumpable | None:
+    """How to launch, by the options and TRAINCKPT_DUMPS; None: as if there were no dumps.
+
+    Raises:
+        ConfigurationError: dumps were asked for, and cannot be had.
+    """
+    wanted = arguments.dumps or os.environ.get(VARIABLE) or "auto"
+    if wanted not in CHOICES:
+        raise ConfigurationError(f"{VARIABLE} is {wanted[:60]!r}", hint=" or ".join(CHOICES))
+    ability = ability_for(wanted)
+    if ability is None:
+        return None
+    if ability.why_not:
+        raise ConfigurationError(f"--dumps on: {ability.why_not}", hint=ability.cure)
+    return Dumpable(ability, say, arguments.keep_io_uring)
+
+
+def restored(
+    tier: Place,
+    arguments: argparse.Namespace,
+    command: tuple[list[str], str, int],
+    inbox: Inbox,
+) -> Ended | None:
+    """How the newest dump ended that was brought back; None: there is none, or it cannot be."""
+    if not isinstance(tier, LocalTier) or arguments.at or arguments.nproc:
+        return None
+    try:
+        record = newest(tier)
+        if record is None:
+            return None
+        how = dumpable(arguments, _say)
+        if how is None:
+            raise ConfigurationError(f"{record.name}: this machine cannot restore dumps",
+                                     hint="trainckpt doctor")  # fmt: skip
+        argv, cwd, nproc = command
+        named = NamedRun(arguments.run, argv, cwd, nproc)
+        output = sys.stderr if arguments.json else None
+        return supervise_restored(Dumped(tier, record, named, how, output), inbox)
+    except TrainckptError as error:
+        _say(f"no dump is restored: {error.message}")
+        return None
+
+
+def _say(line: str) -> None:
+    print(f"trainckpt: {line}", file=sys.stderr, flush=True)

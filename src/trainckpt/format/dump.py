@@ -1,0 +1,187 @@
+"""The record of one process dump: what was dumped, where it can be brought back, what was open.
+
+    RUN/dumps/dump~<a>.<q>/     of attempt a, with sequence number q among its snapshots
+        images/...              CRIU's
+        dump.json               its existence is the commit
+
+A dump is restored at most once: the attempt that it becomes names it as its parent.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
+from trainckpt.format.digest import is_digest
+from trainckpt.format.names import check_file_name
+
+DUMPS, IMAGES, RECORD = "dumps", "images", "dump.json"
+KIND = "dump"
+EXACT = "bitwise"  # the very processes go on
+MAX_BYTES = 16_000_000
+MAX_PID = 2**22
+_FOLDER = re.compile(r"dump~([0-9]{1,9})\.([0-9]{1,9})")
+
+
+@dataclass(frozen=True, order=True)
+class DumpName:
+    """Names one dump of a run; sorts among the snapshots' names by (attempt, sequence)."""
+
+    attempt: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"dump~{self.attempt}.{self.sequence}"
+
+    @property
+    def folder(self) -> str:
+        """Path of the dump's folder, relative to the run."""
+        return f"{DUMPS}/{self}"
+
+    @property
+    def record(self) -> str:
+        """Where its record lies."""
+        return f"{self.folder}/{RECORD}"
+
+    @classmethod
+    def parse(cls, text: str) -> DumpName | None:
+        """The name spelled by `text`, or None if it spells none."""
+        match = _FOLDER.fullmatch(text)
+        found = cls(int(match[1]), int(match[2])) if match else None
+        return found if str(found) == text else None
+
+
+@dataclass(frozen=True)
+class Image:
+    """One file of CRIU's: plain name, length, digest."""
+
+    name: str
+    num_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that the processes had open for writing, and its length then."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a dump is tied to.
+
+    Attributes:
+        name: Of the host.
+        kernel: Its release.
+        flags: What its processor can do, sorted.
+    """
+
+    name: str
+    kernel: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DumpRecord:
+    """One dump.
+
+    Attributes:
+        name: Which.
+        run: Id of the run.
+        host: Where it was taken.
+        criu: Version that took it.
+        created: When, in seconds since 1970.
+        root: Process id of the tree's root.
+        tasks: All ids that have to be free: of processes and threads.
+        world: Ranks in it.
+        folder: Of the supervisor, which comes back with it.
+        told: File name -> text: what ranks had told the supervisor.
+        images, written: Files.
+        reason: Why it was taken.
+    """
+
+    name: DumpName
+    run: str
+    host: Host
+    criu: str
+    created: float
+    root: int
+    tasks: tuple[int, ...]
+    world: int
+    folder: str
+    told: dict[str, str]
+    images: tuple[Image, ...]
+    written: tuple[WrittenFile, ...]
+    reason: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all images."""
+        return sum(image.num_bytes for image in self.images)
+
+    def dump(self) -> bytes:
+        """As JSON, with a digest of itself."""
+        return strict.sealed({**asdict(self), "name": str(self.name), "format": 1})
+
+    @classmethod
+    def load(cls, data: bytes, what: str) -> DumpRecord:
+        """Read it back; `UnusableSnapshot` if it is not one."""
+        body = strict.unsealed(strict.parse(data, what, max_bytes=MAX_BYTES), what)
+        name = DumpName.parse(str(strict.field(body, "name", str, what)))
+        if name is None:
+            raise UnusableSnapshot(f"{what}: {str(body['name'])[:60]!r} names no dump")
+        texts = {k: str(strict.field(body, k, str, what))
+                 for k in ("run", "criu", "folder", "reason")}  # fmt: skip
+        created = body.get("created")
+        if not isinstance(created, (int, float)) or isinstance(created, bool):
+            raise UnusableSnapshot(f"{what}: created is {str(created)[:60]!r}")
+        return cls(
+            name=name, created=float(created), root=_pid(body.get("root"), what),
+            host=_host(strict.field(body, "host", dict, what), what),
+            tasks=tuple(_pid(pid, what) for pid in strict.field(body, "tasks", list, what)),
+            world=strict.count(body, "world", what),
+            told=_texts(strict.field(body, "told", dict, what), what),
+            images=tuple(_image(i, what) for i in strict.field(body, "images", list, what)),
+            written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
+            **texts,
+        )  # fmt: skip
+
+
+def _pid(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 < value <= MAX_PID:
+        raise UnusableSnapshot(f"{what}: {str(value)[:60]!r} is no process")
+    return value
+
+
+def _host(body: dict[str, Any], what: str) -> Host:
+    name, kernel = (str(strict.field(body, key, str, what)) for key in ("name", "kernel"))
+    flags = strict.field(body, "flags", list, what)
+    return Host(name, kernel, tuple(str(flag) for flag in flags))
+
+
+def _texts(body: dict[str, Any], what: str) -> dict[str, str]:
+    """File names that lead nowhere else, and texts."""
+    for name, text in body.items():
+        check_file_name(name)
+        if not isinstance(text, str):
+            raise UnusableSnapshot(f"{what}: {name[:60]} holds no text")
+    return body
+
+
+def _image(body: Any, what: str) -> Image:
+    if not isinstance(body, dict) or not is_digest(body.get("digest")):
+        raise UnusableSnapshot(f"{what}: an image without a digest")
+    name = check_file_name(body.get("name"))
+    return Image(name, strict.count(body, "num_bytes", what), body["digest"])
+
+
+def _written(body: Any, what: str) -> WrittenFile:
+    path = body.get("path") if isinstance(body, dict) else None
+    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
+        raise UnusableSnapshot(f"{what}: {str(path)[:100]!r} is no path")
+    return WrittenFile(path, strict.count(body, "num_bytes", what))

@@ -1,0 +1,103 @@
+"""Snapshot or process dump: a pure function of measured facts, and its reason for people.
+
+First match wins; whatever comes out, the newest snapshots are flushed first:
+
+    1. the world, GPUs, driver or libraries will have changed: snapshot
+    2. a boundary can be reached before the deadline: snapshot; then a dump on top, if it was asked
+       for, can be had and fits
+    3. it cannot; one host that will come back, nothing forbids a dump, and it fits: dump
+    4. otherwise: what was flushed stands
+    5. no Checkpointer at all: dump, if 3's conditions hold, else nothing
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SNAPSHOT, DUMP, BOTH, NOTHING = "snapshot", "dump", "both", "nothing"
+
+
+@dataclass(frozen=True)
+class DumpFacts:
+    """What is known when somebody has to stop.
+
+    Attributes:
+        instrumented: The ranks have a Checkpointer.
+        asked: Somebody asked for a dump.
+        seconds_left: Until the deadline; None: there is none.
+        boundary_s: Until a boundary is reached and its snapshot committed; None: not known.
+        dump_s: What a dump would take.
+        hosts: On which ranks run.
+        host_returns: The host will be there again.
+        changes: What will have changed on resume, in words, or "".
+        why_no_dump: What forbids a dump here, or "".
+    """
+
+    instrumented: bool
+    asked: bool = False
+    seconds_left: float | None = None
+    boundary_s: float | None = None
+    dump_s: float = 0.0
+    hosts: int = 1
+    host_returns: bool = True
+    changes: str = ""
+    why_no_dump: str = ""
+
+
+@dataclass(frozen=True)
+class DumpChoice:
+    """`SNAPSHOT`, `DUMP`, `BOTH` or `NOTHING`, and why: one sentence for people."""
+
+    what: str
+    why: str
+
+
+def choose(facts: DumpFacts) -> DumpChoice:
+    """The choice. Pure."""
+    against = _against(facts)
+    if not facts.instrumented:
+        if facts.changes:
+            return DumpChoice(NOTHING, f"there is no Checkpointer, and {facts.changes}")
+        if against:
+            return DumpChoice(NOTHING, f"there is no Checkpointer, and {against}")
+        return DumpChoice(DUMP, "the command has no Checkpointer, so its processes are dumped")
+    if facts.changes:
+        return DumpChoice(SNAPSHOT, facts.changes)
+    if _is_reachable(facts):
+        when = "" if facts.boundary_s is None else f" in about {facts.boundary_s:.1f} s"
+        left = "" if facts.seconds_left is None else f", {facts.seconds_left:.1f} s are left"
+        why = f"a boundary can be reached and saved{when}{left}"
+        if not facts.asked:
+            return DumpChoice(SNAPSHOT, why)
+        if against:
+            return DumpChoice(SNAPSHOT, f"{why}; no dump on top: {against}")
+        return DumpChoice(BOTH, f"{why}; then a dump on top, as asked for")
+    assert facts.boundary_s is not None
+    assert facts.seconds_left is not None
+    late = (f"the next boundary is saved in about {facts.boundary_s:.1f} s, and "
+            f"{facts.seconds_left:.1f} s are left")  # fmt: skip
+    if against:
+        return DumpChoice(NOTHING, f"{late}; {against}: what was flushed stands")
+    return DumpChoice(DUMP, f"{late}; a dump takes about {facts.dump_s:.1f} s")
+
+
+def _is_reachable(facts: DumpFacts) -> bool:
+    """What is not known counts as reachable: a snapshot is tried."""
+    if facts.seconds_left is None or facts.boundary_s is None:
+        return True
+    return facts.boundary_s <= facts.seconds_left
+
+
+def _against(facts: DumpFacts) -> str:
+    """The first thing that speaks against a dump, or ""."""
+    if facts.why_no_dump:
+        return facts.why_no_dump
+    if facts.hosts > 1:
+        return f"the ranks run on {facts.hosts} hosts"
+    if not facts.host_returns:
+        return "nobody says that this host will come back (--host-returns)"
+    if facts.seconds_left is not None and facts.dump_s > facts.seconds_left:
+        return (
+            f"a dump would take about {facts.dump_s:.1f} s of the {facts.seconds_left:.1f} s left"
+        )
+    return ""

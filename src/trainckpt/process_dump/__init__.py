@@ -1,0 +1,11 @@
+"""Process dumps: a tree of processes as images on disk, and back, by CRIU.
+
+install      CRIU from a newer Debian release, into a folder of its own
+criu         its command line: found, asked what it can do here, told what to do
+no_io_uring  starts a command that cannot open what CRIU cannot dump
+tree         what the processes hold open, and what of it forbids a dump: mostly pure
+dump         images, then the record that makes them a dump
+restore      the same processes again, once
+
+A dump is tied to its host and versions, and is never the only copy where a snapshot can be had.
+"""

@@ -1,0 +1,206 @@
+"""Takes a dump of a tree of processes and ends them; if anything is against it, they go on.
+
+    1. look       what the tree holds open, whether there is room; nothing is touched yet
+    2. CRIU       images; the tree stays, stopped
+    3. fsync      every image and its digest, the folders
+    4. commit     the record: from now on the dump exists
+    5. end        the stopped processes are killed, and awaited: their numbers have to be free
+
+Whatever fails before 4 lets the tree go on where it was, and leaves no images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import SaveFailed
+from trainckpt.format.digest import digest
+from trainckpt.format.dump import IMAGES, DumpRecord, Image, WrittenFile
+from trainckpt.process_dump import criu, tree
+from trainckpt.process_dump.host import this_host
+
+if TYPE_CHECKING:
+    from trainckpt.format.dump import DumpName
+    from trainckpt.tiers.local import LocalTier
+
+FIRST_S, BYTES_PER_S = 1.5, 250e6  # seen: 440 MB in 0.9 s, 580 MB on a busy machine in 2.4 s
+GONE_WITHIN_S, LOOK_EVERY_S = 30.0, 0.01
+MOST_REASONS = 5
+SNAPSHOT_STANDS = "`trainckpt doctor` says what this machine can do"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to dump.
+
+    Attributes:
+        program, version: CRIU.
+        root: The tree's root.
+        name, run: Of the dump.
+        world: Ranks in the tree.
+        folder: The supervisor's; what stands in it is kept with the record.
+        logs: Files that the tree appends to and that the supervisor alone reads: not cut back.
+        strays: Processes of this launch that are not in the tree.
+        reason: Why.
+    """
+
+    program: Path
+    version: str
+    root: int
+    name: DumpName
+    run: str
+    world: int
+    folder: Path
+    logs: tuple[Path, ...] = ()
+    reason: str = ""
+
+
+def estimate_s(num_bytes: int) -> float:
+    """How long a dump of so much memory takes, rather too long than too short."""
+    return FIRST_S + num_bytes / BYTES_PER_S
+
+
+def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
+    """Dump the tree and end it.
+
+    Args:
+        tier: The run's place.
+        order: What, and as which dump.
+        variable: Environment variable that marks the launch with `order.folder`.
+
+    Raises:
+        SaveFailed: it cannot be dumped, and goes on.
+        TierUnavailable: the place refused; it goes on.
+    """
+    pids = tree.processes(order.root)
+    held = _look(order, pids, variable)
+    _must_have_room(tier, pids)
+    images = tier.root / order.name.folder / IMAGES
+    tier.make_folder(order.name.folder)
+    try:
+        images.mkdir(mode=0o700)
+        tasks = tree.tasks(pids)
+        _freeze(order, images)
+        record = _record(order, tasks, held, _settle(images))
+        tier.replace(order.name.record, record.dump())
+    except BaseException as error:
+        _send(pids, signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(tier.root / order.name.folder)
+        if isinstance(error, OSError):
+            raise SaveFailed(f"the dump could not be written: {error}") from error
+        raise
+    _send(pids, signal.SIGKILL)
+    return record
+
+
+def await_gone(record: DumpRecord) -> list[int]:
+    """Wait until the numbers of all dumped tasks are free; those that are not after 30 s.
+
+    Of those that have become children of this process it is this one that has to take note.
+    """
+    until = time.monotonic() + GONE_WITHIN_S
+    while (left := tree.taken(record.tasks)) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(LOOK_EVERY_S)
+    return left
+
+
+def _look(order: Order, pids: list[int], variable: str) -> tree.Look:
+    marked = tree.marked(variable, str(order.folder))
+    strays = [pid for pid in marked if pid not in pids and pid != os.getpid()]
+    seen = tree.look(pids, strays, besides=[os.getpid()])
+    reasons = tree.why_not(seen)
+    if reasons:
+        raise SaveFailed(
+            f"the processes cannot be dumped: {'; '.join(reasons[:MOST_REASONS])}",
+            hint=SNAPSHOT_STANDS,
+        )
+    return seen
+
+
+def _must_have_room(tier: LocalTier, pids: list[int]) -> None:
+    needed = tree.memory_bytes(pids)
+    tier.make_folder("")
+    free = shutil.disk_usage(tier.root).free
+    if free < needed:
+        raise SaveFailed(
+            f"the dump needs about {needed >> 20} MB, {free >> 20} MB are free at {tier.url}",
+            hint="free space there",
+        )
+
+
+def _freeze(order: Order, images: Path) -> None:
+    if why := criu.dump(order.program, order.root, images):
+        raise SaveFailed(f"CRIU could not dump the processes: {why}", hint=SNAPSHOT_STANDS)
+
+
+def _settle(images: Path) -> tuple[Image, ...]:
+    """Every image on stable storage, with its digest."""
+    found = []
+    for path in sorted(images.iterdir()):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.fsync(descriptor)
+            size = os.fstat(descriptor).st_size
+            found.append(Image(path.name, size, _digest(descriptor, size)))
+        finally:
+            os.close(descriptor)
+    for folder in (images, images.parent):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return tuple(found)
+
+
+def _digest(descriptor: int, size: int) -> str:
+    if size == 0:
+        return digest(b"")
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory, \
+            memoryview(memory) as view:  # fmt: skip
+        return digest(view)
+
+
+def digest_of(path: Path) -> str:
+    """Digest of a file, as `take` computes it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return _digest(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _record(
+    order: Order, tasks: list[int], held: tree.Look, images: tuple[Image, ...]
+) -> DumpRecord:
+    logs = {str(path) for path in order.logs}
+    written = [WrittenFile(p, Path(p).stat().st_size) for p in held.written() if p not in logs]
+    told = {}
+    for path in order.folder.iterdir():
+        if path.is_file() and path not in order.logs:
+            told[path.name] = path.read_text(encoding="utf-8", errors="replace")
+    return DumpRecord(
+        name=order.name, run=order.run, host=this_host(), criu=order.version,
+        created=time.time(), root=order.root, tasks=tuple(tasks), world=order.world,
+        folder=str(order.folder), told=told, images=images, written=tuple(written),
+        reason=order.reason,
+    )  # fmt: skip
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

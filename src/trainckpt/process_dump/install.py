@@ -1,0 +1,130 @@
+"""Installs CRIU: `python -m trainckpt.process_dump.install [FOLDER]`. Debian; needs no root.
+
+Debian 12 has CRIU 3.17, which knows nothing of newer kernels' vDSO, and a newer package would
+replace the system's C library. So the package of a newer release is unpacked into a folder of its
+own, together with every library that it needs, and the program is told to look there and nowhere
+else (patchelf, from the same release). No LD_LIBRARY_PATH: what CRIU restores would inherit it.
+
+apt works with lists, status and archives of its own, which are removed again: the system's sources
+and packages stay as they are. A CRIU that already works in FOLDER is left alone.
+
+Exit code: 0 there is one that runs; 1 there is not, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from trainckpt.process_dump.criu import INSTALLED, version_of
+
+SUITE = "forky"
+MIRROR = "http://deb.debian.org/debian"
+SOURCES = ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list")
+KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+PROGRAM = Path("usr/sbin/criu")
+SAID_BYTES = 400
+_MIRROR = re.compile(r"^(?:URIs:\s*|deb\s+(?:\[[^]]*\]\s+)?)(\S+/debian)/?(?:\s|$)", re.MULTILINE)
+
+
+def main(arguments: list[str]) -> int:
+    """Install into the folder that is named, or beside this Python."""
+    folder = Path(arguments[0]).absolute() if arguments else INSTALLED
+    if version_of(folder / PROGRAM) is not None:
+        return 0
+    why_not = _why_not()
+    if why_not:
+        print(f"CRIU is not installed: {why_not}", file=sys.stderr)  # noqa: T201 - a command
+        return 1
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".criu-", dir=folder.parent) as scratch:
+            _install(Path(scratch), folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip()[-SAID_BYTES:]
+        print(f"CRIU could not be installed: {said}", file=sys.stderr)  # noqa: T201 - a command
+        return 1
+    return 0
+
+
+def _why_not() -> str:
+    if not sys.platform.startswith("linux"):
+        return "CRIU is a program for Linux"
+    missing = [name for name in ("apt-get", "dpkg") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: take it from your distribution, 4.0 or later"
+    if not Path(KEYRING).is_file():
+        return f"{KEYRING} is missing (package debian-archive-keyring)"
+    return ""
+
+
+def _install(scratch: Path, folder: Path) -> None:
+    """Everything in `scratch`; at last the result is renamed to `folder`."""
+    found = scratch / "found"
+    for package in _download(scratch):
+        _run("dpkg", "-x", str(package), str(found))
+    shutil.rmtree(folder, ignore_errors=True)  # what does not run
+    found.rename(folder)
+    loader = _loader(folder)
+    tool = [str(loader), "--library-path", str(loader.parent), str(folder / "usr/bin/patchelf")]
+    _run(*tool, "--set-interpreter", str(loader), "--set-rpath", str(loader.parent),
+         "--force-rpath", str(folder / PROGRAM))  # fmt: skip
+    _run(str(folder / PROGRAM), "--version")
+
+
+def _download(scratch: Path) -> list[Path]:
+    """The package and all that it depends on, as if nothing at all were installed."""
+    for each in ("lists/partial", "cache/archives/partial"):
+        (scratch / each).mkdir(parents=True)
+    (scratch / "status").touch()
+    source = f"deb [signed-by={KEYRING}] {_mirror()} {SUITE} main\n"
+    (scratch / "sources.list").write_text(source, encoding="utf-8")
+    options = {
+        "Dir::Etc::sourcelist": scratch / "sources.list",
+        "Dir::Etc::sourceparts": os.devnull,
+        "Dir::Etc::preferencesparts": os.devnull,
+        "Dir::Etc::preferences": os.devnull,
+        "Dir::State": scratch,
+        "Dir::State::status": scratch / "status",
+        "Dir::State::extended_states": scratch / "extended",
+        "Dir::Cache": scratch / "cache",
+        "Acquire::Retries": 3,
+        "Acquire::Languages": "none",
+        "APT::Install-Recommends": 0,
+        "APT::Sandbox::User": "",
+        "Debug::NoLocking": 1,  # nobody else knows of these lists
+    }
+    apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    _run(*apt, "update")
+    _run(*apt, "install", "--download-only", "--yes", "criu", "patchelf")
+    return sorted((scratch / "cache/archives").glob("*.deb"))
+
+
+def _mirror() -> str:
+    """Where the system's own Debian packages come from."""
+    for path in SOURCES:
+        if Path(path).is_file():
+            found = _MIRROR.search(Path(path).read_text(encoding="utf-8"))
+            if found:
+                return found[1]
+    return MIRROR
+
+
+def _loader(folder: Path) -> Path:
+    """The dynamic linker beside the C library that was unpacked."""
+    for path in sorted(folder.glob("usr/lib/*/ld-linux*.so.*")):
+        return path
+    raise OSError(f"the packages of {SUITE} hold no dynamic linker")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

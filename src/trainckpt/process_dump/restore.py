@@ -1,0 +1,161 @@
+"""Brings a dumped tree of processes back, once. The mirror of `dump`.
+
+    1. refusals   host, kernel, processor, CRIU, numbers that are taken: nothing is touched yet
+    2. images     every length and digest
+    3. files      what the tree wrote is cut back to its length then, after what came later was
+                  copied aside (`<file>.after-<attempt>`)
+    4. folder     the supervisor's, with what the ranks had told it
+    5. CRIU       the tree runs again, its root a child of this process
+
+A restore that fails leaves no process of the tree, and the dump is not tried again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
+from trainckpt.process_dump import criu, tree
+from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, digest_of
+from trainckpt.process_dump.host import this_host
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.format.dump import Host, WrittenFile
+    from trainckpt.tiers.base import Readable
+    from trainckpt.tiers.local import LocalTier
+
+COPY_BYTES = 1 << 20
+MOST_NAMED = 5
+
+
+def load(tier: Readable, run: str, name: DumpName) -> DumpRecord:
+    """The record of one dump, checked to be the one its place promises.
+
+    Raises:
+        UnusableSnapshot: missing, damaged, of another run, or of another dump.
+    """
+    record = DumpRecord.load(tier.read(name.record, max_bytes=MAX_BYTES), name.record)
+    if record.run != run:
+        raise UnusableSnapshot(f"{name.record} belongs to another run ({record.run[:40]})")
+    if record.name != name:
+        raise UnusableSnapshot(f"{name.record} is the record of {record.name}")
+    return record
+
+
+def names_in(tier: Readable) -> list[DumpName]:
+    """Every dump that was committed, newest first."""
+    found = map(DumpName.parse, tier.list(DUMPS))
+    return sorted((n for n in found if n is not None and tier.size(n.record) is not None),
+                  reverse=True)  # fmt: skip
+
+
+def why_not(record: DumpRecord, host: Host) -> str:
+    """Why it cannot be brought back on a host, or "". Pure."""
+    there = record.host
+    if there.name != host.name:
+        return f"it was taken on {there.name}, this is {host.name}"
+    if there.kernel != host.kernel:
+        return f"it was taken under the kernel {there.kernel}, this is {host.kernel}"
+    if missing := sorted({*there.flags} - {*host.flags}):
+        return f"this processor lacks {', '.join(missing[:MOST_NAMED])}"
+    return ""
+
+
+def bring_back(tier: LocalTier, record: DumpRecord, attempt: int) -> None:
+    """Restore it as another attempt of its run.
+
+    Raises:
+        UnusableSnapshot: it cannot be; nothing of it runs.
+    """
+    images = tier.root / record.name.folder / IMAGES
+    ability = criu.examine()
+    why = ability.why_not or why_not(record, this_host()) or _why_taken(record)
+    if why or ability.program is None:
+        raise UnusableSnapshot(f"{record.name} cannot be restored: {why}", hint=ability.cure)
+    try:
+        verify(images, record)
+        for file in record.written:
+            cut_back(file, attempt)
+        _put_folder(record)
+    except OSError as error:
+        raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
+    if said := criu.restore(ability.program, images):
+        kill(record)
+        raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
+
+
+def verify(images: Path, record: DumpRecord) -> None:
+    """Every image is as it was written."""
+    for image in record.images:
+        path = images / image.name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise UnusableSnapshot(f"{record.name}: the image {image.name} is missing") from None
+        if size != image.num_bytes:
+            why = f"has {size} bytes, not {image.num_bytes}"
+            raise UnusableSnapshot(f"{record.name}: the image {image.name} {why}")
+        if digest_of(path) != image.digest:
+            raise UnusableSnapshot(f"{record.name}: the image {image.name} is damaged")
+
+
+def cut_back(file: WrittenFile, attempt: int) -> None:
+    """Make a file as long as it was; what came later is kept beside it."""
+    path = Path(file.path)
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise UnusableSnapshot(f"{path}, which was open for writing, is gone") from None
+    if size < file.num_bytes:
+        raise UnusableSnapshot(f"{path} has {size} bytes, {file.num_bytes} when it was dumped")
+    if size == file.num_bytes:
+        return
+    aside = path.with_name(f"{path.name}.after-{attempt}")
+    with path.open("r+b") as source, aside.open("wb") as target:
+        os.fchmod(target.fileno(), 0o600)
+        source.seek(file.num_bytes)
+        while block := source.read(COPY_BYTES):
+            target.write(block)
+        target.flush()
+        os.fsync(target.fileno())
+        source.truncate(file.num_bytes)
+        os.fsync(source.fileno())
+
+
+def kill(record: DumpRecord) -> None:
+    """End what a failed restore may have left: tasks with its numbers and its variable."""
+    variable = "TRAINCKPT_SUPERVISOR"
+    for pid in {*tree.marked(variable, record.folder)} & {*record.tasks}:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _why_taken(record: DumpRecord) -> str:
+    """Wait for the numbers; CRIU gives every task its old one."""
+    until = time.monotonic() + GONE_WITHIN_S / 10
+    while taken := tree.taken(record.tasks):
+        if time.monotonic() >= until:
+            return f"other processes have its numbers: {_some(taken)}"
+        time.sleep(LOOK_EVERY_S)
+    return ""
+
+
+def _some(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+    return f"{', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
+
+
+def _put_folder(record: DumpRecord) -> None:
+    folder = Path(record.folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, text in record.told.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,87 @@
+"""A dump brought back under a new supervisor: the same processes, as another attempt.
+
+claim      the attempt that they become, its parent the dump: nobody restores it twice
+restore    the tree is a child of this process; its output goes on to where ours goes
+images     are deleted: the processes have gone on from them
+watch      as if they had been launched here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.attempt import FAILED
+from trainckpt.format.dump import IMAGES
+from trainckpt.process_dump import restore
+from trainckpt.supervisor.adopted import Adopted
+from trainckpt.supervisor.dumpable import outputs
+from trainckpt.supervisor.launched import Launched
+from trainckpt.supervisor.supervise import Ended, settle
+from trainckpt.supervisor.verdict import Verdict
+
+if TYPE_CHECKING:
+    from trainckpt.format.dump import DumpRecord
+    from trainckpt.supervisor.dumpable import Dumpable
+    from trainckpt.supervisor.record import NamedRun
+    from trainckpt.supervisor.signals import Inbox
+    from trainckpt.tiers.local import LocalTier
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """What is brought back, and as what.
+
+    Attributes:
+        tier: The run's place.
+        record: The dump.
+        named: The run, of which nothing is claimed yet.
+        dumpable: So that it can be dumped again.
+        output: As `supervise` has it.
+    """
+
+    tier: LocalTier
+    record: DumpRecord
+    named: NamedRun
+    dumpable: Dumpable
+    output: Any = None
+
+
+def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
+    """Bring it back, and look after it to its end. Main thread.
+
+    Raises:
+        UnusableSnapshot: it cannot be restored; the attempt says why, and nothing of it runs.
+    """
+    record, named = dumped.record, dumped.named
+    claimed = named.claim_from(str(record.name), [])
+    if claimed is None:
+        raise UnusableSnapshot(f"{record.name}: no attempt can be claimed: {named.problem}")
+    folder = Path(record.folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with outputs(dumped.dumpable, folder, dumped.output) as logs:
+            try:
+                restore.bring_back(dumped.tier, record, claimed.attempt)
+            except UnusableSnapshot as error:
+                verdict = Verdict(error.exit_code, FAILED, error.message)
+                named.end((), verdict)
+                raise
+            dumped.dumpable.say(f"restored {record.name} as attempt {claimed.attempt}")
+            with contextlib.suppress(OSError):
+                shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
+            process = Adopted(record.root)
+            launched = Launched(
+                process, folder, inbox, has_agent=True, ours=False, named=named,
+                dumping=dumped.dumpable.dumping(process, folder, logs, named),
+            )  # fmt: skip
+            course = launched.run()
+        ranks = launched.told()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    verdict, found, _, _ = settle(course, ranks, inbox, named)
+    return Ended(verdict.exit_code, found, 0, verdict.why)

@@ -1,0 +1,89 @@
+"""What is looked at before a dump is restored: records, images, files; no process is touched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
+from trainckpt.format.digest import digest
+from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
+from trainckpt.process_dump import restore
+from trainckpt.tiers.local import LocalTier
+
+HOST = Host("here", "6.1", ("avx2", "fpu"))
+RECORD = DumpRecord(
+    name=DumpName(2, 7), run="r1", host=HOST, criu="4.2.1", created=1.5, root=100,
+    tasks=(100, 101), world=2, folder="/tmp/x", told={"rank0.json": "{}"},
+    images=(Image("core-1.img", 3, digest(b"abc")),), written=(WrittenFile("/log", 5),),
+    reason="trainckpt pause",
+)  # fmt: skip
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    tier = LocalTier(tmp_path)
+    tier.replace(RECORD.name.record, RECORD.dump())
+    assert restore.names_in(tier) == [DumpName(2, 7)]
+    assert restore.load(tier, "r1", DumpName(2, 7)) == RECORD
+    assert DumpName.parse(str(RECORD.name)) == RECORD.name
+    with pytest.raises(UnusableSnapshot, match="belongs to another run"):
+        restore.load(tier, "r2", DumpName(2, 7))
+    tier.replace(DumpName(3, 1).record, RECORD.dump())
+    with pytest.raises(UnusableSnapshot, match=r"is the record of dump~2\.7"):
+        restore.load(tier, "r1", DumpName(3, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "dump~02.7"}, {"root": 0}, {"root": True}, {"tasks": [-1]}, {"created": "now"},
+        {"told": {"../x": "y"}}, {"told": {"x": 1}}, {"images": [{"name": "a", "num_bytes": 1}]},
+        {"images": [{"name": "../a", "num_bytes": 1, "digest": "0" * 32}]},
+        {"written": [{"path": "log", "num_bytes": 1}]}, {"written": [{"path": "/l"}]},
+        {"written": ["/log"]}, {"host": "here"}, {"world": -1}, {"run": None},
+    ],
+)  # fmt: skip
+def test_a_record_that_says_something_else_is_refused(change):
+    body = strict.unsealed(strict.parse(RECORD.dump(), "x", max_bytes=10**6), "x")
+    with pytest.raises(UnusableSnapshot):
+        DumpRecord.load(strict.sealed({**body, **change}), "x")
+
+
+def test_a_dump_stays_on_its_host_under_its_kernel_and_on_such_a_processor():
+    assert restore.why_not(RECORD, HOST) == ""
+    assert restore.why_not(RECORD, replace(HOST, flags=("avx2", "avx512f", "fpu"))) == ""
+    assert "taken on here, this is there" in restore.why_not(RECORD, replace(HOST, name="there"))
+    assert "kernel 6.1, this is 6.2" in restore.why_not(RECORD, replace(HOST, kernel="6.2"))
+    assert "lacks avx2" in restore.why_not(RECORD, replace(HOST, flags=("fpu",)))
+
+
+def test_a_truncated_a_damaged_and_a_missing_image_are_named(tmp_path):
+    path = tmp_path / "core-1.img"
+    path.write_bytes(b"abc")
+    restore.verify(tmp_path, RECORD)
+    path.write_bytes(b"ab")
+    with pytest.raises(UnusableSnapshot, match=r"core-1\.img has 2 bytes, not 3"):
+        restore.verify(tmp_path, RECORD)
+    path.write_bytes(b"abd")
+    with pytest.raises(UnusableSnapshot, match=r"core-1\.img is damaged"):
+        restore.verify(tmp_path, RECORD)
+    path.unlink()
+    with pytest.raises(UnusableSnapshot, match=r"core-1\.img is missing"):
+        restore.verify(tmp_path, RECORD)
+
+
+def test_a_file_that_has_grown_is_cut_back_and_what_came_later_is_kept(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"as it was, and later")
+    restore.cut_back(WrittenFile(str(path), 9), attempt=4)
+    assert path.read_bytes() == b"as it was"
+    assert (tmp_path / "log.after-4").read_bytes() == b", and later"
+    restore.cut_back(WrittenFile(str(path), 9), attempt=5)
+    assert not (tmp_path / "log.after-5").exists()
+    with pytest.raises(UnusableSnapshot, match="has 9 bytes, 10 when it was dumped"):
+        restore.cut_back(WrittenFile(str(path), 10), attempt=6)
+    path.unlink()
+    with pytest.raises(UnusableSnapshot, match="is gone"):
+        restore.cut_back(WrittenFile(str(path), 9), attempt=6)

@@ -1,0 +1,113 @@
+"""What a tree of processes holds open, and what of it forbids a dump. Real descriptors of this
+process; nothing is dumped."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from trainckpt.process_dump import tree
+from trainckpt.process_dump.tree import Held, Look, why_not
+
+ME = os.getpid()
+
+
+def of(target: str) -> Look:
+    """What this process holds of one target, and what others hold of it."""
+    held = tuple(each for each in tree.descriptors(ME) if each.target == target)
+    assert held
+    return Look(held)
+
+
+def test_a_file_is_written_or_read_and_a_database_is_seen(tmp_path):
+    read, written, base = (tmp_path / name for name in ("read", "written", "base.db"))
+    read.write_text("x")
+    connection = sqlite3.connect(base)
+    connection.execute("create table a (b)")
+    connection.commit()
+    with read.open(), written.open("a"):
+        assert of(str(read)).written() == []
+        look = of(str(written))
+        assert look.written() == [str(written)]
+        assert why_not(look) == []
+        elsewhere = replace(look, outside=frozenset({str(written)}))
+        assert why_not(elsewhere) == [
+            f"process {ME}: {written} is open for writing in another program too"
+        ]
+    assert why_not(of(str(base))) == [f"process {ME}: {base} is a database, open for writing"]
+    connection.close()
+
+
+def test_who_else_has_a_file_open_for_writing_is_found(tmp_path):
+    path = tmp_path / "log"
+    program = "import sys; f = open(sys.argv[1], 'a'); print('open', flush=True); sys.stdin.read()"
+    with (
+        path.open("a"),
+        subprocess.Popen(
+            [sys.executable, "-c", program, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other,
+    ):
+        assert other.stdout.readline() == b"open\n"
+        assert str(path) in tree.look([ME]).outside
+        assert str(path) not in tree.look([ME, other.pid]).outside
+        assert str(path) not in tree.look([ME], besides=[other.pid]).outside
+        assert tree.processes(other.pid) == [other.pid]
+        assert other.pid in tree.processes(ME)
+        assert other.pid in tree.tasks([other.pid])
+        other.stdin.close()
+        other.wait()
+    assert tree.taken([other.pid]) == []
+
+
+def test_a_connection_is_a_stranger_unless_both_ends_are_in_the_tree():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        program = (
+            "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); "
+            "print('connected', flush=True); sys.stdin.read()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(address[1])],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as other:  # fmt: skip
+            accepted, peer = server.accept()
+            with accepted:
+                assert other.stdout.readline() == b"connected\n"
+                shown = f"127.0.0.1:{peer[1]}"
+                assert shown in tree.look([ME]).strangers
+                assert f"127.0.0.1:{address[1]}" in tree.look([other.pid]).strangers
+                assert shown not in tree.look([ME, other.pid]).strangers
+            other.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("anon_inode:[io_uring]", "an io_uring is open"),
+        ("/dev/nvidia0", "it holds a GPU"),
+        ("/dev/infiniband/uverbs0", "InfiniBand"),
+        ("/dev/pts/3", "it holds the terminal /dev/pts/3"),
+        ("/dev/fuse", "it holds the device /dev/fuse"),
+        ("pipe:[17]", "a pipe to a process outside the command (pipe:[17])"),
+    ],
+)
+def test_what_criu_cannot_dump_is_named(target, why):
+    look = Look((Held(1, 0, target),), frozenset({"pipe:[17]"}), ("10.0.0.1:443",), (99,))
+    told = why_not(look)
+    assert told[0] == "process 99 has left the tree of the command"
+    assert told[1] == "a connection to 10.0.0.1:443, outside the command"
+    assert "process 1: " in told[2]
+    assert why in told[2]
+
+
+@pytest.mark.parametrize(
+    "target", ["/dev/null", "/dev/urandom", "/dev/shm/x", "pipe:[18]", "anon_inode:[eventpoll]"]
+)
+def test_what_every_process_has_is_no_obstacle(target):
+    assert why_not(Look((Held(1, 0, target, os.O_RDWR),), frozenset({"pipe:[17]"}))) == []
