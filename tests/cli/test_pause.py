@@ -275,7 +275,6 @@ def test_a_place_without_a_run_is_66_and_is_not_made_by_looking(tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--dump"], "does not dump processes"),
         (["--deadline", "30"], "'30' is no duration; use \"30s\""),
         (["--deadline", "soon"], "'soon' is no duration"),
     ],

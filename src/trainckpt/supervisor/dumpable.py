@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,15 @@ class Dumpable:
     say: Callable[[str], object]
     keep_io_uring: bool = False
 
-    def command(self, command: Sequence[str]) -> list[str]:
-        """The command under the filter."""
-        if self.keep_io_uring:
+    def command(self, command: Sequence[str], cwd: str | None, path: str | None) -> list[str]:
+        """The command under the filter; as it is where it cannot be started, for the error's sake.
+
+        Args:
+            command: What to execute.
+            cwd, path: Working directory and PATH of the command.
+        """
+        first = command[0] if "/" not in command[0] else str(Path(cwd or ".") / command[0])
+        if self.keep_io_uring or shutil.which(first, path=path) is None:
             return list(command)
         return [sys.executable, "-I", "-S", FILTER, *command]
 

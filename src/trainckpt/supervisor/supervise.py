@@ -213,7 +213,7 @@ def settle(
 def _execute(start: _Start, variables: Mapping[str, str], logs: Logs | None) -> Process:
     command, streams = start.command, _streams(start, logs)
     if start.dumpable is not None and logs is not None:
-        command = start.dumpable.command(command)
+        command = start.dumpable.command(command, start.cwd, variables.get("PATH"))
     try:
         return subprocess.Popen(
             command, env=dict(variables), cwd=start.cwd, start_new_session=True, **streams
