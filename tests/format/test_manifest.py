@@ -73,8 +73,8 @@ def test_every_truncation_is_found():
 
 
 def test_a_newer_format_says_so_and_what_to_do():
-    with pytest.raises(UnusableSnapshot, match="format version 4") as caught:
-        manifests.load(with_changes(format=4), "x")
+    with pytest.raises(UnusableSnapshot, match="format version 5") as caught:
+        manifests.load(with_changes(format=5), "x")
     assert "the release of trainckpt that wrote it" in caught.value.hint
 
 

@@ -80,11 +80,12 @@ def train_in_tiers(rank, place, world, until, tiers):
     return train(rank, place, world, until, tiers=tiers)
 
 
-def all_ways(rank, folder, world):
+def all_ways(rank, folder, world, options=None):
     """Without a stop; and stopped after two steps, with saves inside windows. Losses of both."""
     straight = train(rank, folder / "straight", world, 4, every="never")
-    first = train(rank, folder / "run", world, 2, inside=(0, 1))
-    return straight, {**first, **train(rank, folder / "run", world, 4, inside=(3,))}
+    how = options or {}
+    first = train(rank, folder / "run", world, 2, inside=(0, 1), **how)
+    return straight, {**first, **train(rank, folder / "run", world, 4, inside=(3,), **how)}
 
 
 def killed(rank, place, world, until, at):

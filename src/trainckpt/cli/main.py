@@ -13,12 +13,13 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainckpt.errors import ConfigurationError, TrainckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
 # verb -> what the help says; a module's own header says the same
@@ -36,11 +37,16 @@ VERBS = {
     "prune": "delete the checkpoints that the retention policy no longer keeps, and dead files",
     "prove": "run a script straight, and again resumed from checkpoints, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",
+    "keygen": "a new identity that reads encrypted checkpoints, and the recipient to encrypt to",
+    "rewrap": "change who can read encrypted checkpoints, without writing their data anew",
     "doctor": "what this machine, and a run's place, can do for checkpoints; each cure",
     "config": "every option of the checkpoints, its value, and where that came from",
 }
+# Those that read what a checkpoint holds, or relaunch what does.
+READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
 _MODULES = {"list": "list_", "show": "show_"}  # where the verb's own name is taken
 INTERRUPTED = 130
+IDENTITY_VARIABLE = "TRAINCKPT_IDENTITY"
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,6 +74,8 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
     for name, text in VERBS.items():
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        if name in READERS:
+            sub.add_argument("--identity", metavar="FILE", help="reads what is encrypted")
         if name in whole:
             module_of(name).add_arguments(sub)
     return parser
@@ -89,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         arguments = parse(argv)
-        code: int = module_of(arguments.verb).execute(arguments)
+        with _identity(getattr(arguments, "identity", None)):
+            code: int = module_of(arguments.verb).execute(arguments)
         return code
     except TrainckptError as error:
         if "--json" in itertools.takewhile(lambda word: word != "--", argv):
@@ -106,6 +115,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("error: this is a bug in trainckpt; please report it", file=sys.stderr)
         return TrainckptError.exit_code
+
+
+@contextlib.contextmanager
+def _identity(path: str | None) -> Iterator[None]:
+    """As if the environment named it: what the verb launches reads with it too."""
+    before = os.environ.get(IDENTITY_VARIABLE)
+    if path:
+        os.environ[IDENTITY_VARIABLE] = str(Path(path).absolute())
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[IDENTITY_VARIABLE] = before
+        elif path:
+            del os.environ[IDENTITY_VARIABLE]
 
 
 def entry() -> NoReturn:

@@ -6,10 +6,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import list_, show
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS, split_target
 from trainckpt.format.shard_file import ITEM_BYTES
 from trainckpt.lifecycle import place, source
+from trainckpt.lifecycle.options import read_options
+from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.restore import Reader
 
 if TYPE_CHECKING:
@@ -60,7 +62,12 @@ def execute(arguments: argparse.Namespace) -> int:
 def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:
     """Tensor -> its regions with the file that holds each; and why a file could not be read."""
     found: Shards = {}
-    unread, reader, own = [], Reader(tier, manifest), f"{manifest.name.folder}/"
+    opened = Opened(tier, Opener(read_options({}).identity))
+    try:
+        reader = Reader(opened, opened.admit(manifest))
+    except (UnusableSnapshot, ConfigurationError) as error:
+        return {}, [error.message]
+    unread, own = list[str](), f"{manifest.name.folder}/"
     for rank in range(manifest.world):
         try:
             places = reader.places(rank)

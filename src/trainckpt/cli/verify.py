@@ -12,8 +12,10 @@ from trainckpt.cli import show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.names import MANIFEST, split_target
 from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.options import read_options
 from trainckpt.snapshot import catalog, memory_copies
 from trainckpt.snapshot import verify as verifying
+from trainckpt.snapshot.opened import Opener
 from trainckpt.snapshot.verify import Copy
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def _check(everywhere: Everywhere, names: Collection[str]) -> list[Copy]:
     )
     found: list[Copy] = []
     known: dict[str, dict[tuple[str, int, str, str], str]] = {}
+    opener = Opener(read_options({}).identity)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=total)
         for tier, candidate in listed:
@@ -81,7 +84,7 @@ def _check(everywhere: Everywhere, names: Collection[str]) -> list[Copy]:
                 continue
             found += verifying.verify(
                 tier, candidate.manifest, lambda n: progress.advance(task, n),
-                known.setdefault(tier.name, {}),
+                known.setdefault(tier.name, {}), opener,
             )  # fmt: skip
         manifests = {c.name: c.manifest for _, c in listed if c.manifest is not None}
         for manifest in manifests.values():

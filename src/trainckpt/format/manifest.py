@@ -9,13 +9,14 @@ which `header_digest` covers. Files are spelled as three columns, since there ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, overload
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, names, strict, versions
+from trainckpt.format import digest, encryption, names, strict, versions
 from trainckpt.format.cursor import Cursor
+from trainckpt.format.encryption import Encryption, Plain
 from trainckpt.format.layout import Layout, replicated
 from trainckpt.format.shard_file import ITEM_BYTES
 
@@ -27,12 +28,25 @@ RANK = "rank"  # every rank has its own, in its own file
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One shard file: its name, length, and the digests of the whole and of its header."""
+    """One shard file: its name, length, and the digests of the whole and of its header.
+
+    Attributes:
+        sealed: It is encrypted: length and digests are of what is stored, that of the header is of
+            what stands behind the encrypted data.
+        plain: Of a sealed one, what it was before, where the key is there.
+    """
 
     name: str
     num_bytes: int
     digest: str
     header_digest: str
+    sealed: bool = False
+    plain: Plain | None = None
+
+    @property
+    def content(self) -> Plain:
+        """What is read of it: length, and digest of the header."""
+        return self.plain or Plain(self.num_bytes, self.header_digest)
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,12 @@ class Files(Sequence[FileEntry]):
         sizes: Bytes of each.
         digests, headers: Hex digests of each, of the whole and of the header, end to end.
         names: Only in format 1; they follow from the ranks since.
+        sealed: They are encrypted.
+        plain: What each was before, where that is known.
     """
+
+    sealed = False
+    plain: Sequence[Plain] | None = None
 
     def __init__(
         self, sizes: list[int], digests: str, headers: str, names_: list[str] | None = None
@@ -74,12 +93,16 @@ class Files(Sequence[FileEntry]):
             return entries
         found = [entry.name for entry in entries]
         plain = found == [names.shard_file_name(rank) for rank in range(len(entries))]
-        return cls(
+        files = cls(
             [entry.num_bytes for entry in entries],
             "".join(entry.digest for entry in entries),
             "".join(entry.header_digest for entry in entries),
             None if plain else found,
         )
+        files.sealed = any(entry.sealed for entry in entries)
+        if files.sealed:
+            files.plain = [entry.content for entry in entries]
+        return files
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -94,7 +117,10 @@ class Files(Sequence[FileEntry]):
         rank = range(len(self))[index]
         name = names.shard_file_name(rank) if self.names is None else self.names[rank]
         part = slice(rank * digest.NUM_HEX, (rank + 1) * digest.NUM_HEX)
-        return FileEntry(name, self.sizes[rank], self.digests[part], self.headers[part])
+        plain = self.plain[rank] if self.plain is not None else None
+        return FileEntry(
+            name, self.sizes[rank], self.digests[part], self.headers[part], self.sealed, plain
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
@@ -124,6 +150,7 @@ class Manifest:
         fingerprint: Versions, devices, determinism settings, as `resume` compares them.
         reached: Shard files of older snapshots that hold regions of this one; their names are as
             `names.reached_file` reads them.
+        encryption: Who can have the key of its files, where they are encrypted.
     """
 
     run: str
@@ -141,6 +168,12 @@ class Manifest:
     writer: str = ""
     window: Cursor | None = None
     reached: Sequence[FileEntry] = ()
+    encryption: Encryption | None = None
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether it is encrypted, and its key has not been used yet: see `snapshot.opened`."""
+        return self.encryption is not None and Files.of(self.files).plain is None
 
     @property
     def num_bytes(self) -> int:
@@ -155,6 +188,18 @@ class Manifest:
 
 def dump(manifest: Manifest) -> bytes:
     """Canonical JSON, with the digest of everything else in it under `digest`."""
+    body = _body(manifest)
+    if manifest.encryption is not None:
+        body["encryption"] = manifest.encryption.to_json()
+    return strict.sealed(body)
+
+
+def bound(manifest: Manifest) -> bytes:
+    """What the sealed part of an encrypted snapshot's manifest binds: all but `encryption`."""
+    return strict.canonical(_body(manifest))
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
     files = Files.of(manifest.files)
     used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
@@ -189,7 +234,9 @@ def dump(manifest: Manifest) -> bytes:
             "names": reached.names, "bytes": reached.sizes, "digests": reached.digests,
             "headers": reached.headers,
         }  # fmt: skip
-    return strict.sealed(body)
+    if manifest.encryption is not None:
+        body["format"] = versions.ENCRYPTED
+    return body
 
 
 def load(data: bytes, what: str) -> Manifest:
@@ -228,11 +275,25 @@ def load(data: bytes, what: str) -> Manifest:
         window=Cursor.from_json(window) if window is not None else None,
         reached=_reached(body, what),
     )
+    if body["format"] >= versions.ENCRYPTED:
+        manifest = _encrypted(manifest, body, what)
     if any(names.reached_file(file.name)[0] >= manifest.name for file in manifest.reached):
         raise UnusableSnapshot(f"{what} refers to files that are not older than it is")
     if world != len(files) or not world:
         raise UnusableSnapshot(f"{what} names {len(files)} files for {world} ranks")
     return manifest
+
+
+def _encrypted(manifest: Manifest, body: dict[str, Any], what: str) -> Manifest:
+    """With its files known to be sealed: all, its own and those it refers to."""
+    found = encryption.parse(body.get("encryption"), what)
+    folders = {names.reached_file(file.name)[0] for file in manifest.reached}
+    if found.keys.keys() != {str(name) for name in (manifest.name, *folders)}:
+        raise UnusableSnapshot(f"{what} has keys of other snapshots than it reaches")
+    files = Files.of(manifest.files)
+    files.sealed = True
+    reached = tuple(replace(file, sealed=True) for file in manifest.reached)
+    return replace(manifest, files=files, reached=reached, encryption=found)
 
 
 def _created(body: dict[str, Any], what: str) -> float:
@@ -252,7 +313,8 @@ def _files(body: dict[str, Any], world: int, what: str) -> Files:
 
 
 def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
-    if body["format"] < versions.WITH_REFERENCES:
+    none = body["format"] >= versions.ENCRYPTED and "reached" not in body
+    if none or body["format"] < versions.WITH_REFERENCES:
         return ()
     columns = strict.field(body, "reached", dict, what)
     listed = strict.field(columns, "names", list, what)

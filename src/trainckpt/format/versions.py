@@ -7,7 +7,8 @@ from trainckpt.errors import UnusableSnapshot
 VERSION = "0.1.0"  # of this release; pyproject.toml says the same
 WRITTEN = 2
 WITH_REFERENCES = 3  # written only where there are any: without, older releases read it too
-READABLE = frozenset({1, 2, 3})
+ENCRYPTED = 4  # manifests of snapshots that are, or that refer to such
+READABLE = frozenset({1, 2, 3, 4})
 
 
 def check_version(found: object, what: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle import launch
+from trainckpt.lifecycle import launch, sealing
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.arenas import Arenas
 from trainckpt.lifecycle.attach import REMOTE
@@ -38,6 +38,7 @@ from trainckpt.lifecycle.slower import Slower, open_slower
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
+from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.state.capture import capture
 from trainckpt.tiers.capabilities import file_system
 from trainckpt.tiers.local import LocalTier
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
+    from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.arrival import Arrival
     from trainckpt.lifecycle.data_world import DataWorld
     from trainckpt.lifecycle.last_words import LastWords
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.pace import Pace
     from trainckpt.lifecycle.position import Position
     from trainckpt.lifecycle.requests import Requests
+    from trainckpt.lifecycle.sealing import Sealing
     from trainckpt.lifecycle.told import Teller
     from trainckpt.lifecycle.tracked_files import TrackedFiles
     from trainckpt.lifecycle.watch import Watch
@@ -97,6 +100,11 @@ class Crew:
     def slower(self) -> Slower:
         """The slower tiers that its options name."""
         return open_slower(self.options.tiers, self.options.durable, self.tier)
+
+    @cached_property
+    def opener(self) -> Opener:
+        """Who reads what is encrypted."""
+        return Opener(self.options.identity)
 
 
 @dataclass(frozen=True)
@@ -144,14 +152,17 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     here = fingerprint(crew.world.size)
     parent = str(beginning.manifest.name) if beginning.manifest else None
     log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
+    if beginning.manifest is not None:
+        sealing.must_say_so(beginning.manifest, crew.options)
     initial = _read_initial(crew, beginning)
     record_parent(crew.channel, log, parent, _chosen(crew, initial))
     if initial is not None:
         put(initial.loading)
     facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
+    seals = sealing.set_up(crew.options, crew.channel, beginning.run)
     saver = Saver(
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, _arenas(crew, beginning),
-        crew.position.window_start,
+        crew.position.window_start, seals,
     )  # fmt: skip
     saver.holds_steps = crew.options.memory_every.steps == 1
     saver.flushing = _flushing(crew, saver, log, facts)
@@ -164,7 +175,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         other = _other_state(beginning, _own_objects(crew)) + _said_by_objects(crew, beginning)
         exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
-        saver.references.begin_from(beginning.manifest)
+        _refer(crew, saver, seals, beginning.manifest)
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
         say_where(crew.tier.url, beginning, exactness, reasons)
@@ -181,9 +192,21 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     return Attempt(beginning, log, saver, departure, policy)
 
 
+def _refer(crew: Crew, saver: Saver, seals: Sealing | None, manifest: Manifest) -> None:
+    """What is written may refer to the snapshot that the attempt began from, if both are encrypted,
+    or neither: else what should not be readable would be, or the other way round."""
+    if (seals is not None) != (manifest.encryption is not None):
+        return
+    tier = Opened(crew.tier, crew.opener)
+    saver.references.begin_from(tier.admit(manifest), tier)
+    if seals is not None:
+        seals.begin_from(manifest)
+
+
 def _flushing(crew: Crew, saver: Saver, log: AttemptLog, facts: Facts) -> Flushing:
     """Who copies this attempt's snapshots to the slower tiers."""
-    near = Near(crew.tier, saver.arenas.copy_from)
+    copy_from = None if crew.options.encrypt_to else saver.arenas.copy_from
+    near = Near(crew.tier, copy_from)
     work = Work(
         crew.tier, near, crew.channel, log, facts.run, facts.attempt, crew.options.keep_last
     )
@@ -303,9 +326,13 @@ def _begin(crew: Crew, mode: str) -> Beginning:
         if crew.data_world is not None:
             for original, tracked in crew.loaders:
                 crew.data_world.check(tracked.name, original)
+        sealing.check(crew.options)
         crew.registry.exclude(crew.options.exclude)
         capture(crew.registry)  # what cannot be stored is refused now, not at the first save
-        reach = Reach(crew.tier, crew.slower, crew.options.accept_older)
+        reach = Reach(
+            crew.tier, crew.slower, crew.options.accept_older, crew.opener,
+            encrypts=bool(crew.options.encrypt_to),
+        )  # fmt: skip
         return begin(crew.tier, crew.channel, crew.registry, mode, claimed, reach)
     except BaseException:
         crew.last_words.stop()

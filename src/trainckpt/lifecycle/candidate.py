@@ -28,6 +28,7 @@ from trainckpt.lifecycle.other_copies import find_good_copies
 from trainckpt.lifecycle.read_state import read_state
 from trainckpt.lifecycle.read_together import offers, read_together
 from trainckpt.snapshot import catalog
+from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.verify import files_of
 from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
@@ -63,6 +64,7 @@ def read_candidate(
     run: str,
     name: SnapshotName,
     hosts: Sequence[str] = (),
+    opener: Opener | None = None,
 ) -> Candidate:
     """Read this rank's part. Every rank calls it, and all come to the same result.
 
@@ -73,6 +75,7 @@ def read_candidate(
         registry: What is compared with it, and not touched.
         run, name: The snapshot.
         hosts: Of each rank.
+        opener: Who reads it if it is encrypted.
 
     Raises:
         TierUnavailable: the run's place refused on any rank.
@@ -82,13 +85,14 @@ def read_candidate(
     for scope in ("near", "far", "other copies"):
         place = memory if scope == "near" else None
         ladder = Ladder(tiers, chosen)
-        near = NearTier(ladder, place)
-        read = _Read(near, ladder, channel.world, registry, run, name)
+        opened = Opened(ladder, opener or Opener())
+        near = NearTier(opened, place)  # what is there is not encrypted
+        read = _Read(near, opened, ladder, channel.world, registry, run, name)
         part = channel.scoped(scope)
         try:
             if scope == "near":
-                load = partial(_load_manifest, ladder, run, name)
-                fetch_together(ladder, place, part, hosts or [""], name, load)
+                load = partial(_admitted, opened, ladder, run, name)
+                fetch_together(opened, ladder, place, part, hosts or [""], name, load)
             results = _read(read, part, name)
         finally:
             near.close()
@@ -143,6 +147,10 @@ def _load_manifest(ladder: Ladder, run: str, name: SnapshotName) -> Manifest:
     raise next((e for e in errors if isinstance(e, TierUnavailable)), errors[0])
 
 
+def _admitted(opened: Opened, ladder: Ladder, run: str, name: SnapshotName) -> Manifest:
+    return opened.admit(_load_manifest(ladder, run, name))
+
+
 def _read(read: _Read, channel: Channel, name: SnapshotName) -> list[dict[str, Any]]:
     """What all ranks bring of it, in the end."""
     results = channel.gather("alone", read.alone(), RANKS_TIMEOUT_S)
@@ -165,13 +173,14 @@ class _Read:
     def __init__(
         self,
         tier: NearTier,
+        opened: Opened,
         ladder: Ladder,
         world: World,
         registry: Registry,
         run: str,
         name: SnapshotName,
     ) -> None:
-        self._ladder = ladder
+        self._opened, self._ladder = opened, ladder
         self.manifest: Manifest | None = None
         self.saved: Saved | None = None
         self._reading: Reading | None = None
@@ -192,6 +201,7 @@ class _Read:
 
     def _alone(self) -> dict[str, Any]:
         self.manifest = _load_manifest(self._ladder, self._run, self._name)
+        self.manifest = self._opened.admit(self.manifest)  # unproven until then
         self._reading, self.saved = read_state(
             self._tier, self.manifest, self._registry, self._world
         )

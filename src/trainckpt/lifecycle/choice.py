@@ -18,13 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.attempt import FAILED, KILLED, STARTING, UNDECIDED
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import catalog
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.tiers.base import Tier
@@ -82,6 +83,25 @@ def choose(
             refused[str(name)] = f"{deaths} attempts died on it; it is the last resort"
     usable.sort(key=lambda n: str(n) in refused)
     return Choice(usable, refused)
+
+
+def must_be_sealed(choice: Choice, found: Sequence[catalog.Candidate]) -> None:
+    """Refuse snapshots in the clear that are newer than an encrypted one, for who encrypts.
+
+    Whoever can write to the run's place could have put one there, without any key.
+
+    Raises:
+        UnusableSnapshot: there is one; it is used only by name.
+    """
+    chosen = {c.name: c.manifest for c in found if c.name in choice.candidates and c.manifest}
+    sealed = [name for name, manifest in chosen.items() if manifest.encryption is not None]
+    for name in sorted(chosen, reverse=True):
+        if name not in sealed and sealed and name > min(sealed):
+            raise UnusableSnapshot(
+                f"{name} is not encrypted, and {max(s for s in sealed if s < name)}, which is "
+                "older, is: somebody without its key may have put it there",
+                hint=f"if that was you: trainckpt resume RUN --at {name}; else delete it",
+            )
 
 
 def died_on(attempts: Mapping[int, AttemptRecord], snapshot: str) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.lifecycle.options import read_options
+from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.restore import Reader
 from trainckpt.state.captured import VALUES
 from trainckpt.state.destination import Destination
@@ -32,8 +34,9 @@ class Contents:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.manifest = source.manifest
-        self.reader = Reader(source.tier, source.manifest)
+        tier = Opened(source.tier, Opener(read_options({}).identity))
+        self.manifest = tier.admit(source.manifest)
+        self.reader = Reader(tier, self.manifest)
         self._owners: dict[str, dict[int, tuple[int, ...]]] | None = None
 
     @property

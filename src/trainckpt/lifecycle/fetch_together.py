@@ -87,6 +87,7 @@ def plan_passing(
 
 
 def fetch_together(
+    source: Readable,
     ladder: Ladder,
     place: MemoryPlace | None,
     channel: Channel,
@@ -99,7 +100,8 @@ def fetch_together(
     Every rank waits for all, whatever its own host has: another may have memory, or more ranks.
 
     Args:
-        ladder: From where.
+        source: From where; what is encrypted is decrypted there.
+        ladder: Beneath it.
         place: This host's memory, if it has any of this run.
         channel: Fresh keys.
         hosts: Of each rank.
@@ -118,11 +120,11 @@ def fetch_together(
     if place is not None and len(hosts) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
             manifest = _worth_it(ladder, place, load())
-    if len(local) < len(hosts) and _between_hosts(ladder, place, channel, hosts, manifest):
+    if len(local) < len(hosts) and _between_hosts(source, ladder, place, channel, hosts, manifest):
         return
     if place is not None and manifest is not None and len(local) > 1:
         share = range(local.index(me), len(manifest.files), len(local))
-        fetch(ladder, place, manifest, share)
+        fetch(source, place, manifest, share)
     channel.gather("fetched", True, RANKS_TIMEOUT_S)
 
 
@@ -140,6 +142,7 @@ def _is_directory(ladder: Ladder, manifest: Manifest) -> bool:
 
 
 def _between_hosts(
+    source: Readable,
     ladder: Ladder,
     place: MemoryPlace | None,
     channel: Channel,
@@ -164,7 +167,7 @@ def _between_hosts(
         held.setdefault(host, each["held"])
     plan = plan_passing(len(manifest.files), hosts, held)
     with contextlib.ExitStack() as stack:
-        has, room = _make_ready(ladder, place, manifest, plan, me, stack)
+        has, room = _make_ready(source, place, manifest, plan, me, stack)
         everyone = channel.gather("fetched", {"has": has, "room": sorted(room)}, RANKS_TIMEOUT_S)
         passing = [
             (p.number, p.reader, taker)
@@ -177,7 +180,7 @@ def _between_hosts(
 
 
 def _make_ready(
-    ladder: Readable,
+    source: Readable,
     place: MemoryPlace,
     manifest: Manifest,
     plan: Sequence[Passing],
@@ -192,7 +195,7 @@ def _make_ready(
             stack.callback(arena.close)
     own = [each.number for each in plan if each.reader == me]
     with contextlib.suppress(TrainckptError, OSError):
-        fetch(ladder, place, manifest, own)
+        fetch(source, place, manifest, own)
     return [n for n in own if is_there(place, manifest, n)], room
 
 
@@ -232,7 +235,7 @@ def _held(
 ) -> memoryview:
     """A file in this host's memory; `OSError` if it is gone."""
     file = manifest.files[number]
-    held = place.held(manifest.name.folder, file.name, file.num_bytes)
+    held = place.held(manifest.name.folder, file.name, file.content.num_bytes)
     if held is None:
         raise OSError(f"{file.name} is not in memory any more")
     stack.callback(held.close)

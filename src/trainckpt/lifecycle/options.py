@@ -73,6 +73,8 @@ class Options:
         redundancy: What ranks of other hosts keep of each rank's file, in memory.
         failure_domain: What this host fails with, such as a rack; None: by itself.
         memory_every: When to save to memory alone, between saves to the run's place.
+        encrypt_to: Recipients that snapshots are encrypted to, or files that hold some; none: not.
+        identity: File with the private key that reads what is encrypted; None: there is none.
         origins: Option -> where its value came from.
     """
 
@@ -96,6 +98,8 @@ class Options:
     redundancy: Wish
     failure_domain: str | None
     memory_every: Every
+    encrypt_to: tuple[str, ...]
+    identity: str | None
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -189,7 +193,7 @@ def _optional_globs(value: Any) -> tuple[str, ...]:
     return () if value in (None, "", "none") else parse_globs(value)
 
 
-def _parse_tiers(value: Any) -> tuple[str, ...]:
+def _parse_words(value: Any) -> tuple[str, ...]:
     if value in (None, "", "none"):
         return ()
     words = value.split(",") if isinstance(value, str) else [os.fspath(word) for word in value]
@@ -273,7 +277,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
     "notices": (AUTO, _parse_notices, '"auto", "none", or of "aws,gce,azure,nvml" those you want'),
     "requeue": (AUTO, _one_of(AUTO, "never"), '"auto" or "never"'),
-    "tiers": (None, _parse_tiers, 'directories or URLs with commas, nearest first, or "none"'),
+    "tiers": (None, _parse_words, 'directories or URLs with commas, nearest first, or "none"'),
     "durable": (None, _optional_text, "the name of one of the tiers, or none"),
     "accept_older": (False, _yes_or_no, "true or false"),
     "redundancy": (
@@ -283,4 +287,6 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     ),
     "failure_domain": (None, _optional_text, 'a name such as "rack 7", or "none"'),
     "memory_every": ("never", _parse_memory_every, '"1 step", "20 steps" or "never"'),
+    "encrypt_to": (None, _parse_words, 'recipients, or files of them, with commas, or "none"'),
+    "identity": (None, _optional_text, 'the file that `trainckpt keygen` wrote, or "none"'),
 }

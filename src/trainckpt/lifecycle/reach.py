@@ -17,6 +17,7 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.slower import Slower, newest_commits, recorded
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog, flush
+from trainckpt.snapshot.opened import Opener
 from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Reach:
         place: The run's.
         slower: As the options name them.
         accept_older: The option.
+        opener: Who reads what is encrypted.
+        encrypts: So does this attempt.
         answering: Slower tiers that hold the run, nearest first.
         empty: Slower tiers that answer and hold no run yet.
         silent: Name of a tier that did not answer -> why.
@@ -45,6 +48,8 @@ class Reach:
     place: Place
     slower: Slower = field(default_factory=Slower)
     accept_older: bool = False
+    opener: Opener = field(default_factory=Opener)
+    encrypts: bool = False
     answering: list[Tier] = field(default_factory=list)
     empty: list[Tier] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)

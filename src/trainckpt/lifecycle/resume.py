@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.ranks.channel import Channel
+    from trainckpt.snapshot.opened import Opener
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
@@ -136,7 +137,8 @@ def begin(
     on_claimed(record.attempt)
     beginning = Beginning(told["run"], record, why_fresh=told["why_fresh"])
     try:
-        return _try_in_order(reach.open(told["tiers"]), channel, registry, beginning, told)
+        tiers = reach.open(told["tiers"])
+        return _try_in_order(tiers, channel, registry, beginning, told, reach.opener)
     except BaseException as error:
         if channel.world.rank == 0:
             record_refusal(tier, record, error, time.monotonic() - begun_s)
@@ -218,7 +220,10 @@ def _choose(
     found = reach.candidates(run, before)
     if not wanted:
         reach.must_not_miss(found, before)
-        return choices.choose(reach.place, run, before, found)
+        choice = choices.choose(reach.place, run, before, found)
+        if reach.encrypts:
+            choices.must_be_sealed(choice, found)
+        return choice
     chosen = catalog.find(found, wanted)
     if chosen.manifest is None:
         raise UnusableSnapshot(f"{chosen.name}: {chosen.reason}")
@@ -267,6 +272,7 @@ def _try_in_order(
     registry: Registry,
     beginning: Beginning,
     told: dict[str, Any],
+    opener: Opener,
 ) -> Beginning:
     refused = dict(told["refused"])
     names = [SnapshotName.parse(text) for text in told["candidates"]]
@@ -278,7 +284,7 @@ def _try_in_order(
         record = _now_reading(tier, channel, beginning.record, number, name)
         beginning = replace(beginning, record=record)
         part = channel.scoped(f"read/{number}")
-        read = read_candidate(tiers, memory, part, registry, beginning.run, name, hosts)
+        read = read_candidate(tiers, memory, part, registry, beginning.run, name, hosts, opener)
         if not read.reasons:
             lost = told["lost"].get(str(name))
             found = replace(beginning, manifest=read.manifest, saved=read.saved, refused=refused)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.arenas import Arenas
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.lifecycle.pace import Pace
+    from trainckpt.lifecycle.sealing import Sealing
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
@@ -91,6 +92,7 @@ class Saver:
         pace: Pace,
         arenas: Arenas,
         window_start: Callable[[], Cursor],
+        sealing: Sealing | None = None,
     ) -> None:
         self.attempt = facts.attempt
         self.committed: tuple[str, Cursor] | None = None
@@ -104,8 +106,9 @@ class Saver:
         )
         self.references = References(tier, channel.world.rank, registry)
         self._writer = Writer(
-            tier, channel, registry.files, facts, log, self.references, lambda: self.flushing.busy
-        )
+            tier, channel, registry.files, facts, log, self.references,
+            lambda: self.flushing.busy, sealing,
+        )  # fmt: skip
         self._stale = Stale(registry)
         self._registry = registry
         self._facts = facts

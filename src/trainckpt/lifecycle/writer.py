@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.lifecycle.references import References
+    from trainckpt.lifecycle.sealing import Sealing
     from trainckpt.ranks.channel import Channel
+    from trainckpt.snapshot.save_sealed import Seal
     from trainckpt.state.kinds.tracked_file import TrackedFile
     from trainckpt.tiers.base import Tier
 
@@ -73,8 +75,10 @@ class Writer:
         log: AttemptLog,
         references: References,
         being_read: Callable[[], Collection[str]] = tuple,
+        sealing: Sealing | None = None,
     ) -> None:
         """`being_read`: full names of snapshots that must not be pruned now."""
+        self._sealing = sealing
         self._tier = tier
         self._being_read = being_read
         self._references = references
@@ -123,7 +127,8 @@ class Writer:
             if in_memory:
                 receipt = self._in_memory(shard, finish())
             else:
-                receipt = self._write_file(manifest.name, shard, finish())
+                seal = self._sealing.begin(manifest.name) if self._sealing else None
+                receipt = self._write_file(manifest.name, shard, finish(), seal)
             receipt = replace(receipt, reached=reached)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
@@ -137,6 +142,8 @@ class Writer:
         else:
             verdict = self._commit(manifest, report, entries, in_memory=in_memory)
             self.tell(sequence, verdict)
+        if self._sealing is not None:
+            self._sealing.end()
         if "error" in verdict:
             kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
             raise kind(str(verdict["error"]))
@@ -146,22 +153,27 @@ class Writer:
         self._references.committed(manifest.name, receipt.file, shard.header)
 
     def _write_file(
-        self, name: SnapshotName, shard: stage.Shard | stage.Stream, copied: Iterator[int]
+        self,
+        name: SnapshotName,
+        shard: stage.Shard | stage.Stream,
+        copied: Iterator[int],
+        seal: Seal | None,
     ) -> Receipt:
         """This rank's file is on stable storage when it returns, and `shard.header` has digests."""
         if isinstance(shard, stage.Stream):
-            return write_stream(self._tier, name, self._rank, shard.head, shard.blocks)
+            size = shard.header.header_bytes + shard.header.data_bytes
+            return write_stream(self._tier, name, self._rank, shard.head, size, shard.blocks, seal)
         file = shard.descriptor
         if file is not None and self._beside.takes(self._tier, len(shard.memory)):
             try:
-                job = File(self._tier, name, self._rank, shard, file)
+                job = File(self._tier, name, self._rank, shard, file, seal)
                 written = self._beside.write(job, copied)
             except Lost:
                 self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
             else:
                 shard.header = written.header
                 return written.receipt
-        return write_shard(self._tier, name, self._rank, shard, copied)
+        return write_shard(self._tier, name, self._rank, shard, copied, seal)
 
     def prepare(self, num_bytes: int) -> None:
         """Files of about this size will be written: have the process that does it beside us."""
@@ -227,8 +239,12 @@ class Writer:
             older = {file.name: file for receipt in receipts for file in receipt.reached}
             reached = tuple(older[name] for name in sorted(older))
             self.whole = replace(manifest, files=files, tensors=tensors, reached=reached)
+            if self._sealing is not None:
+                self.whole = self._sealing.manifest(self.whole)
             if not in_memory:
                 commit(self._tier, self.whole)
+            if self._sealing is not None:
+                self._sealing.committed(self.whole)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
         return {"ok": True}

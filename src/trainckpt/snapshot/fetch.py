@@ -64,7 +64,7 @@ def is_shared(manifest: Manifest) -> bool:
 def is_there(place: MemoryPlace, manifest: Manifest, number: int) -> bool:
     """Whether this host's memory holds a file of the snapshot, good or not."""
     file = manifest.files[number]
-    held = place.held(manifest.name.folder, file.name, file.num_bytes)
+    held = place.held(manifest.name.folder, file.name, file.content.num_bytes)
     if held is not None:
         held.close()
     return held is not None
@@ -75,7 +75,7 @@ def room_for(place: MemoryPlace, manifest: Manifest, number: int) -> Arena | Non
     arena = _arena(place, number)
     if arena is not None:
         try:
-            arena.reserve(manifest.files[number].num_bytes)
+            arena.reserve(manifest.files[number].content.num_bytes)
         except OSError:
             arena.close()
             return None
@@ -95,8 +95,9 @@ def _arena(place: MemoryPlace, rank: int) -> Arena | None:
 
 
 def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
-    arena.reserve(file.num_bytes)
+    num_bytes = file.content.num_bytes
+    arena.reserve(num_bytes)
     key, memory = f"{folder}/{file.name}", arena.memory
-    parts = [(at, memory[at : at + PART_BYTES]) for at in range(0, file.num_bytes, PART_BYTES)]
+    parts = [(at, memory[at : at + PART_BYTES]) for at in range(0, num_bytes, PART_BYTES)]
     tier.read_parts(key, parts, lambda _: None)
     arena.publish(folder, file.name)

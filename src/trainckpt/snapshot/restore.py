@@ -54,13 +54,13 @@ def read_header(tier: Readable, folder: str, file: FileEntry) -> ShardHeader:
     prefix = bytearray(8)
     tier.read_into(key, 0, memoryview(prefix))
     length = shard_file.header_length(prefix, key)
-    if length > file.num_bytes:
+    if length > file.content.num_bytes:
         raise UnusableSnapshot(f"{key} is shorter than its header")
     head = bytearray(length)
     tier.read_into(key, 0, memoryview(head))
-    if digest.digest(head) != file.header_digest:
+    if digest.digest(head) != file.content.header_digest:
         raise UnusableSnapshot(f"the header of {key} does not match its digest")
-    return shard_file.parse(bytes(head), key, file_bytes=file.num_bytes)
+    return shard_file.parse(bytes(head), key, file_bytes=file.content.num_bytes)
 
 
 BORROWED_FROM_BYTES = 64 << 10  # what is smaller is copied

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
+from trainckpt.format.encryption import Plain
 from trainckpt.format.manifest import FileEntry
+from trainckpt.snapshot.save_sealed import stream_sealed, write_sealed
 from trainckpt.tiers.direct import address
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.format.shard_file import ShardHeader
+    from trainckpt.snapshot.save_sealed import Seal
     from trainckpt.tiers.base import Tier
 
 AT_ONCE_BYTES = 8 << 20  # whole pages: what is handed on while more is copied
@@ -46,11 +49,18 @@ class Receipt:
     @classmethod
     def from_json(cls, data: Any) -> Receipt:
         """The inverse of `to_json`."""
-        return cls(FileEntry(*data["file"]), tuple(FileEntry(*each) for each in data["reached"]))
+        return cls(_from_json(data["file"]), tuple(_from_json(each) for each in data["reached"]))
 
 
 def _to_json(file: FileEntry) -> list[Any]:
-    return [file.name, file.num_bytes, file.digest, file.header_digest]
+    plain = [file.plain.num_bytes, file.plain.header_digest] if file.plain else []
+    return [file.name, file.num_bytes, file.digest, file.header_digest, *plain]
+
+
+def _from_json(data: list[Any]) -> FileEntry:
+    name, num_bytes, found, header, *rest = data
+    plain = Plain(*rest) if rest else None
+    return FileEntry(name, num_bytes, found, header, plain is not None, plain)
 
 
 class InMemory(Protocol):
@@ -79,6 +89,7 @@ def write_shard(
     rank: int,
     shard: InMemory,
     copied: Iterable[int] = (),
+    seal: Seal | None = None,
 ) -> Receipt:
     """Write one shard file from memory into the snapshot's folder; durable when it returns.
 
@@ -89,11 +100,15 @@ def write_shard(
         tier, name, rank: Where to.
         shard: Complete once `copied` has ended.
         copied: Gives addresses in its memory below which it is complete.
+        seal: It is encrypted.
 
     Raises:
         SaveFailed: the run's record is gone from the tier (its directory vanished).
         TierUnavailable: the tier refused; nothing refers to what was written.
     """
+    if seal is not None:
+        with _in_place(tier):
+            return Receipt(write_sealed(tier, name, rank, shard, copied, seal))
     file_name, head_bytes = names.shard_file_name(rank), shard.header.header_bytes
     num_bytes = len(shard.memory)
     complete = threading.Event()
@@ -140,9 +155,14 @@ def write_stream(
     name: SnapshotName,
     rank: int,
     head: bytes,
+    num_bytes: int,
     blocks: Callable[[], Iterator[memoryview]],
+    seal: Seal | None = None,
 ) -> Receipt:
     """As `write_shard`, of a file whose bytes pass by in order, each block only for a moment."""
+    if seal is not None:
+        with _in_place(tier):
+            return Receipt(stream_sealed(tier, name, rank, head, num_bytes, blocks, seal))
     file_name, whole = names.shard_file_name(rank), digest.Running()
     with _in_place(tier):
         tier.write(f"{name.folder}/{file_name}", whole.over(blocks()))

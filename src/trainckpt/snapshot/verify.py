@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
 from trainckpt.format.names import MANIFEST, SNAPSHOTS
+from trainckpt.snapshot.opened import Opened, Opener, check_all
 from trainckpt.snapshot.restore import Reader, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainckpt.format.manifest import FileEntry, Manifest
-    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.base import Readable, Tier
 
     Checked = tuple[str, int, str, str]  # key, bytes, digest, header's digest
 
@@ -41,6 +42,7 @@ def verify(
     manifest: Manifest,
     progress: Callable[[int], None] = lambda num_bytes: None,
     known: dict[Checked, str] | None = None,
+    opener: Opener | None = None,
 ) -> tuple[Copy, ...]:
     """Read every file of a snapshot whole, and those of older ones that it refers to.
 
@@ -49,15 +51,24 @@ def verify(
         progress: Is told the bytes of each chunk read.
         known: What was found of files that were read before, and is added to: several snapshots
             may refer to one file, which is read once.
+        opener: With an identity, what is encrypted is decrypted too; else only its digests are
+            compared.
     """
+    opened = Opened(tier, opener or Opener())
+    if opener is not None and opener.identity is not None:
+        try:
+            manifest = opened.admit(manifest)
+        except UnusableSnapshot as error:
+            return (_copy(tier, manifest, MANIFEST, error.message),)
     found, known = list[Copy](), {} if known is None else known
     for key, file in files_of(manifest):
         checked = key, file.num_bytes, file.digest, file.header_digest
         if checked not in known:
-            known[checked] = check_file(tier, key, file, progress)
+            reason = check_file(tier, key, file, progress)
+            known[checked] = reason or _decrypted(opened, key, file)
         found.append(_copy(tier, manifest, file.name, known[checked]))
-    if manifest.reached and all(copy.ok for copy in found):
-        reason = _referred(tier, manifest)
+    if manifest.reached and not manifest.is_locked and all(copy.ok for copy in found):
+        reason = _referred(opened, manifest)
         found += [_copy(tier, manifest, MANIFEST, reason)] if reason else []
     return tuple(found)
 
@@ -74,7 +85,19 @@ def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
         yield f"{SNAPSHOTS}/{file.name}", file
 
 
-def _referred(tier: Tier, manifest: Manifest) -> str:
+def _decrypted(tier: Opened, key: str, file: FileEntry) -> str:
+    """Why a file whose digest is right cannot be decrypted; "" if it can, or nobody has a key."""
+    if file.plain is None:
+        return ""
+    try:
+        check_all(tier, key, file.plain.num_bytes)
+        read_header(tier, key.rpartition("/")[0], replace(file, name=key.rpartition("/")[2]))
+    except UnusableSnapshot as error:
+        return error.message
+    return ""
+
+
+def _referred(tier: Readable, manifest: Manifest) -> str:
     """Why a file that is what it should be refers to what is not there; else ""."""
     reader = Reader(tier, manifest)
     try:
@@ -100,6 +123,8 @@ def check_file(
             return f"has {size} bytes, not {file.num_bytes}"
         if digest.digest_blocks(_chunks(tier, key, size, progress)) != file.digest:
             return "does not match its digest"
+        if file.sealed:
+            return ""
         read_header(tier, key.removesuffix(f"/{file.name}"), file)
         return _plain_reader(tier, key)
     except UnusableSnapshot as error:

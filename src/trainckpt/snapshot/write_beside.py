@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainckpt.format.names import SnapshotName
     from trainckpt.format.shard_file import ShardHeader
     from trainckpt.snapshot.save import InMemory
+    from trainckpt.snapshot.save_sealed import Seal
     from trainckpt.tiers.base import Tier
 
 FROM_BYTES = 64 << 20  # what is smaller is written before the other process has heard of it
@@ -46,6 +47,7 @@ class File(NamedTuple):
 
     Attributes:
         descriptor: Of the file in memory that `shard` is.
+        seal: It is encrypted.
     """
 
     tier: Tier
@@ -53,6 +55,7 @@ class File(NamedTuple):
     rank: int
     shard: InMemory
     descriptor: int
+    seal: Seal | None = None
 
 
 class Written(NamedTuple):
@@ -122,6 +125,8 @@ class WriteBeside:
             "root": file.tier.url, "name": str(file.name), "rank": file.rank,
             "num_bytes": len(memory),
         }  # fmt: skip
+        if file.seal is not None:
+            body["seal"] = [file.seal.run, file.seal.key.hex()]
         messages.send(end, body, layout, file.descriptor)
         self._layout = header
         try:

@@ -28,6 +28,7 @@ from trainckpt.format import digest, shard_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import messages
 from trainckpt.snapshot.save import write_shard
+from trainckpt.snapshot.save_sealed import Seal
 from trainckpt.tiers.direct import address, memory
 from trainckpt.tiers.local import LocalTier
 
@@ -118,7 +119,8 @@ class WriteProcess:
         assert name is not None
         shard, begin = Mapped(self._header, data), address(data) or 0
         copied = (begin + behind for behind in progress)
-        receipt = write_shard(tier, name, body["rank"], shard, copied)
+        seal = Seal(body["seal"][0], bytes.fromhex(body["seal"][1])) if "seal" in body else None
+        receipt = write_shard(tier, name, body["rank"], shard, copied, seal)
         found = "".join(digest.compact(region.digest) for region in shard.header.regions)
         return {"receipt": receipt.to_json(), "digests": found}, shard.top
 

@@ -47,7 +47,9 @@ def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
     """Fetch the snapshot that a resume would choose now; ranks whose files came."""
     run = attempts.run_id(tier)
     manifest = _likely(tier, run, wanted) if run is not None else None
-    if manifest is None or any(kept.MANIFEST in kept.files(memory, f) for f in memory.folders()):
+    if manifest is None or manifest.encryption is not None:
+        return []  # no key is asked for here
+    if any(kept.MANIFEST in kept.files(memory, f) for f in memory.folders()):
         return []  # what is in memory alone must not be overwritten before the ranks have seen it
     if not has_room(memory, sum(file.num_bytes for file in manifest.files)):
         return []

@@ -1,0 +1,31 @@
+"""keygen: a new identity that reads encrypted checkpoints, and the recipient to encrypt to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.cli import show
+from trainckpt.encryption import keys
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="new; only its user can read it")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Write the identity, print the recipient."""
+    identity = keys.generate()
+    keys.write_identity(arguments.file, identity)
+    if arguments.json:
+        show.document({"identity": str(arguments.file), "recipient": identity.recipient})
+        return 0
+    print(identity.recipient)
+    print(f'The trainer needs only that: encrypt_to="{identity.recipient}". {arguments.file} reads')
+    print("what is encrypted to it: keep it, and copies of it, away from the machines that train.")
+    print(f"To resume: TRAINCKPT_IDENTITY={arguments.file}, or --identity {arguments.file}.")
+    return 0

@@ -1,0 +1,157 @@
+"""Keys of people: a recipient's public key, which encrypts, and the identity, which reads.
+
+As text both are lower-case base32 of the 32 bytes of X25519 and four bytes of their SHA-256, so
+that a mistyped letter is found. An identity lies in a file of its own, private to its user:
+
+    # trainckpt identity. Whoever has it reads what is encrypted to
+    # trainckpt-recipient-...
+    trainckpt-identity-...
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.encryption.package import must_be_there
+from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RECIPIENT, IDENTITY = "trainckpt-recipient-", "trainckpt-identity-"
+KEY_BYTES, CHECK_BYTES = 32, 4
+MOST_BYTES = 64 << 10  # of a file with keys
+HOW = "trainckpt keygen FILE makes an identity, and prints its recipient"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A private key. Not shown: it must not get into a log.
+
+    Attributes:
+        secret: Its 32 bytes.
+        recipient: The public key that belongs to it, as text.
+    """
+
+    secret: bytes = field(repr=False)
+    recipient: str
+
+    @classmethod
+    def of(cls, secret: bytes) -> Identity:
+        """That of these 32 bytes."""
+        must_be_there()
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+        public = X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+        return cls(secret, to_text(RECIPIENT, public))
+
+
+def generate() -> Identity:
+    """A new one."""
+    return Identity.of(os.urandom(KEY_BYTES))
+
+
+def public_bytes(recipient: str) -> bytes:
+    """The 32 bytes of a recipient.
+
+    Raises:
+        ConfigurationError: it is none, or a letter is wrong.
+    """
+    return _from_text(RECIPIENT, recipient)
+
+
+def to_text(kind: str, key: bytes) -> str:
+    """Bytes of a key as people and files have them."""
+    return kind + base64.b32encode(key + _check(kind, key)).decode("ascii").rstrip("=").lower()
+
+
+def _from_text(kind: str, text: str) -> bytes:
+    body = text.removeprefix(kind)
+    try:
+        data = base64.b32decode(body.upper() + "=" * (-len(body) % 8))
+    except (binascii.Error, ValueError):
+        data = b""
+    key, check = data[:KEY_BYTES], data[KEY_BYTES:]
+    if not text.startswith(kind) or check != _check(kind, key) or to_text(kind, key) != text:
+        shown = f"{text[:60]!r} is" if kind == RECIPIENT else "what stands there is"
+        raise ConfigurationError(f"{shown} no {kind.rstrip('-')}", hint=HOW)
+    return key
+
+
+def _check(kind: str, key: bytes) -> bytes:
+    return sha256(kind.encode() + key).digest()[:CHECK_BYTES]
+
+
+def parse_recipients(words: Iterable[str]) -> tuple[str, ...]:
+    """Recipients, each given as text, or as a file that holds some, one on a line.
+
+    Raises:
+        ConfigurationError: one is no recipient, or a file holds none.
+    """
+    found: list[str] = []
+    for word in words:
+        if word.startswith(RECIPIENT):
+            found.append(word)
+        else:
+            listed = [line for line in _lines(Path(word)) if line.startswith(RECIPIENT)]
+            if not listed:
+                raise ConfigurationError(f"{word} holds no recipient", hint=HOW)
+            found += listed
+    for each in found:
+        public_bytes(each)
+    return tuple(dict.fromkeys(found))
+
+
+def read_identity(path: str | os.PathLike[str]) -> Identity:
+    """The identity that a file holds.
+
+    Raises:
+        ConfigurationError: it is not there, or not readable, or holds none.
+    """
+    for line in _lines(Path(path)):
+        if line.startswith(IDENTITY):
+            try:
+                return Identity.of(_from_text(IDENTITY, line))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{path}: {error.message}", hint=error.hint) from None
+    raise ConfigurationError(f"{path} holds no identity", hint=HOW)
+
+
+def write_identity(path: str | os.PathLike[str], identity: Identity) -> None:
+    """Keep an identity in a new file that only its user can read.
+
+    Raises:
+        ConfigurationError: there is such a file already, or it cannot be written.
+    """
+    text = (
+        "# trainckpt identity. Whoever has it reads what is encrypted to\n"
+        f"# {identity.recipient}\n{to_text(IDENTITY, identity.secret)}\n"
+    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise ConfigurationError(
+            f"{path} is there already", hint="name another file: what it may open would be lost"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}", hint=HOW) from None
+    return [line.strip() for line in text.splitlines()]

@@ -1,0 +1,229 @@
+"""The sealed file: a shard file, encrypted in chunks, each bound to its place.
+
+    body     the data, behind the header: encrypted, chunk by chunk, each as long as before
+    head     the file's beginning, its header: the same. It comes last, for it holds the digests of
+             the data, and so the whole is written once, from its first byte to its last
+    tags     16 bytes of each chunk, in their order
+    footer   64 bytes: what it is, the chunk's length, the head's, the body's, the salt
+
+AES-256-GCM. The key follows from the snapshot's and the salt, which is random: no key ever encrypts
+two files, nor one file twice, so the chunk's number is its nonce. What is authenticated beside each
+chunk: run, snapshot and file, the chunk's number, whether it is the last, and both lengths. So what
+is cut, swapped, or brought from another file is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainckpt.encryption.envelope import SALT_BYTES
+from trainckpt.encryption.package import derive, must_be_there
+from trainckpt.errors import UnusableSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHUNK_BYTES = 1 << 20
+TAG_BYTES = 16
+MAGIC = b"trainckpt sealed"
+VERSION = 1
+_FOOTER = struct.Struct(f"<{len(MAGIC)}sIIQQ{SALT_BYTES}s")
+FOOTER_BYTES = _FOOTER.size
+_BOUND = struct.Struct("<32sQBQQ")
+
+
+class Place(NamedTuple):
+    """Which file it is: `rank00000.safetensors` of a snapshot of a run."""
+
+    run: str
+    snapshot: str
+    file: str
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that stand for it."""
+        parts = (part.encode() for part in self)
+        return sha256(b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()
+
+
+class Chunk(NamedTuple):
+    """Bytes of the file that are encrypted together.
+
+    Attributes:
+        number: From 0, in the order in which they are stored.
+        first_byte: In the plain file.
+        stored_at: In the sealed one.
+        num_bytes: In both.
+    """
+
+    number: int
+    first_byte: int
+    stored_at: int
+    num_bytes: int
+
+
+class Layout(NamedTuple):
+    """Where what lies, of a file with so many bytes before and behind the end of its header."""
+
+    head_bytes: int
+    body_bytes: int
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of the file as it was."""
+        return self.head_bytes + self.body_bytes
+
+    @property
+    def num_body_chunks(self) -> int:
+        """Those of the head have the numbers behind."""
+        return -(-self.body_bytes // self.chunk_bytes)
+
+    @property
+    def num_chunks(self) -> int:
+        """All of them."""
+        return self.num_body_chunks - (-self.head_bytes // self.chunk_bytes)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Tags and footer."""
+        return self.num_chunks * TAG_BYTES + FOOTER_BYTES
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of the sealed file."""
+        return self.plain_bytes + self.tail_bytes
+
+    def chunk(self, number: int) -> Chunk:
+        """The chunk of this number."""
+        at = number * self.chunk_bytes
+        if number < self.num_body_chunks:
+            size = min(self.chunk_bytes, self.body_bytes - at)
+            return Chunk(number, self.head_bytes + at, at, size)
+        at = (number - self.num_body_chunks) * self.chunk_bytes
+        size = min(self.chunk_bytes, self.head_bytes - at)
+        return Chunk(number, at, self.body_bytes + at, size)
+
+    def chunks(self, first_byte: int, num_bytes: int) -> Iterator[Chunk]:
+        """Those that hold these bytes of the plain file, in its order."""
+        at, end = first_byte, first_byte + num_bytes
+        while at < end:
+            if at < self.head_bytes:
+                number = self.num_body_chunks + at // self.chunk_bytes
+            else:
+                number = (at - self.head_bytes) // self.chunk_bytes
+            found = self.chunk(number)
+            yield found
+            at = found.first_byte + found.num_bytes
+
+
+class Sealer:
+    """Encrypts one file, once. Any threads, each chunk by one."""
+
+    def __init__(self, key: bytes, place: Place, layout: Layout) -> None:
+        """`key`: the snapshot's."""
+        self.layout = layout
+        self._salt = os.urandom(SALT_BYTES)
+        self._place = place.digest
+        self._key = _file_key(key, self._place, self._salt)
+        self._tags: list[bytes | None] = [None] * layout.num_chunks
+
+    def seal(self, number: int, plain: memoryview, into: memoryview) -> None:
+        """Encrypt one chunk; both memories have its length.
+
+        Raises:
+            ValueError: it was encrypted before: its nonce must not be used for anything else.
+        """
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        if self._tags[number] is not None or len(plain) != self.layout.chunk(number).num_bytes:
+            raise ValueError(f"chunk {number} is encrypted once, and whole")
+        self._tags[number] = b""
+        cipher = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(number))).encryptor()
+        cipher.authenticate_additional_data(_bound(self._place, self.layout, number))
+        cipher.update_into(plain, into)
+        cipher.finalize()
+        self._tags[number] = cipher.tag
+
+    def tail(self) -> bytes:
+        """Tags and footer, when all is encrypted."""
+        if not all(self._tags):
+            raise ValueError("not every chunk was encrypted")
+        layout = self.layout
+        return b"".join(tag or b"" for tag in self._tags) + _FOOTER.pack(
+            MAGIC, VERSION, layout.chunk_bytes, layout.head_bytes, layout.body_bytes, self._salt
+        )
+
+
+class Unsealer:
+    """Decrypts chunks of one file, in any order, on any thread."""
+
+    def __init__(self, key: bytes, place: Place, footer: bytes, stored_bytes: int) -> None:
+        """`key`: the snapshot's; `footer`: the file's last bytes.
+
+        Raises:
+            UnusableSnapshot: they are no footer of a file of this length.
+        """
+        must_be_there()
+        self.layout, salt = read_footer(footer, stored_bytes, place.file)
+        self._what = f"{place.snapshot}/{place.file}"
+        self._place = place.digest
+        self._key = _file_key(key, self._place, salt)
+        self._tags = b""
+
+    def learn(self, tags: bytes) -> None:
+        """The file's tags."""
+        self._tags = tags
+
+    def open(self, number: int, data: memoryview) -> None:
+        """Decrypt one chunk where it lies.
+
+        Raises:
+            UnusableSnapshot: it is not what was encrypted for this place with this key. Its memory
+                holds nothing of worth.
+        """
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        tag = self._tags[number * TAG_BYTES : (number + 1) * TAG_BYTES]
+        mode = modes.GCM(_nonce(number), tag)
+        cipher = Cipher(algorithms.AES(self._key), mode).decryptor()
+        cipher.authenticate_additional_data(_bound(self._place, self.layout, number))
+        try:
+            cipher.update_into(data, data)
+            cipher.finalize()
+        except InvalidTag:
+            chunk = self.layout.chunk(number)
+            raise UnusableSnapshot(
+                f"{self._what}: bytes {chunk.stored_at} to {chunk.stored_at + chunk.num_bytes} are "
+                "not what was encrypted for this place: damaged, changed, or of another file"
+            ) from None
+
+
+def read_footer(footer: bytes, stored_bytes: int, what: str) -> tuple[Layout, bytes]:
+    """Layout and salt; `UnusableSnapshot` unless they are of a file of this length."""
+    if len(footer) != FOOTER_BYTES:
+        raise UnusableSnapshot(f"{what} is too short for an encrypted file")
+    magic, version, chunk, head, body, salt = _FOOTER.unpack(footer)
+    layout = Layout(head, body, chunk)
+    if magic != MAGIC or version != VERSION:
+        raise UnusableSnapshot(f"{what} does not end as an encrypted file does")
+    if not chunk or layout.stored_bytes != stored_bytes:
+        raise UnusableSnapshot(f"{what} was cut, or is not the file that its end says")
+    return layout, salt
+
+
+def _file_key(key: bytes, place: bytes, salt: bytes) -> bytes:
+    return derive(key, b"trainckpt/file" + place, salt)
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "big")
+
+
+def _bound(place: bytes, layout: Layout, number: int) -> bytes:
+    is_last = number == layout.num_chunks - 1
+    return _BOUND.pack(place, number, is_last, layout.head_bytes, layout.body_bytes)

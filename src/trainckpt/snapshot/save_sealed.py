@@ -1,0 +1,199 @@
+"""Save sealed: a rank's shard file, encrypted while it is written. The mirror of `opened`.
+
+    encrypt   blocks of chunks, by two threads, from where the file lies in memory to one of a few
+              buffers: that is all the memory it takes
+    write     one block after the other, while the next ones are encrypted
+    digest    of what is written, on its way; it says nothing of what was encrypted
+
+Everything is encrypted once: what fails is begun anew, with another key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainckpt.encryption.sealed_file import Layout, Place, Sealer
+from trainckpt.format import digest, names
+from trainckpt.format.encryption import Plain
+from trainckpt.format.manifest import FileEntry
+from trainckpt.tiers.direct import address, copy, memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
+
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.snapshot.save import InMemory
+    from trainckpt.tiers.base import Tier
+
+BLOCK_BYTES = 16 << 20  # of one write: several chunks, and several requests to a disk
+NUM_BUFFERS = 3
+NUM_SEALERS = 2
+
+
+class Seal(NamedTuple):
+    """With what a snapshot's files are encrypted.
+
+    Attributes:
+        run: Id of the run.
+        key: The snapshot's.
+    """
+
+    run: str
+    key: bytes
+
+
+def write_sealed(
+    tier: Tier,
+    name: SnapshotName,
+    rank: int,
+    shard: InMemory,
+    copied: Iterable[int],
+    seal: Seal,
+) -> FileEntry:
+    """As `save.write_shard`, encrypted; what was written."""
+    complete = threading.Event()
+
+    def digest_head() -> bytes:
+        complete.wait()
+        return shard.head
+
+    with ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
+        try:
+            head = digesting.submit(digest_head)
+            file = _SealedFile(name, rank, shard.header.header_bytes, len(shard.memory), seal)
+            blocks = file.blocks(shard.memory, copied, complete, head)
+            tier.write(f"{name.folder}/{file.name}", blocks)
+        finally:
+            complete.set()
+        return file.entry(digest.digest(head.result()))
+
+
+def stream_sealed(
+    tier: Tier,
+    name: SnapshotName,
+    rank: int,
+    head: bytes,
+    num_bytes: int,
+    blocks: Callable[[], Iterator[memoryview]],
+    seal: Seal,
+) -> FileEntry:
+    """As `save.write_stream`, encrypted: `num_bytes` in all, of which the head comes first."""
+    file = _SealedFile(name, rank, len(head), num_bytes, seal)
+    tier.write(f"{name.folder}/{file.name}", file.passing(head, blocks()))
+    return file.entry(digest.digest(head))
+
+
+class _SealedFile:
+    """One file on its way."""
+
+    def __init__(
+        self, name: SnapshotName, rank: int, head_bytes: int, num_bytes: int, seal: Seal
+    ) -> None:
+        self.name = names.shard_file_name(rank)
+        self.layout = Layout(head_bytes, num_bytes - head_bytes)
+        self._sealer = Sealer(seal.key, Place(seal.run, str(name), self.name), self.layout)
+        self._whole = digest.Running()
+        self._behind = ""
+
+    def entry(self, head_digest: str) -> FileEntry:
+        """What is known of it when all has passed."""
+        plain = Plain(self.layout.plain_bytes, head_digest)
+        return FileEntry(
+            self.name, self._whole.num_bytes, self._whole.hexdigest(), self._behind, True, plain
+        )
+
+    def blocks(
+        self,
+        data: memoryview,
+        copied: Iterable[int],
+        complete: threading.Event,
+        head: Future[bytes],
+    ) -> Iterator[memoryview]:
+        """The file's blocks, each for a moment."""
+        return self._whole.over(self._blocks(data, copied, complete, head))
+
+    def _blocks(
+        self,
+        data: memoryview,
+        copied: Iterable[int],
+        complete: threading.Event,
+        head: Future[bytes],
+    ) -> Iterator[memoryview]:
+        body = data[self.layout.head_bytes :]
+        buffers = [memory(min(BLOCK_BYTES, len(body))) for _ in range(NUM_BUFFERS)]
+        waiting: deque[Future[memoryview]] = deque()
+        with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
+            for at in _as_copied(data, copied, complete, self.layout.head_bytes):
+                buffer = buffers[at // BLOCK_BYTES % NUM_BUFFERS]
+                waiting.append(sealers.submit(self._seal, body, at, buffer))
+                if len(waiting) == NUM_BUFFERS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        yield self._end(head.result())
+
+    def _seal(self, body: memoryview, at: int, buffer: memoryview) -> memoryview:
+        """Encrypt one block of the body."""
+        end = min(at + BLOCK_BYTES, len(body))
+        each = self.layout.chunk_bytes
+        for first in range(at, end, each):
+            last = min(first + each, end)
+            self._sealer.seal(first // each, body[first:last], buffer[first - at : last - at])
+        return buffer[: end - at]
+
+    def passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        """The blocks of a file that pass by in order, head first, encrypted, head last."""
+        return self._whole.over(self._passing(head, blocks))
+
+    def _passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        layout, number, filled = self.layout, 0, 0
+        plain = memory(min(layout.chunk_bytes, layout.body_bytes))
+        sealed = memory(min(BLOCK_BYTES, layout.body_bytes))
+        used = 0
+        next(blocks)  # the head
+        for block in blocks:
+            done = 0
+            while done < len(block):
+                size = layout.chunk(number).num_bytes
+                step = min(len(block) - done, size - filled)
+                copy(plain[filled : filled + step], block[done : done + step])
+                done, filled = done + step, filled + step
+                if filled < size:
+                    continue
+                self._sealer.seal(number, plain[:size], sealed[used : used + size])
+                number, filled, used = number + 1, 0, used + size
+                if used + layout.chunk_bytes > len(sealed):
+                    yield sealed[:used]
+                    used = 0
+        if used:
+            yield sealed[:used]
+        yield self._end(head)
+
+    def _end(self, head: bytes) -> memoryview:
+        """Head, tags and footer."""
+        layout, plain = self.layout, memoryview(head)
+        found = memoryview(bytearray(layout.head_bytes + layout.tail_bytes))
+        for number in range(layout.num_body_chunks, layout.num_chunks):
+            chunk = layout.chunk(number)
+            at, end = chunk.first_byte, chunk.first_byte + chunk.num_bytes
+            self._sealer.seal(number, plain[at:end], found[at:end])
+        found[layout.head_bytes :] = self._sealer.tail()
+        self._behind = digest.digest(found)
+        return found
+
+
+def _as_copied(
+    data: memoryview, copied: Iterable[int], complete: threading.Event, head_bytes: int
+) -> Iterator[int]:
+    """Where each block of the body begins, as soon as it is complete in memory."""
+    at, begin, size = 0, (address(data) or 0) + head_bytes, len(data) - head_bytes
+    for behind in copied:
+        while at + BLOCK_BYTES <= behind - begin:
+            yield at
+            at += BLOCK_BYTES
+    complete.set()
+    yield from range(at, size, BLOCK_BYTES)
