@@ -2,6 +2,7 @@
 
     python -m tests.golden.make 2
     python -m tests.golden.make 3    # the same, half of it in files of an older snapshot
+    python -m tests.golden.make 4    # the same, encrypted
 
 Two runs in `tests/golden/v<version>`: `one`, of a single process, with a tensor of every type the
 format knows; `two`, of two ranks, with a matrix that is cut between them. `digests.json` says
@@ -20,15 +21,19 @@ import torch
 from torch import nn
 
 from tests.state.helpers import registry
+from trainckpt.encryption import envelope, sealed_manifest
+from trainckpt.encryption.keys import Identity, write_identity
 from trainckpt.format import versions
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.prune import prune
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save import write_shard
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
+from trainckpt.snapshot.save_sealed import Seal
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES
@@ -76,21 +81,26 @@ def objects(rank):
     return registry(model=model, optimizer=optimizer, own=Own())
 
 
+READER = Identity.of(bytes(range(32)))
+
+
 def write(place, world, version):
     """Save by `world` ranks, one after the other; returns the committed manifest."""
     tier = LocalTier(place)
     tier.create("run.json", b'{"format":1,"id":"golden"}')
     if version < versions.WITH_REFERENCES:
         return save(tier, world, SnapshotName(1, 1, 2, 1))
-    older = save(tier, world, SnapshotName(1, 1, 1, 0))
-    manifest = save(tier, world, SnapshotName(1, 2, 2, 1), older)
+    seals = version >= versions.ENCRYPTED
+    older = save(tier, world, SnapshotName(1, 1, 1, 0), seals=seals)
+    manifest = save(tier, world, SnapshotName(1, 2, 2, 1), older, seals=seals)
     kept = {file.name for file in manifest.reached}
     prune(tier, [older.name], kept)
     return manifest
 
 
-def save(tier, world, name, older=None):
+def save(tier, world, name, older=None, *, seals=False):
     """One snapshot; what a rank has stored in `older` under every second key is referred to."""
+    seal = Seal("golden", bytes([name.sequence] * 32)) if seals else None
     captured = [capture(objects(rank)) for rank in range(world)]
     equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
     files, tensors, reached = [], {}, []
@@ -105,7 +115,7 @@ def save(tier, world, name, older=None):
             reached.append(replace(older.files[rank], name=file))
         planned = [region for region in planned if region.key not in references]
         shard = stage.stage(one, planned, rank=rank, world=world, references=references)
-        files.append(write_shard(tier, name, rank, shard).file)
+        files.append(write_shard(tier, name, rank, shard, seal=seal).file)
         for r in regions:
             layout = layouts.get(r.tensor)
             tensors[r.tensor] = TensorEntry(r.dtype, r.of, SPLIT if layout else RANK, layout)
@@ -114,14 +124,24 @@ def save(tier, world, name, older=None):
         "golden", name, None, cursor, world, tuple(files), tensors, 1.5, tags=("golden",),
         reason="make", fingerprint={"torch": "any"}, reached=tuple(reached),
     )  # fmt: skip
+    if seal is not None:
+        keys = dict(older.encryption.keys) if older is not None else {}
+        wrapped = envelope.wrap_for_all(seal.key, [READER.recipient], "golden", str(name))
+        manifest = sealed_manifest.seal(manifest, seal.key, {**keys, str(name): wrapped})
     commit(tier, manifest)
     return manifest
+
+
+def reading(tier, manifest):
+    """The tier and the manifest as whoever has the identity reads them."""
+    opened = Opened(tier, Opener(str(HERE / "v4" / "identity")))
+    return opened, opened.admit(manifest)
 
 
 def digests_of(tier, manifest, rank):
     """Digest of each tensor that `rank` reads; the values as they are, but for the generators."""
     destination = Destination(dict.fromkeys(manifest.tensors))
-    Reader(tier, manifest).read(dict.fromkeys(manifest.tensors), destination, donor=rank)
+    Reader(*reading(tier, manifest)).read(dict.fromkeys(manifest.tensors), destination, donor=rank)
     read = destination.finish({})
     values = stage.parse_values(read.pop(VALUES))
     tensors = {name: stage.tensor_digest(tensor) for name, tensor in sorted(read.items())}
@@ -132,6 +152,9 @@ def main(version):
     """Write both runs and what must be read from them."""
     folder = HERE / f"v{version}"
     shutil.rmtree(folder, ignore_errors=True)
+    if version >= versions.ENCRYPTED:
+        folder.mkdir()
+        write_identity(folder / "identity", READER)
     expected = {}
     stage_threshold(1 << 6)
     for name, world in (("one", 1), ("two", 2)):

@@ -39,6 +39,8 @@ def seal(manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     plain = encryption.plain_to_json(manifest.files, _in_order(manifest))
+    # As it is read: layouts are numbered in the order of the tensors.
+    manifest = replace(manifest, tensors=dict(sorted(manifest.tensors.items())))
     unsealed = replace(manifest, encryption=Encryption(keys, b""))
     nonce = os.urandom(NONCE_BYTES)
     cipher = AESGCM(derive(key, b"trainckpt/manifest"))
