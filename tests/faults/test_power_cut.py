@@ -23,6 +23,7 @@ from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.lifecycle.arenas import Arenas
 from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.attempt_number import AttemptNumber
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.saver import Saver
@@ -72,7 +73,7 @@ def record(place, disk, saves, keep_last=9):
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
     channel = Alone(World(0, 1, 0, "here"))
-    facts, arenas = Facts(run, 1, None, {}, keep_last), Arenas(tier.url, 0, [0])
+    facts, arenas = Facts(run, AttemptNumber(1), None, {}, keep_last), Arenas(tier.url, 0, [0])
     saver = Saver(tier, channel, registry, facts, log, Pace(), arenas, Cursor)
     committed, pruned = {}, {}
     for step in range(1, saves + 1):

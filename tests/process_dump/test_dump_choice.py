@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
+from trainckpt.format.attempt import AttemptRecord
+from trainckpt.lifecycle.attempt_number import AttemptNumber, spell
 from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
+from trainckpt.lifecycle.pace import Pace
+from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
+from trainckpt.snapshot.catalog import ancestry
 
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}
 EARLY = {**LATE, "boundary_s": 3.0}
@@ -39,3 +47,63 @@ def test_the_first_row_that_matches_decides_and_says_why(facts, what, why):
     found = choose(DumpFacts(**facts))
     assert found.what == what
     assert why in found.why
+
+
+@pytest.mark.parametrize(
+    ("since_s", "micro_batch_s", "save_s", "boundary_s"),
+    [
+        (1.0, None, 2.0, None),  # nothing was measured
+        (1.0, 4.0, 2.0, 5.0),
+        (4.0, 4.0, 2.0, 2.0),
+        (10.0, 4.0, 2.0, 12.0),  # longer than the others: as long again
+        (1.0, 4.0, None, 4.0),  # a first save takes a second, for all that is known
+    ],
+)
+def test_when_a_boundary_will_be_saved_is_foreseen_from_the_pace(
+    since_s, micro_batch_s, save_s, boundary_s
+):
+    assert ToldPace(since_s, micro_batch_s, save_s).boundary_s() == boundary_s
+
+
+def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
+    pace = Pace()
+    teller = PaceTeller(pace, 1)
+    assert teller.poll() == []
+    assert read_paces(tmp_path) == []  # no boundary yet
+    now = time.monotonic()
+    pace.reach(now - 5.0)
+    pace.leave(now - 3.0)
+    pace.reach(now - 1.0)
+    teller.poll()
+    (told,) = read_paces(tmp_path)
+    assert told.since_s >= 1.0
+    assert (told.micro_batch_s, told.save_s) == (2.0, None)
+    path = tmp_path / "pace1.json"
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100.0))
+    assert read_paces(tmp_path)[0].since_s >= 101.0
+    path.write_text('{"since_s": "long", "micro_batch_s": null, "save_s": null}')
+    assert read_paces(tmp_path) == []
+
+
+def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
+    number = AttemptNumber(4)
+    assert number.value == 4
+    ((name, text),) = spell(5).items()
+    (tmp_path / name).write_text(text)
+    assert number.value == 5
+    for bad in ("", '{"attempt": "6"}', '{"attempt": 3}', "[]"):
+        (tmp_path / name).write_text(bad)
+        assert number.value == 4
+
+
+def test_snapshots_before_a_dump_are_on_the_ancestry_of_what_was_restored_from_it():
+    records = {
+        1: AttemptRecord(1, None),
+        2: AttemptRecord(2, "s4~1.2"),
+        3: AttemptRecord(3, "dump~2.5"),
+    }
+    assert ancestry(records, []) == {3: float("inf"), 2: 5, 1: 2}

@@ -9,6 +9,7 @@ from trainckpt.lifecycle.dump_choice import NOTHING
 from trainckpt.supervisor import requests
 from trainckpt.supervisor.record import BY_SUPERVISOR
 from trainckpt.supervisor.requests import Answer
+from trainckpt.supervisor.restored import LISTENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,18 @@ def is_by_supervisor(live: AttemptRecord) -> bool:
     """Whether the command has no Checkpointer: its supervisor keeps the record."""
     launch = live.facts.get("launch")
     return isinstance(launch, dict) and launch.get("by") == BY_SUPERVISOR
+
+
+def can_be_dumped(live: AttemptRecord) -> bool:
+    """Whether its supervisor was able to, when the attempt began."""
+    launch = live.facts.get("launch")
+    return isinstance(launch, dict) and launch.get("dumps") is True
+
+
+def listens_as(live: AttemptRecord) -> int:
+    """The number under which its ranks look for notices: processes that were restored keep it."""
+    number = live.facts.get(LISTENS)
+    return number if type(number) is int else live.attempt
 
 
 def wait_for_answer(tier: Place, key: str) -> Answer:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from trainckpt.cli.dumped import newest
 from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.lifecycle.launch import PYTHON
+from trainckpt.snapshot import attempts
 from trainckpt.supervisor.dumpable import Dumpable
 from trainckpt.supervisor.dumping import ability_for
-from trainckpt.supervisor.record import NamedRun
-from trainckpt.supervisor.restored import Dumped, supervise_restored
+from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
+from trainckpt.supervisor.restored import LISTENS, Dumped, supervise_restored
 from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
@@ -76,9 +78,15 @@ def restored(
             raise ConfigurationError(f"{record.name}: this machine cannot restore dumps",
                                      hint="trainckpt doctor")  # fmt: skip
         argv, cwd, nproc = command
-        named = NamedRun(arguments.run, argv, cwd, nproc)
-        output = sys.stderr if arguments.json else None
-        return supervise_restored(Dumped(tier, record, named, how, output), inbox)
+        before = attempts.read_attempts(tier)[record.name.attempt].facts
+        has_checkpointer = before["launch"].get("by") != BY_SUPERVISOR
+        facts = {LISTENS: record.name.attempt} if has_checkpointer else {}
+        dumped = Dumped(
+            tier, record, NamedRun(arguments.run, argv, cwd, nproc), {**facts, **before}, how,
+            output=sys.stderr if arguments.json else None,
+            has_agent=before["launch"].get("kind") != PYTHON or nproc > 1,
+        )  # fmt: skip
+        return supervise_restored(dumped, inbox)
     except TrainckptError as error:
         _say(f"no dump is restored: {error.message}")
         return None

@@ -24,7 +24,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
-from trainckpt.cli.asking import is_by_supervisor, wait_for_answer, wait_for_dump
+from trainckpt.cli.asking import (
+    can_be_dumped,
+    is_by_supervisor,
+    listens_as,
+    wait_for_answer,
+    wait_for_dump,
+)
 from trainckpt.errors import (
     NoAgreement,
     NothingToResume,
@@ -76,14 +82,14 @@ def execute(arguments: argparse.Namespace) -> int:
     """Tell the run to stop, wait, and report; 71 if it is not in time."""
     tier = place.open_place(arguments.run)
     live = find_live(tier)
-    if arguments.dump or is_by_supervisor(live):
+    if arguments.dump or is_by_supervisor(live) or (arguments.deadline and can_be_dumped(live)):
         dumped = _dumped(tier, live, arguments)
         if dumped is not None:
             return report(tier, dumped, as_json=arguments.json)
     world = live.facts.get("world")
     ranks = f", ranks: {world}," if isinstance(world, int) else ""
     try:
-        notice = _tell(tier, live.attempt, arguments.deadline)
+        notice = _tell(tier, live, arguments.deadline)
         _say(
             f"attempt {live.attempt} of {tier.url}{ranks} is told to stop at the next boundary "
             "that all its ranks reach"
@@ -166,7 +172,7 @@ def _dumped(
     Raises:
         SaveFailed: they cannot, and no dump was taken.
     """
-    key = _tell(tier, live.attempt, arguments.deadline, dump=arguments.dump, suffix=requests.ASK)
+    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=requests.ASK)
     try:
         answer = wait_for_answer(tier, key)
         _say(f"{answer.choice}: {answer.why}")
@@ -190,7 +196,7 @@ def _dumped(
 
 def _tell(
     tier: Place,
-    attempt: int,
+    live: AttemptRecord,
     seconds_left: float | None,
     *,
     dump: bool = False,
@@ -198,7 +204,9 @@ def _tell(
 ) -> str:
     """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
-    key = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}{suffix}"
+    attempt = live.attempt
+    number = attempt if suffix == requests.ASK else listens_as(live)
+    key = f"{names.NOTICES}/{number}-{secrets.token_hex(8)}{suffix}"
     data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):
         _write(tier, attempt, tier.root / key, data)

@@ -62,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     by_us = facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
     with Inbox() as inbox:
-        dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox) if by_us else None
+        dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox)
         if dumped is not None:
             return report(dumped, as_json=arguments.json)
         ended = supervise(

@@ -17,6 +17,7 @@ from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.arenas import Arenas
 from trainckpt.lifecycle.attach import REMOTE
 from trainckpt.lifecycle.attempt_log import AttemptLog
+from trainckpt.lifecycle.attempt_number import AttemptNumber
 from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.contents import models_in
 from trainckpt.lifecycle.departure import Departure
@@ -158,7 +159,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     record_parent(crew.channel, log, parent, _chosen(crew, initial))
     if initial is not None:
         put(initial.loading)
-    facts = Facts(beginning.run, beginning.record.attempt, parent, here, crew.options.keep_last)
+    number = AttemptNumber(beginning.record.attempt)
+    facts = Facts(beginning.run, number, parent, here, crew.options.keep_last)
     seals = sealing.set_up(crew.options, crew.channel, beginning.run)
     saver = Saver(
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, _arenas(crew, beginning),
@@ -207,9 +209,7 @@ def _flushing(crew: Crew, saver: Saver, log: AttemptLog, facts: Facts) -> Flushi
     """Who copies this attempt's snapshots to the slower tiers."""
     copy_from = None if crew.options.encrypt_to else saver.arenas.copy_from
     near = Near(crew.tier, copy_from)
-    work = Work(
-        crew.tier, near, crew.channel, log, facts.run, facts.attempt, crew.options.keep_last
-    )
+    work = Work(crew.tier, near, crew.channel, log, facts.run, facts.number, crew.options.keep_last)
     durable = crew.slower.durable
     flushers = [
         Flusher(tier, work, number, is_durable=tier.name == durable)

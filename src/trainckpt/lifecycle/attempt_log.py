@@ -6,11 +6,13 @@ change that cannot be written is logged: the record informs, it never stops trai
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
+from trainckpt.lifecycle.attempt_number import AttemptNumber
 from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import attempts
 from trainckpt.tiers.object_store import ObjectStoreTier
@@ -27,6 +29,7 @@ class AttemptLog:
         self._tier = tier
         self._record = record
         self._writes = writes
+        self._number = AttemptNumber(record.attempt)
         self._lock = threading.Lock()
 
     @property
@@ -37,6 +40,7 @@ class AttemptLog:
     def note(self, key: str, name: str, value: Any) -> None:
         """Set one name of a table among the record's facts; as `change`."""
         with self._lock:
+            self._renumber()
             facts = self._record.facts
             table = {**facts.get(key, {}), name: value}
             self._write(must=False, facts={**facts, key: table})
@@ -60,7 +64,20 @@ class AttemptLog:
         with self._lock:
             self._write(must=must, **changes)
 
+    def _renumber(self) -> None:
+        """Restored from a dump, the processes are the attempt that the supervisor has claimed."""
+        number = self._number.value
+        if number == self._record.attempt:
+            return
+        with contextlib.suppress(TrainckptError):
+            claimed = attempts.read_attempts(self._tier).get(number)
+            if claimed is not None:
+                own = self._record
+                facts = {**own.facts, **claimed.facts}
+                self._record = claimed.with_(state=own.state, facts=facts)
+
     def _write(self, *, must: bool, **changes: Any) -> None:
+        self._renumber()
         self._record = self._record.with_(**changes)
         if not self._writes:
             return

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.lifecycle.attempt_number import AttemptNumber
     from trainckpt.ranks.channel import Channel
     from trainckpt.tiers.base import Tier
 
@@ -22,7 +23,7 @@ class Work:
         near: The same, but what stands in this rank's arenas is read there.
         channel: Between the ranks.
         log: The attempt's record.
-        run, attempt, keep_last: As `writer.Facts`.
+        run, number, keep_last: As `writer.Facts`.
     """
 
     place: Tier
@@ -30,8 +31,13 @@ class Work:
     channel: Channel
     log: AttemptLog
     run: str
-    attempt: int
+    number: AttemptNumber
     keep_last: int
+
+    @property
+    def attempt(self) -> int:
+        """Its number now."""
+        return self.number.value
 
 
 class Near:

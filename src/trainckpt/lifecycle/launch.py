@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 REDACTED = "<redacted>"
 AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 ACCEPT_OLDER_VARIABLE = "TRAINCKPT_ACCEPT_OLDER"
+DUMPS_VARIABLE = "TRAINCKPT_CAN_DUMP"  # its supervisor can dump it
 PYTHON, TORCHRUN, ACCELERATE, SRUN = "python", "torchrun", "accelerate", "srun"
 START_AGAIN = "start the script again as before"
 _WORDS = (
@@ -54,7 +55,7 @@ _KEPT = re.compile(
     r"|SLURM_JOB_ID|ACCELERATE_|FSDP_"
 )
 _OURS_ALONE = re.compile(
-    r"TRAINCKPT_(SUPERVISOR|PROVE|RESUME_AT|RESTART|ACCEPT_OLDER|RUN)$"
+    r"TRAINCKPT_(SUPERVISOR|CAN_DUMP|PROVE|RESUME_AT|RESTART|ACCEPT_OLDER|RUN)$"
     r"|TORCHELASTIC_|TORCH_ELASTIC_|TORCH_NCCL"
 )
 
@@ -77,6 +78,7 @@ def describe(
         "launch": {
             "kind": kind_of_launch(environment),
             "nproc": int(local) if re.fullmatch("[0-9]{1,9}", local) else len(everyone),
+            **({"dumps": True} if DUMPS_VARIABLE in environment else {}),
         },
         "world": len(everyone),
         "hosts": [host for host, _ in everyone],

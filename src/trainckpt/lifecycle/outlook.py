@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 class Outlook:
-    """Gathers facts for the decisions of `stop_plan`. Any thread; blocks nowhere."""
+    """Gathers facts for the decisions of `stop_plan`. Any thread; blocks nowhere.
+
+    Attributes:
+        pace: Of this rank.
+    """
 
     def __init__(
         self, options: Options, registry: Registry, position: Position, pace: Pace
@@ -27,7 +31,7 @@ class Outlook:
         self._options = options
         self._registry = registry
         self._position = position
-        self._pace = pace
+        self.pace = pace
         self._said = False
 
     def facts(self) -> StopFacts:
@@ -38,10 +42,10 @@ class Outlook:
             stop_at=self._options.stop_at,
             micro=self._position.micro,
             window=self._position.window or self._options.accumulate,
-            micro_batch_s=self._pace.micro_batch_s,
+            micro_batch_s=self.pace.micro_batch_s,
             state_bytes=weight.state,
             gradient_bytes=weight.possible_gradients,
-            seconds_per_byte=self._pace.seconds_per_byte,
+            seconds_per_byte=self.pace.seconds_per_byte,
             memory_budget=budget_bytes(budget.share, budget.num_bytes),
         )
 
@@ -68,7 +72,7 @@ class Outlook:
         up at the deadline, and costs nothing.
         """
         now_bytes = weigh(self._registry, gradients=True).now
-        return now_bytes * (self._pace.least_seconds_per_byte or 0.0)
+        return now_bytes * (self.pace.least_seconds_per_byte or 0.0)
 
     def tighten_after_s(self, seconds_left: float) -> float:
         """See `stop_plan.must_tighten_after_s`."""

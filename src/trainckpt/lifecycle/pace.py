@@ -42,6 +42,10 @@ class Pace:
         """A save was staged, and training waited so long for it."""
         self._stalls.append(seconds)
 
+    def since_s(self, now_s: float) -> float | None:
+        """How long ago the last boundary was reached or left; None before the first."""
+        return None if self._last_s is None else max(now_s - self._last_s, 0.0)
+
     @property
     def stall_s(self) -> float | None:
         """Median of what the last saves cost; None before the first."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import NoAgreement, SaveFailed
@@ -71,7 +72,6 @@ class Saver:
     Attributes:
         committed: Full name and cursor of the newest snapshot this attempt committed.
         in_flight: The save that is being written, or the last one.
-        attempt: Its number.
         skipped: Saves that all ranks have skipped, since one before was still being written.
         references: What of this rank need not be written.
         flushing: Who copies what is committed to slower tiers.
@@ -94,7 +94,6 @@ class Saver:
         window_start: Callable[[], Cursor],
         sealing: Sealing | None = None,
     ) -> None:
-        self.attempt = facts.attempt
         self.committed: tuple[str, Cursor] | None = None
         self.in_flight: PendingSave | None = None
         self.skipped = 0
@@ -153,7 +152,7 @@ class Saver:
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         try:
             with self._registry.unchanged():
-                shard, shared = self._stage(cursor, last=last, behind=behind)
+                shard, shared, attempt = self._stage(cursor, last=last, behind=behind)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
             self._skip(pending, name, str(skipped))
@@ -162,6 +161,7 @@ class Saver:
             self._writer.tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
             return pending
+        name = replace(name, attempt=attempt)
         self.in_flight = pending
         self._pace.stalled(time.monotonic() - begun_s)
         pending.settle = self._copying.settle
@@ -241,10 +241,11 @@ class Saver:
 
     def _stage(
         self, cursor: Cursor, *, last: bool, behind: bool
-    ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry]]:
-        """Steps 2 to 4. Returns the shard, and an entry for every tensor of this rank."""
+    ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry], int]:
+        """Steps 2 to 4. Returns the shard, an entry for every tensor of this rank, the attempt."""
         world = self._channel.world
         answer: dict[str, Any] = {"place": cursor.place(), "groups": {}, "behind": behind}
+        answer["attempt"] = self._facts.attempt
         try:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry)
@@ -262,7 +263,8 @@ class Saver:
         if verdict["behind"]:
             raise _Skipped("the one before it is still being written")
         plan = self._plans.plan(captured, verdict["equal"])
-        return self._shard(captured, plan.regions, None if last else stepped), plan.entries
+        shard = self._shard(captured, plan.regions, None if last else stepped)
+        return shard, plan.entries, verdict["attempt"]
 
     def _shard(
         self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
@@ -341,4 +343,5 @@ def _compare(answers: list[dict[str, Any]]) -> dict[str, Any]:
         errors.append(f"the ranks are not at one boundary: {places[:16]}")
     equal = [] if errors else equal_groups([answer["groups"] for answer in answers])
     behind = any(answer["behind"] for answer in answers)
-    return {"error": "; ".join(errors), "equal": equal, "behind": behind}
+    attempt = max(answer["attempt"] for answer in answers)  # a dump may fall between two ranks
+    return {"error": "; ".join(errors), "equal": equal, "behind": behind, "attempt": attempt}

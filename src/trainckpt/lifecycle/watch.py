@@ -24,6 +24,7 @@ from trainckpt.lifecycle.deadline import Deadline, granted_s
 from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.notice_sources import check_notices, further_sources
+from trainckpt.lifecycle.pace_told import PaceTeller
 from trainckpt.lifecycle.told import LEFT
 from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
@@ -90,6 +91,7 @@ class Watch:
         )
         others = further_sources(self._options, self.grace_s, world)
         others += [notices] if notices is not None else []
+        others += [PaceTeller(self._outlook.pace, world.rank)]
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.attempt_log import AttemptLog
+    from trainckpt.lifecycle.attempt_number import AttemptNumber
     from trainckpt.lifecycle.references import References
     from trainckpt.lifecycle.sealing import Sealing
     from trainckpt.ranks.channel import Channel
@@ -51,10 +52,15 @@ class Facts:
     """What every manifest of this attempt says alike."""
 
     run: str
-    attempt: int
+    number: AttemptNumber
     parent: str | None
     fingerprint: dict[str, Any]
     keep_last: int
+
+    @property
+    def attempt(self) -> int:
+        """Its number now."""
+        return self.number.value
 
 
 class Writer:

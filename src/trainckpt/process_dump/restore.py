@@ -25,7 +25,7 @@ from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, digest_of
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from trainckpt.format.dump import Host, WrittenFile
     from trainckpt.tiers.base import Readable
@@ -68,8 +68,12 @@ def why_not(record: DumpRecord, host: Host) -> str:
     return ""
 
 
-def bring_back(tier: LocalTier, record: DumpRecord, attempt: int) -> None:
+def bring_back(tier: LocalTier, record: DumpRecord, attempt: int, more: Mapping[str, str]) -> None:
     """Restore it as another attempt of its run.
+
+    Args:
+        tier, record, attempt: Where, what, and as which attempt.
+        more: File name -> text: what else stands in the supervisor's folder when it runs again.
 
     Raises:
         UnusableSnapshot: it cannot be; nothing of it runs.
@@ -83,7 +87,7 @@ def bring_back(tier: LocalTier, record: DumpRecord, attempt: int) -> None:
         verify(images, record)
         for file in record.written:
             cut_back(file, attempt)
-        _put_folder(record)
+        _put_folder(record, more)
     except OSError as error:
         raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
     if said := criu.restore(ability.program, images):
@@ -154,8 +158,8 @@ def _some(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
 
 
-def _put_folder(record: DumpRecord) -> None:
+def _put_folder(record: DumpRecord, more: Mapping[str, str]) -> None:
     folder = Path(record.folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text in record.told.items():
+    for name, text in {**record.told, **more}.items():
         (folder / name).write_text(text, encoding="utf-8")

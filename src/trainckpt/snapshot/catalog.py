@@ -20,6 +20,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.format.attempt import UNDECIDED
+from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ def ancestry(
         begun, record = None, attempts.get(at)
         if record is None or record.parent == UNDECIDED:
             continue
-        parent = SnapshotName.parse(record.parent) if record.parent else None
+        spelled = record.parent or ""
+        parent = SnapshotName.parse(spelled) or DumpName.parse(spelled)
         if parent is None or parent.attempt >= at:
             break
         begun, most = parent.attempt, parent.sequence

@@ -52,8 +52,8 @@ class Dumpable:
     def dumping(
         self, process: Process, folder: Path, logs: Logs | None, named: NamedRun | None
     ) -> Dumping | None:
-        """Who dumps what was launched; None: nobody could ask."""
-        if logs is None or named is None:
+        """Who dumps what was launched; None: its output goes elsewhere."""
+        if logs is None:
             return None
         return Dumping(Launch(process, folder, logs.paths, named), self.ability, self.say)
 

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import TrainckptError
 from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.lifecycle.dump_choice import DUMP, NOTHING, DumpFacts, choose
+from trainckpt.lifecycle import place
+from trainckpt.lifecycle.dump_choice import (
+    BOTH,
+    DUMP,
+    NOTHING,
+    SNAPSHOT,
+    DumpChoice,
+    DumpFacts,
+    choose,
+)
+from trainckpt.lifecycle.pace_told import read_paces
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 from trainckpt.process_dump import criu, dump, tree
 from trainckpt.snapshot import attempts
@@ -26,10 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.lifecycle.told import Told
     from trainckpt.process_dump.criu import Ability
     from trainckpt.supervisor.adopted import Process
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.requests import Request
+    from trainckpt.tiers.places import Place
 
 
 @dataclass(frozen=True)
@@ -40,13 +53,13 @@ class Launch:
         process: The tree's root.
         folder: The supervisor's.
         logs: What the tree appends its output to.
-        named: Its run.
+        named: Its run, where the command has no Checkpointer, or did not begin it here.
     """
 
     process: Process
     folder: Path
     logs: tuple[Path, ...]
-    named: NamedRun
+    named: NamedRun | None
 
 
 class Dumping:
@@ -60,71 +73,87 @@ class Dumping:
         self.taken: DumpName | None = None
         self._launch, self._ability, self._say = launch, ability, say
         self._seen: set[str] = set()
+        self._tier: Place | None = None
+        self._attempt = 0
 
-    def look(self) -> bool:
+    def look(self, ranks: Sequence[Told]) -> bool:
         """Answer a request, if there is one; True if the tree was dumped, and is no more."""
-        record = self._launch.named.record
-        if record is None:
+        self._find(ranks)
+        if self._tier is None:
             return False
-        tier = self._launch.named.tier
-        request = requests.find(tier, record.attempt, self._seen)
-        return request is not None and self._answer(request)
+        request = requests.find(self._tier, self._attempt, self._seen)
+        return request is not None and self._answer(request, ranks)
 
-    def _answer(self, request: Request) -> bool:
+    def _find(self, ranks: Sequence[Told]) -> None:
+        """The attempt, once it is known."""
+        named, claimed = self._launch.named, [told for told in ranks if told.attempt is not None]
+        if named is not None and named.record is not None:
+            self._tier, self._attempt = named.tier, named.record.attempt
+        elif claimed and self._tier is None:
+            told = min(claimed, key=lambda each: each.rank)
+            self._tier, self._attempt = place.open_other_place(told.run), told.attempt or 0
+
+    def _answer(self, request: Request, ranks: Sequence[Told]) -> bool:
         begun = time.monotonic()
-        tier = self._launch.named.tier
-        found = choose(self._facts(request))
+        assert self._tier is not None
+        record = attempts.read_attempts(self._tier)[self._attempt]
+        found = choose(self._facts(request, record, ranks))
+        if found.what == BOTH:
+            found = DumpChoice(SNAPSHOT, f"{found.why}: but this version takes no dump on top")
+        requests.answer(self._tier, request, Answer(found.what, found.why))
         if found.what != DUMP:
-            requests.answer(tier, request, Answer(found.what, found.why))
             return False
         self._say(f"dumping the processes: {found.why}")
-        requests.answer(tier, request, Answer(found.what, found.why))
         try:
-            self._dump(request.reason)
+            self._dump(request.reason, record)
         except TrainckptError as error:
             self._say(f"not dumped: {error.message}")
-            requests.answer(tier, request, Answer(NOTHING, found.why, error.message))
+            requests.answer(self._tier, request, Answer(NOTHING, found.why, error.message))
             return False
         self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s")
         return True
 
-    def _facts(self, request: Request) -> DumpFacts:
+    def _facts(self, request: Request, record: AttemptRecord, ranks: Sequence[Told]) -> DumpFacts:
         pids = tree.processes(self._launch.process.pid)
+        foreseen = [pace.boundary_s() for pace in read_paces(self._launch.folder)]
+        known = [seconds for seconds in foreseen if seconds is not None]
+        hosts = record.facts.get("hosts")
         return DumpFacts(
-            instrumented=False,
+            instrumented=any(told.attempt is not None for told in ranks),
             asked=request.dump,
             seconds_left=request.seconds_left,
+            boundary_s=max(known, default=None),
             dump_s=dump.estimate_s(tree.memory_bytes(pids)),
+            hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
             why_no_dump=self._why_not(),
         )
 
     def _why_not(self) -> str:
         if self._ability.why_not:
             return self._ability.why_not
-        if not isinstance(self._launch.named.tier, LocalTier):
+        if not isinstance(self._tier, LocalTier):
             return "the run's place is no directory, where dumps lie"
         return ""
 
-    def _dump(self, reason: str) -> None:
-        launch, record = self._launch, self._launch.named.record
-        tier = launch.named.tier
+    def _dump(self, reason: str, record: AttemptRecord) -> None:
+        launch, tier = self._launch, self._tier
         assert isinstance(tier, LocalTier)
-        assert record is not None
         assert self._ability.program is not None
+        world = record.facts.get("world")
         order = dump.Order(
             program=self._ability.program,
             version=self._ability.version,
             root=launch.process.pid,
             name=next_name(tier, record.attempt),
             run=attempts.run_id(tier) or "",
-            world=int(record.facts.get("world") or 1),
+            world=world if isinstance(world, int) else 1,
             folder=launch.folder,
             logs=launch.logs,
             reason=reason,
         )
         with orphans_come_here():
             taken = dump.take(tier, order, SUPERVISOR_VARIABLE)
-            self.taken, launch.named.dump = taken.name, str(taken.name)
+            self.taken = taken.name
             launch.process.wait()
             left = dump.await_gone(taken)
         if left:

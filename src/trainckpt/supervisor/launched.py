@@ -82,7 +82,7 @@ class Launched:
             if self._named is not None and self._process.poll() is None:
                 told = [rank.told for rank in ranks]
                 self._named.look(self._process.pid, told, imported=self._imported())
-            self._dump_if_asked()
+            self._dump_if_asked(ranks)
         if self._process.returncode != 0 and self._cause != verdict.DUMPED:
             kill_all(self._process, str(self._folder), self._told_pids())
         return self._course()
@@ -176,10 +176,10 @@ class Launched:
             self._end(verdict.OTHERS_LOST, f"rank {gone[0].told.rank} is gone, and the others did "
                       f"not end within {orders.OTHERS_S:.0f} s")  # fmt: skip
 
-    def _dump_if_asked(self) -> None:
+    def _dump_if_asked(self, ranks: list[Rank]) -> None:
         if self._dumping is None or self._cause or self._process.poll() is not None:
             return
-        if self._dumping.look():
+        if self._dumping.look([rank.told for rank in ranks]):
             self._cause, self._why = verdict.DUMPED, f"dumped as {self._dumping.taken}"
             self._ended_at = time.time()
 
@@ -208,5 +208,6 @@ class Launched:
             cause=self._cause,
             ended_at=self._ended_at,
             why=self._why,
+            dump=str(self._dumping.taken or "") if self._dumping is not None else "",
             script=None if self._has_agent else self._process.pid,
         )

@@ -27,7 +27,7 @@ from trainckpt.format.attempt import (
 )
 from trainckpt.format.dump import EXACT
 from trainckpt.format.dump import KIND as DUMP
-from trainckpt.lifecycle import launch, place
+from trainckpt.lifecycle import heartbeat, launch, place
 from trainckpt.lifecycle.choice import DIED_WHILE
 from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.told import LEFT, Told
@@ -105,6 +105,8 @@ def settle(ranks: Sequence[Told], verdict: Verdict, *, asked: bool = False) -> A
             outcome[DIED_WHILE] = record.state if by_itself else None
             record = _with_outcome(record, outcome)
             attempts.replace(tier, record)
+        if verdict.dump:
+            tier.remove(heartbeat.key_of(record.attempt))
         return record
     except TrainckptError:
         return None
@@ -145,6 +147,7 @@ def _unsaid(record: AttemptRecord, verdict: Verdict, commit: str | None) -> dict
         **_outcome(snapshot, started if isinstance(started, (int, float)) else None),
         **_words(verdict, how),
     }
+    outcome |= _of_dump(verdict)
     if verdict.exit_code == 0:
         outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
     return outcome
@@ -152,6 +155,16 @@ def _unsaid(record: AttemptRecord, verdict: Verdict, commit: str | None) -> dict
 
 def _words(verdict: Verdict, how: str) -> dict[str, Any]:
     return {"outcome": how, "exit_code": verdict.exit_code, "reason": verdict.why}
+
+
+def _of_dump(verdict: Verdict) -> dict[str, Any]:
+    """What differs where the processes were dumped: nothing is lost."""
+    if not verdict.dump:
+        return {}
+    return {
+        "outcome": STOPPED, "snapshot": verdict.dump, "kind": DUMP, "tiers": ["local"],
+        "exactness": EXACT, "lost_micro_batches": 0,
+    }  # fmt: skip
 
 
 def _outcome(snapshot: str | None, started: float | None) -> dict[str, Any]:
@@ -177,27 +190,32 @@ class NamedRun:
         record: The attempt claimed here, or None.
         problem: Why nothing could be written, or "": the command goes on all the same.
         tier: Where the run lies.
-        dump: Name of the dump that the command was ended with, or "".
     """
 
     def __init__(self, run: str, command: Sequence[str], cwd: str | None, nproc: int) -> None:
         self.record: AttemptRecord | None = None
-        self.problem = self.dump = ""
+        self.problem = ""
         self.tier = place.open_place(run)
         self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
         self._begun, self._pids = time.time(), list[int]()
         silent = is_silent(self._command, self._cwd)
         self._claim_after_s = CLAIM_SILENT_AFTER_S if silent else CLAIM_AFTER_S
         self._heartbeat: Heartbeat | None = None
+        self._facts: dict[str, Any] | None = None
 
     @property
     def url(self) -> str:
         """Where the run lies."""
         return self.tier.url
 
-    def claim_from(self, parent: str, pids: Sequence[int]) -> AttemptRecord | None:
-        """Claim at once: what runs goes on from `parent`. None, and `problem`, if it cannot be."""
-        self._pids = list(pids)
+    def claim_from(self, parent: str, facts: Mapping[str, Any]) -> AttemptRecord | None:
+        """Claim at once: what runs goes on from `parent`. None, and `problem`, if it cannot be.
+
+        Args:
+            parent: A snapshot or a dump.
+            facts: Of the attempt from which it goes on.
+        """
+        self._facts = {**facts, "started": self._begun}
         self._claim((), parent)
         return self.record
 
@@ -219,18 +237,19 @@ class NamedRun:
         if self.record is None:
             return None
         how = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
-        outcome = {**_outcome(None, self._begun), **_words(verdict, how)}
-        if self.dump:
-            outcome |= {"outcome": STOPPED, "snapshot": self.dump, "kind": DUMP, "tiers": ["local"]}
-            outcome |= {"exactness": EXACT, "lost_micro_batches": 0}
+        outcome = {**_outcome(None, self._begun), **_words(verdict, how), **_of_dump(verdict)}
         self.record = self.record.with_(state=ENDED, outcome=outcome)
         try:
             attempts.replace(self.tier, self.record)
         except TrainckptError as error:
             self.problem = error.message
+        self.close()
+        return self.record
+
+    def close(self) -> None:
+        """Give no more signs of life. May be repeated."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        return self.record
 
     def _claim(self, ranks: Sequence[Told], parent: str = UNDECIDED) -> None:
         if self.record is not None or self.problem or any(told.attempt for told in ranks):
@@ -255,4 +274,4 @@ class NamedRun:
             "pids": self._pids,
             "started": self._begun,
         }
-        return AttemptRecord(attempt, parent, RUNNING, facts=facts)
+        return AttemptRecord(attempt, parent, RUNNING, facts=self._facts or facts)

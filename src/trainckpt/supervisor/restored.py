@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.attempt import FAILED
 from trainckpt.format.dump import IMAGES
+from trainckpt.lifecycle import attempt_number
 from trainckpt.process_dump import restore
 from trainckpt.supervisor.adopted import Adopted
 from trainckpt.supervisor.dumpable import outputs
@@ -25,11 +26,15 @@ from trainckpt.supervisor.supervise import Ended, settle
 from trainckpt.supervisor.verdict import Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainckpt.format.dump import DumpRecord
     from trainckpt.supervisor.dumpable import Dumpable
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.signals import Inbox
     from trainckpt.tiers.local import LocalTier
+
+LISTENS = "listens"  # in the record: the attempt under whose number the ranks look for notices
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,19 @@ class Dumped:
         tier: The run's place.
         record: The dump.
         named: The run, of which nothing is claimed yet.
+        facts: Of the attempt that was dumped.
         dumpable: So that it can be dumped again.
         output: As `supervise` has it.
+        has_agent: The tree's root is torchrun under our agent.
     """
 
     tier: LocalTier
     record: DumpRecord
     named: NamedRun
+    facts: Mapping[str, Any]
     dumpable: Dumpable
     output: Any = None
+    has_agent: bool = True
 
 
 def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
@@ -58,7 +67,7 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
         UnusableSnapshot: it cannot be restored; the attempt says why, and nothing of it runs.
     """
     record, named = dumped.record, dumped.named
-    claimed = named.claim_from(str(record.name), [])
+    claimed = named.claim_from(str(record.name), dumped.facts)
     if claimed is None:
         raise UnusableSnapshot(f"{record.name}: no attempt can be claimed: {named.problem}")
     folder = Path(record.folder)
@@ -66,7 +75,9 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
     try:
         with outputs(dumped.dumpable, folder, dumped.output) as logs:
             try:
-                restore.bring_back(dumped.tier, record, claimed.attempt)
+                restore.bring_back(
+                    dumped.tier, record, claimed.attempt, attempt_number.spell(claimed.attempt)
+                )
             except UnusableSnapshot as error:
                 verdict = Verdict(error.exit_code, FAILED, error.message)
                 named.end((), verdict)
@@ -76,12 +87,16 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
                 shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
             process = Adopted(record.root)
             launched = Launched(
-                process, folder, inbox, has_agent=True, ours=False, named=named,
+                process, folder, inbox,
+                has_agent=dumped.has_agent, ours=LISTENS in dumped.facts, named=named,
                 dumping=dumped.dumpable.dumping(process, folder, logs, named),
             )  # fmt: skip
             course = launched.run()
         ranks = launched.told()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        named.close()
+    # They know their attempt by the number under which they began.
+    ranks = [replace(r, attempt=claimed.attempt) if r.attempt is not None else r for r in ranks]
     verdict, found, _, _ = settle(course, ranks, inbox, named)
     return Ended(verdict.exit_code, found, 0, verdict.why)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import UNDECIDED
-from trainckpt.lifecycle.launch import AT_VARIABLE
+from trainckpt.lifecycle.launch import AT_VARIABLE, DUMPS_VARIABLE
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 from trainckpt.supervisor import record as records
@@ -138,6 +138,7 @@ def supervise(
         STARTED_VARIABLE: str(process_start_s()),
     }  # fmt: skip
     variables.pop(RESTARTS_VARIABLE, None)
+    variables.pop(DUMPS_VARIABLE, None)
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
     start = _Start(command, variables, cwd, output, watch, ours, run, dumpable)
@@ -177,6 +178,7 @@ def _launch(
     """One launch: how it ended, its record; what its ranks told, and whether it was to stop."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
+        variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
         if named is not None:
             variables[records.NAME_VARIABLE] = named.url
         with (

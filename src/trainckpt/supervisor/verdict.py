@@ -64,6 +64,7 @@ class Course:
         ended_at: When we did.
         why: What there is to say about that.
         script: Id of the launched process where that is the script itself.
+        dump: Name of the dump that it was ended with, or "".
     """
 
     code: int
@@ -75,6 +76,7 @@ class Course:
     ended_at: float = math.inf
     why: str = ""
     script: int | None = None
+    dump: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,14 @@ class Verdict:
         how: `FINISHED`, `STOPPED`, `FAILED`, `KILLED`, `REFUSED` or `NOTICE`.
         why: What died of what; for people.
         on_purpose: Somebody wanted it to end: it is not to be started again.
+        dump: As of `Course`.
     """
 
     exit_code: int
     how: str
     why: str
     on_purpose: bool = False
+    dump: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def judge(course: Course) -> Verdict:
     if course.cause == START_UP:
         return Verdict(START_AGAIN, NOTICE, course.why, on_purpose=True)
     if course.cause == DUMPED:
-        return Verdict(START_AGAIN, STOPPED, course.why, on_purpose=True)
+        return Verdict(START_AGAIN, STOPPED, course.why, on_purpose=True, dump=course.dump)
     failures = _failures(course)
     stop = _stop(course, failures)
     if stop is not None:
