@@ -4,6 +4,7 @@ drop         the connection is closed before the server hears of it
 lose         the server does it, and the connection is closed before its answer
 500, 503, 507   is answered, and the server does not hear of it
 cut          half of the answer, then the connection is closed
+hold         nothing happens until `let_go` is called; then all goes on as if nothing had been
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-DROP, LOSE, CUT = "drop", "lose", "cut"
+DROP, LOSE, CUT, HOLD = "drop", "lose", "cut", "hold"
 CODES = {500: "InternalError", 503: "SlowDown", 507: "InsufficientStorage"}
 _HOP = {"connection", "keep-alive", "transfer-encoding"}
 
@@ -34,11 +35,26 @@ class Proxy(ThreadingHTTPServer):
         self.requests, self.sent_bytes = [], 0
         self._lock = threading.Lock()
         self._fault = lambda number: None
+        self._let_go = threading.Event()
 
     def reset(self, fault=lambda number: None):
         """`fault`: number of a request -> what goes wrong with it, or None."""
         with self._lock:
             self.requests, self.sent_bytes, self._fault = [], 0, fault
+
+    def hold(self):
+        """Let no request through from now on."""
+        self._let_go.clear()
+        self.reset(lambda _: HOLD)
+
+    def let_go(self):
+        """All that are held, and all that come."""
+        self.reset()
+        self._let_go.set()
+
+    def wait(self):
+        """Until it may go on."""
+        self._let_go.wait()
 
     def fault_of(self, method, path):
         with self._lock:
@@ -63,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         if fault in CODES:
             return self._refuse(fault)
+        if fault == HOLD:
+            self.server.wait()
         server = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
@@ -131,6 +149,7 @@ def proxy(behind):
     try:
         yield server
     finally:
+        server.let_go()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -1,0 +1,149 @@
+"""A store that is killed, stopped, slow, refusing or full while a run trains: nothing waits for it.
+
+Each trouble lasts until training has gone on for a while and the store was asked in vain;
+then it is over, and the next save has to get there.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import ExitStack
+from functools import partial
+from itertools import cycle
+
+import pytest
+
+from tests import s3_servers
+from tests.faults.s3_proxy import proxy
+from tests.lifecycle.training import Parts, attempt
+from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle import place
+from trainckpt.snapshot import attempts
+from trainckpt.snapshot.catalog import read_catalog
+from trainckpt.snapshot.verify import verify
+from trainckpt.tiers import calls, s3_client
+
+pytest.importorskip("s3fs")
+WIDTH = 4000  # its files are sent in several parts
+LASTS = 8  # micro-batches
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Parts are small, pauses short, and who says nothing is asked again soon."""
+    limits = partial(calls.Limits, part_bytes=64 << 10, longest_pause_s=1.0)
+    monkeypatch.setattr(calls, "Limits", limits)
+    monkeypatch.setattr(s3_client, "SILENT_S", 2.0)
+
+
+class Server:
+    """A server that can be killed and begun again, behind a proxy that can hold and refuse."""
+
+    def __init__(self, folder, stack):
+        self._folder, self._stack = folder, stack
+        self._running = stack.enter_context(s3_servers.rclone(folder))
+        self.between = stack.enter_context(proxy(self._running.port))
+
+    def environment(self, port=None):
+        return self._running.environment(port or self.between.port)
+
+    def killed(self):
+        self._running.process.kill()
+        self._running.process.wait()
+        self.between.reset()
+
+    def begun_again(self):
+        self._running = self._stack.enter_context(s3_servers.rclone(self._folder))
+        self.between.behind = self._running.port
+
+    def stopped(self):
+        self._running.process.send_signal(signal.SIGSTOP)
+        self.between.reset()
+
+    def continued(self):
+        self._running.process.send_signal(signal.SIGCONT)
+
+    def refusing(self, *codes):
+        turn = cycle(codes)
+        self.between.reset(lambda _: next(turn))
+
+
+@pytest.fixture
+def server(tmp_path, at):
+    with ExitStack() as stack:
+        found = Server(tmp_path / "server", stack)
+        at(found)
+        yield found
+
+
+def troubles(server):
+    """How each begins, and how it ends."""
+    return [
+        (server.killed, server.begun_again),
+        (server.stopped, server.continued),
+        (server.between.hold, server.between.let_go),
+        (partial(server.refusing, 500, 503), server.between.reset),
+        (partial(server.refusing, 507), server.between.reset),
+    ]
+
+
+def train_through(server, run, **options):
+    """One attempt through all troubles; what was saved after each, and where the run was then."""
+    coming, saved, pending = troubles(server), [], []
+    begins = 3
+
+    def inside(ckpt, _):
+        nonlocal begins
+        number = ckpt.cursor.micro_batches
+        if number == begins - 1 and coming:
+            ckpt.save()  # is on its way when the trouble begins; nobody waits for it
+        elif number == begins and coming:
+            coming[0][0]()
+        elif number == begins + LASTS and coming:
+            while not server.between.requests:
+                time.sleep(0.01)
+            coming.pop(0)[1]()
+            pending.append(ckpt.save())
+        elif number == begins + LASTS + 2 and len(pending) > len(saved):
+            saved.append(pending[-1].wait("local").snapshot)
+            for flusher in ckpt._attempt.saver.flushing.flushers:
+                while flusher.newest is None or newer(saved[-1], flusher.newest):
+                    time.sleep(0.01)
+            begins = number + 2
+
+    attempt(run, epochs=20, inside=inside, parts=Parts(width=WIDTH), every="never", **options)
+    assert len(saved) == len(troubles(server))
+    return saved
+
+
+def newer(one, other):
+    return SnapshotName.parse(one) > SnapshotName.parse(other)
+
+
+def nothing_is_wrong_with(url, server):
+    """Whatever is listed is whole, and no parts are left of anything."""
+    tier = place.open_place(url)
+    found = read_catalog(tier, attempts.run_id(tier), attempts.read_attempts(tier))
+    whole = [c for c in found if c.usable]
+    assert whole
+    for candidate in whole:
+        assert all(copy.ok for copy in verify(tier, candidate.manifest))
+    assert tier.abort_stale_uploads(0.0) == 0
+    return str(whole[0].name)
+
+
+def test_a_run_in_a_store_trains_through_all_its_troubles(server):
+    saved = train_through(server, "s3://bucket/run", keep_last=99)
+    newest = nothing_is_wrong_with("s3://bucket/run", server)
+    assert newest not in saved
+    tier = place.open_place("s3://bucket/run")
+    assert attempts.read_attempts(tier)[1].outcome["outcome"] == "finished"
+
+
+def test_a_run_beside_a_store_trains_through_all_its_troubles(server, tmp_path):
+    train_through(server, tmp_path / "run", tiers="s3://bucket/slower")
+    newest = nothing_is_wrong_with("s3://bucket/slower", server)
+    told = attempts.read_attempts(place.open_place(tmp_path / "run"))[1]
+    assert told.outcome["tiers"] == ["local", "s3"]
+    assert newest == told.newest_commit
