@@ -2,7 +2,8 @@
 
     8 bytes        length of the header, little-endian
     header         JSON, padded with spaces so that the data begins at a multiple of 4096
-    data           the regions, back to back, larger item sizes first: no gap, nothing behind
+    data           the regions, back to back: first those that fill whole pages, then those that
+                   fill whole cache lines, then larger item sizes first: no gap, nothing behind
 
 Our own facts stand in the header's `__metadata__`, under the key `trainckpt`, as a JSON string:
 the digests of every region, which part of which tensor a region is where it is not the whole
@@ -32,7 +33,7 @@ from trainckpt.format.layout import Box
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PAGE_BYTES = 4096
+PAGE_BYTES, LINE_BYTES = 4096, 64
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 METADATA_KEY = "trainckpt"
 MIN_BLOCK_BYTES, MAX_BLOCKS = 8192, 256
@@ -85,6 +86,12 @@ class Region:
     def num_blocks(self) -> int:
         """Digests of a region of this size."""
         return max(1, -(-self.num_bytes // block_bytes(self.num_bytes)))
+
+    @property
+    def bytes_per_digest(self) -> int:
+        """Bytes that have a digest of their own; a file of format 1 has one for all."""
+        size = self.num_bytes
+        return block_bytes(size) if len(self.digest) > digest.NUM_HEX else size
 
     @cached_property
     def num_bytes(self) -> int:
@@ -152,14 +159,15 @@ class ShardHeader:
 
 
 def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Give each region its place: item sizes descending, then names, back to back.
+    """Give each region its place: whole pages, whole lines, item sizes descending; then names.
 
-    Larger items first keeps every region aligned to its item size without padding.
+    So every region is aligned to its item size without padding, and a large one most often to a
+    page: it can become a live tensor where it is read to.
 
     Raises:
         UnusableSnapshot: two regions have one key, so one would hide the other in the header.
     """
-    ordered = sorted(regions, key=lambda r: (-ITEM_BYTES[r.dtype], r.key))
+    ordered = sorted(regions, key=lambda r: (_raggedness(r), -ITEM_BYTES[r.dtype], r.key))
     placed, first_byte = [], 0
     seen: set[str] = set()
     for region in ordered:
@@ -169,6 +177,11 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
         placed.append(_moved(region, first_byte))
         first_byte += region.num_bytes
     return tuple(placed)
+
+
+def _raggedness(region: Region) -> int:
+    """0 if what follows the region begins at a page as it does, 1 at a cache line, else 2."""
+    return (region.num_bytes % PAGE_BYTES > 0) + (region.num_bytes % LINE_BYTES > 0)
 
 
 def build(header: ShardHeader) -> bytes:

@@ -21,7 +21,7 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.memory import (
     available_bytes,
     budget_bytes,
-    num_cores,
+    copy_threads,
     transient_bytes,
 )
 from trainckpt.state.stage import private_memory
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from trainckpt.tiers.memory import Arena
 
 MAX_ARENAS = 2
-MAX_COPY_THREADS = 4  # more than that memory does not feed
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
 SHARED, PRIVATE, STREAMED = "shared", "private", "streamed"
 SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
@@ -112,7 +111,7 @@ class Arenas:
     @property
     def copy_threads(self) -> int:
         """That may copy at once: this rank's share of the cores."""
-        return min(MAX_COPY_THREADS, max(1, num_cores() // len(self._ranks)))
+        return copy_threads(len(self._ranks))
 
     @property
     def are_two(self) -> bool:

@@ -39,7 +39,7 @@ from trainckpt.lifecycle.slower import Slower, open_slower
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
-from trainckpt.snapshot.opened import Opened, Opener
+from trainckpt.snapshot.opened import Opener
 from trainckpt.state.capture import capture
 from trainckpt.tiers.capabilities import file_system
 from trainckpt.tiers.local import LocalTier
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
-    from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.arrival import Arrival
     from trainckpt.lifecycle.data_world import DataWorld
     from trainckpt.lifecycle.last_words import LastWords
@@ -177,7 +176,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         other = _other_state(beginning, _own_objects(crew)) + _said_by_objects(crew, beginning)
         exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
-        _refer(crew, saver, seals, beginning.manifest)
+        _refer(saver, seals, beginning)
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
         say_where(crew.tier.url, beginning, exactness, reasons)
@@ -189,18 +188,19 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         crew.options.memory_every,
     )  # fmt: skip
     if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
-        beginning = replace(beginning, saved=beginning.saved.without_state())
+        beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
     saver.flushing.start()
     return Attempt(beginning, log, saver, departure, policy)
 
 
-def _refer(crew: Crew, saver: Saver, seals: Sealing | None, manifest: Manifest) -> None:
+def _refer(saver: Saver, seals: Sealing | None, beginning: Beginning) -> None:
     """What is written may refer to the snapshot that the attempt began from, if both are encrypted,
     or neither: else what should not be readable would be, or the other way round."""
+    manifest = beginning.manifest
+    assert manifest is not None
     if (seals is not None) != (manifest.encryption is not None):
         return
-    tier = Opened(crew.tier, crew.opener)
-    saver.references.begin_from(tier.admit(manifest), tier)
+    saver.references.begin_from(manifest, beginning.reader)
     if seals is not None:
         seals.begin_from(manifest)
 

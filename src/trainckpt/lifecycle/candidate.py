@@ -24,6 +24,7 @@ from trainckpt.lifecycle import error_json
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.fetch_together import fetch_together
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.memory import copy_threads
 from trainckpt.lifecycle.other_copies import find_good_copies
 from trainckpt.lifecycle.read_state import read_state
 from trainckpt.lifecycle.read_together import offers, read_together
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.read_state import Reading
     from trainckpt.ranks.channel import Channel
     from trainckpt.ranks.world import World
+    from trainckpt.snapshot.restore import Reader
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
@@ -49,10 +51,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Candidate:
-    """What one rank has read of it; `reasons` are why all refuse it, none if they do not."""
+    """What one rank has read of it, and what can read more of it once it is chosen.
+
+    `reasons` are why all refuse it, none if they do not.
+    """
 
     manifest: Manifest | None = None
     saved: Saved | None = None
+    reader: Reader | None = None
     reasons: list[str] = field(default_factory=list)
 
 
@@ -88,6 +94,8 @@ def read_candidate(
         opened = Opened(ladder, opener or Opener())
         near = NearTier(opened, place)  # what is there is not encrypted
         read = _Read(near, opened, ladder, channel.world, registry, run, name)
+        here = hosts.count(channel.world.host) or 1
+        read.num_threads = copy_threads(here)
         part = channel.scoped(scope)
         try:
             if scope == "near":
@@ -113,7 +121,7 @@ def read_candidate(
         raise TierUnavailable("; ".join(reasons), hint="make the run's place readable again")
     if not reasons and channel.world.rank == 0:
         _say_from_where(name, ladder, from_memory=from_memory)
-    return Candidate(read.manifest, read.saved, reasons)
+    return Candidate(read.manifest, read.saved, read.reader, reasons)
 
 
 def _say_memory_is_bad(
@@ -168,6 +176,7 @@ class _Read:
     Attributes:
         manifest: The candidate's, once it was read.
         saved: This rank's state of it, once it is complete.
+        num_threads: That may copy at once.
     """
 
     def __init__(
@@ -180,6 +189,7 @@ class _Read:
         run: str,
         name: SnapshotName,
     ) -> None:
+        self.num_threads = 1
         self._opened, self._ladder = opened, ladder
         self.manifest: Manifest | None = None
         self.saved: Saved | None = None
@@ -190,6 +200,11 @@ class _Read:
     def alone(self) -> dict[str, Any]:
         """What no other rank needs a part of; and what to read together."""
         return self._result(self._alone)
+
+    @property
+    def reader(self) -> Reader | None:
+        """Reads more of the candidate, without this host's memory."""
+        return self._reading.again if self._reading is not None else None
 
     def together(self, channel: Channel, everyone: list[dict[str, str]]) -> dict[str, Any]:
         """The rest, with the ranks that offer the same. All ranks were fine so far.
@@ -203,8 +218,9 @@ class _Read:
         self.manifest = _load_manifest(self._ladder, self._run, self._name)
         self.manifest = self._opened.admit(self.manifest)  # unproven until then
         self._reading, self.saved = read_state(
-            self._tier, self.manifest, self._registry, self._world
-        )
+            self._tier, self.manifest, self._registry, self._world,
+            later=self._opened, num_threads=self.num_threads,
+        )  # fmt: skip
         exact = self._reading.targets.exact
         return {"kind": "ok", "exact": exact, "offers": offers(self._reading)}
 

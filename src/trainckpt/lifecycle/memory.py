@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.memory import MemoryPlace
 
 DEFAULT_SHARE = 0.4
+MAX_COPY_THREADS = 4  # more than that memory does not feed
 SPARE_BYTES = 64 << 20  # left free for whatever else there is
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # Of both versions: limit, what is taken, and what of that the kernel takes back when it needs it.
@@ -55,6 +56,11 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def copy_threads(num_ranks: int) -> int:
+    """That each of so many ranks of a host may copy with at once: its share of the cores."""
+    return min(MAX_COPY_THREADS, max(1, num_cores() // num_ranks))
 
 
 def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:

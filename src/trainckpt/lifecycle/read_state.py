@@ -20,10 +20,15 @@ from trainckpt.snapshot.shared_read import SharedRead
 from trainckpt.state import apply
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
+from trainckpt.state.given import Given
 from trainckpt.state.stage import parse_values
 from trainckpt.state.targets import find_targets
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
     from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.world import World
     from trainckpt.state.registry import Registry
@@ -40,6 +45,8 @@ class Reading:
     Attributes:
         targets: What this rank needs.
         shared: What is left; empty: everything was read, and compared.
+        again: Reads what the script changes before training goes on.
+        num_threads: That may copy at once.
     """
 
     reader: Reader
@@ -48,6 +55,8 @@ class Reading:
     values: dict[str, Any]
     targets: Targets
     destination: Destination
+    again: Reader
+    num_threads: int = 1
     shared: list[SharedRead] = field(default_factory=list)
 
     def read_alone(self, names: set[str]) -> None:
@@ -70,8 +79,10 @@ class Reading:
         manifest, targets = self.reader.manifest, self.targets
         entries = manifest.tensors
         models = self.registry.models
+        tensors = self.destination.finish({name: entries[name].dtype for name in targets.wanted})
+        origins, threads = self.destination.origins(), self.num_threads
         saved = Saved(
-            self.destination.finish({name: entries[name].dtype for name in targets.wanted}),
+            tensors,
             self.values,
             shapes={name: entry.shape for name, entry in entries.items()},
             wraps=targets.wraps,
@@ -79,15 +90,38 @@ class Reading:
             is_own=self.donor == self.world.rank,
             worlds=(manifest.world, self.world.size),
             left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
+            given=Given(tensors, origins, self._read_again, threads),
+            num_threads=threads,
         )
         apply.check(self.registry, saved, str(manifest.name))
         return saved
 
+    def _read_again(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        wanted = {name: self.targets.wanted[name] for name in names}
+        destination = Destination(wanted)
+        self.again.read(wanted, destination, donor=self.donor)
+        entries = self.reader.manifest.tensors
+        return destination.finish({name: entries[name].dtype for name in wanted})
+
 
 def read_state(
-    tier: Readable, manifest: Manifest, registry: Registry, world: World
+    tier: Readable,
+    manifest: Manifest,
+    registry: Registry,
+    world: World,
+    *,
+    later: Readable | None = None,
+    num_threads: int = 1,
 ) -> tuple[Reading, Saved | None]:
     """Read and verify what this rank needs and no other rank needs a part of.
+
+    Args:
+        tier: To read from.
+        manifest: Of the snapshot.
+        registry: The live objects, which are not touched.
+        world: This rank.
+        later: Where to read what the script changes before training goes on, if not from `tier`.
+        num_threads: That may copy at once.
 
     Returns:
         The reading, and what it read if nothing is left: compared with the live objects.
@@ -112,7 +146,10 @@ def read_state(
             hint=SAME_WAY,
         )
     destination = Destination(targets.wanted)
-    reading = Reading(reader, registry, world, values, targets, destination)
+    again = reader if later is None else reader.from_tier(later)
+    reading = Reading(
+        reader, registry, world, values, targets, destination, again, num_threads
+    )  # fmt: skip
     if targets.layouts and world.size > 1 and exchange.is_there():
         sharing = Sharing(manifest, reader.planner, world.rank)
         groups = sharing.groups(targets.wanted, targets.layouts)

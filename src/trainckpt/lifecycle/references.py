@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
-    from trainckpt.tiers.base import Readable, Tier
+    from trainckpt.tiers.base import Tier
 
 
 class References:
@@ -40,10 +40,10 @@ class References:
         self._tier, self._rank, self._registry = tier, rank, registry
         self._known = unchanged.Known()
 
-    def begin_from(self, manifest: Manifest, tier: Readable | None = None) -> None:
+    def begin_from(self, manifest: Manifest, reader: Reader | None = None) -> None:
         """The attempt goes on from this snapshot, whose bytes need not be written again.
 
-        `tier`: where it is read, if it is encrypted.
+        `reader` has read it.
         """
         if self._rank >= manifest.world:
             return
@@ -52,7 +52,8 @@ class References:
         files = {file.name: file for file in (own, *manifest.reached)}
         try:
             reached_file(own.name)
-            places = Reader(tier or self._tier, manifest).places(self._rank)
+            reader = reader or Reader(self._tier, manifest)
+            places = reader.places(self._rank)
         except TrainckptError as error:  # it was readable a moment ago
             logger.warning("the next save writes everything anew: %s", error.message)
             return

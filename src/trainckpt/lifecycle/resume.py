@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.attempt_log import AttemptLog
     from trainckpt.ranks.channel import Channel
     from trainckpt.snapshot.opened import Opener
+    from trainckpt.snapshot.restore import Reader
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
@@ -68,6 +69,7 @@ class Beginning:
         record: The attempt's record, parent not yet decided.
         manifest: Of the snapshot to begin from; None for step 0.
         saved: This rank's verified state of it.
+        reader: Reads more of it.
         refused: Snapshot -> why it was passed over.
         why_fresh: Why the run starts at step 0, where it does.
         lost: Micro-batches that the attempts before trained after that snapshot; None if unknown.
@@ -77,6 +79,7 @@ class Beginning:
     record: AttemptRecord
     manifest: Manifest | None = None
     saved: Saved | None = None
+    reader: Reader | None = None
     refused: Mapping[str, str] | None = None
     why_fresh: str = ""
     lost: int | None = None
@@ -287,7 +290,10 @@ def _try_in_order(
         read = read_candidate(tiers, memory, part, registry, beginning.run, name, hosts, opener)
         if not read.reasons:
             lost = told["lost"].get(str(name))
-            found = replace(beginning, manifest=read.manifest, saved=read.saved, refused=refused)
+            found = replace(
+                beginning, manifest=read.manifest, saved=read.saved, reader=read.reader,
+                refused=refused,
+            )  # fmt: skip
             return replace(found, lost=None if lost is None else lost + found.rewound)
         refused[str(name)] = "; ".join(read.reasons)
     if names or (refused and not told["why_fresh"] and _is_serious(refused)):

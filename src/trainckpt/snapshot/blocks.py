@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, shard_file
+from trainckpt.format import digest
 from trainckpt.tiers.direct import FROM_BYTES, PAGE_BYTES, copy, memory
 
 if TYPE_CHECKING:
@@ -36,12 +36,6 @@ class Found(NamedTuple):
     key: str
     first_byte: int
     region: Region
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that have a digest of their own; a file of format 1 has one for all."""
-        size = self.region.num_bytes
-        return shard_file.block_bytes(size) if len(self.region.digest) > digest.NUM_HEX else size
 
 
 class Load(NamedTuple):
@@ -71,7 +65,7 @@ class Load(NamedTuple):
         Raises:
             UnusableSnapshot: a block does not match its digest.
         """
-        region, block = self.place.region, self.place.block_bytes or 1
+        region, block = self.place.region, self.place.region.bytes_per_digest or 1
         at = self.first // block * digest.NUM_HEX
         end = at + max(1, -(-(self.last - self.first) // block)) * digest.NUM_HEX
         if digest.digests_by_block(data, block) != region.digest[at:end]:
@@ -87,7 +81,7 @@ class Load(NamedTuple):
 
 def hull(place: Found, begin: int, end: int) -> tuple[int, int]:
     """First byte of the blocks that hold bytes `begin` to `end`, and the one behind the last."""
-    block = place.block_bytes
+    block = place.region.bytes_per_digest
     if not block:
         return 0, 0
     return begin // block * block, min(-(-end // block) * block, place.region.num_bytes)
@@ -95,7 +89,7 @@ def hull(place: Found, begin: int, end: int) -> tuple[int, int]:
 
 def loads(place: Found, begin: int, end: int, into: memoryview) -> Iterator[Load]:
     """What is to be read so that bytes `begin` to `end` of a region come to `into`, verified."""
-    block = place.block_bytes
+    block = place.region.bytes_per_digest
     at, last = hull(place, begin, end)
     if not block:
         yield Load(place, 0, 0, into)

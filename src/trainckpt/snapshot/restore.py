@@ -7,6 +7,7 @@ the same way. The live objects are not touched here.
 
 from __future__ import annotations
 
+import copy
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -126,6 +127,12 @@ class Reader:
             assert load.into is not None
             load.take(load.into)
         return True
+
+    def from_tier(self, tier: Readable) -> Reader:
+        """One that reads from another tier, and has the headers that this one has read."""
+        other = copy.copy(self)
+        other._tier = tier
+        return other
 
     def find(self, read: Read) -> Found:
         """Where the region of one read lies; errors as `read`."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.layout import Box, Layout
+    from trainckpt.state.copies import Copies
+    from trainckpt.state.given import Given
 
 _LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 VALUES = "values.json"  # the tensor (bytes) that holds all values of a rank
@@ -125,6 +127,8 @@ class Saved:
         is_own: The values are those that this very rank saved.
         worlds: Ranks of the snapshot, and now.
         left: Live tensors that were excluded from it, and stay as the script made them.
+        given: Those of `tensors` that are live themselves; None: each is copied.
+        num_threads: That may copy at once.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -135,10 +139,12 @@ class Saved:
     is_own: bool = True
     worlds: tuple[int, int] = (1, 1)
     left: frozenset[str] = frozenset()
+    given: Given | None = None
+    num_threads: int = 1
 
     def without_state(self) -> Saved:
         """What is still to be known of it when it has been applied."""
-        return replace(self, tensors={}, values={}, shapes={}, wraps={})
+        return replace(self, tensors={}, values={}, shapes={}, wraps={}, given=None)
 
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""
@@ -158,16 +164,40 @@ class Saved:
         wrap = self.wraps.get(node["$tensor"])
         return fresh if wrap is None else wrap(fresh)
 
-    def copy_into(self, node: Any, live: torch.Tensor) -> bool:
-        """Copy what a node stands for into a tensor that was made for it; False if it cannot be."""
-        name = node.get("$tensor") if isinstance(node, dict) else None
-        found = self.tensors.get(name) if isinstance(name, str) else None
-        if found is None or {"sparse", "order"} & node.keys() or name in self.wraps:
+    def make(self, tree: Any, device: torch.device, copies: Copies) -> Any:
+        """Decode a tree; a tensor alone is what was read itself, or made complete by `copies`."""
+        name = self._plain(tree)
+        if name is None or (device.type != "cpu" and tree.get("device") != "cpu"):
+            return self.decode(tree, device)
+        found = self.tensors[name]
+        if self.given is not None and self.given.give(name):
+            return found
+        fresh = torch.empty_like(found)
+        copies.add(fresh, found)
+        return fresh
+
+    def put_again(self, tree: Any, live: torch.Tensor, copies: Copies) -> bool:
+        """Make what `make` made for a tree what it was again; False if it cannot be.
+
+        What was given was mended before.
+        """
+        name = self._plain(tree)
+        if name is None:
             return False
+        found = self.tensors[name]
+        if self.given is not None and name in self.given:
+            return found is live
         if (live.dtype, live.shape, live.stride()) != (found.dtype, found.shape, found.stride()):
             return False
-        live.copy_(found)
+        copies.add(live, found)
         return True
+
+    def _plain(self, tree: Any) -> str | None:
+        """The name of the tensor that a tree stands for, if nothing is to be done to it."""
+        name = tree.get("$tensor") if isinstance(tree, dict) else None
+        if not isinstance(name, str) or name in self.wraps or {"sparse", "order"} & tree.keys():
+            return None
+        return name if name in self.tensors and self.tensors[name].is_contiguous() else None
 
     def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
         if name not in self.tensors:

@@ -1,7 +1,7 @@
 """Destination: where a restore puts what it reads. The way back from `stage`.
 
-Fresh memory, from which the live tensors are filled once everything was verified; they are never
-bound to it.
+Fresh memory, from which the live tensors are filled once everything was verified; what makes new
+tensors anyway, as an optimizer's state does, may take it for them (`given`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import shard_file
 from trainckpt.format.layout import whole
+from trainckpt.state.given import Origin
 from trainckpt.state.stage import TYPES, bytes_of, private_memory
 from trainckpt.state.values import DTYPES
 from trainckpt.tiers.direct import FROM_BYTES
@@ -34,6 +35,7 @@ class Destination:
         self._tensors: dict[str, torch.Tensor] = {}
         self._true: dict[str, str] = {}
         self._filled: dict[str, int] = {}
+        self._origins: dict[str, list[Origin]] = {}
 
     def memory_for(self, region: Region, part: Box, first_byte: int = 0) -> memoryview | None:
         """The bytes that `part` fills, lying as those from `first_byte` of a file do, if possible.
@@ -47,6 +49,9 @@ class Destination:
             return None
         self._filled[region.tensor] += size
         item = tensor.element_size()
+        if part == region.box:
+            origin = Origin(first * item, region)
+            self._origins.setdefault(region.tensor, []).append(origin)
         return bytes_of(tensor)[first * item : (first + size) * item]
 
     def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
@@ -60,6 +65,14 @@ class Destination:
         self._filled[name] = self._tensors[name].numel()
         self._true[name] = region.true_dtype
         return True
+
+    def origins(self) -> dict[str, list[Origin]]:
+        """Of every tensor that consists of whole regions, each read straight to its place."""
+        return {
+            name: origins
+            for name, origins in self._origins.items()
+            if sum(o.region.num_bytes for o in origins) == self._tensors[name].nbytes
+        }
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
@@ -114,11 +127,11 @@ def _reach(box: Box, part: Box) -> tuple[int, int]:
 
 def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch.Tensor:
     """A fresh tensor; in a large one the element lies, inside its page, as `first_byte` does."""
-    fresh = torch.empty(box.shape, dtype=dtype)
-    before = (first_byte - element * fresh.element_size()) % shard_file.PAGE_BYTES
-    if fresh.nbytes < FROM_BYTES or before % fresh.element_size():
-        return fresh
-    flat = private_memory(before + fresh.nbytes)[before:]
+    num_bytes = math.prod(box.shape) * dtype.itemsize
+    before = (first_byte - element * dtype.itemsize) % shard_file.PAGE_BYTES
+    if num_bytes < FROM_BYTES or before % dtype.itemsize:
+        return torch.empty(box.shape, dtype=dtype)
+    flat = private_memory(before + num_bytes)[before:]
     return torch.frombuffer(flat, dtype=dtype).view(box.shape)
 
 

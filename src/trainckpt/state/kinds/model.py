@@ -15,6 +15,7 @@ from torch import nn
 
 from trainckpt.state import sharded
 from trainckpt.state.captured import inner_tensors
+from trainckpt.state.copies import Copies
 from trainckpt.state.kinds import fsdp
 
 if TYPE_CHECKING:
@@ -120,8 +121,10 @@ class ModelState:
     @torch.no_grad()
     def apply_parameters(self, saved: Saved) -> None:
         """Copy the saved parameters into the live ones."""
+        live: dict[str, torch.Tensor] = {}
         for name, parameter in self.parameters():
-            copy(inner_tensors(parameter, name), saved)
+            live.update(inner_tensors(parameter, name))
+        copy(live, saved)
 
     @torch.no_grad()
     def apply_buffers(self, saved: Saved) -> None:
@@ -231,11 +234,13 @@ def compare(live: Mapping[str, torch.Tensor], stored: set[str], saved: Saved) ->
 @torch.no_grad()
 def copy(live: Mapping[str, torch.Tensor], saved: Saved) -> None:
     """Copy what was saved into live tensors; what had been left out of it is left as it is."""
+    copies = Copies()
     for name, tensor in live.items():
         if name in saved.left:
             continue
         held = sharded.local(tensor)
-        _once(held).copy_(_once(held, saved.tensors[name]))
+        copies.add(_once(held), _once(held, saved.tensors[name]))
+    copies.run(saved.num_threads)
 
 
 def _once(expanded: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:

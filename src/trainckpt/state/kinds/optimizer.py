@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.state import sharded
+from trainckpt.state.copies import Copies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -102,7 +103,7 @@ class OptimizerState:
                     live.copy_(value)  # schedulers and graphs may hold on to this very tensor
                 else:
                     group[key] = value
-        known = self._names(names)
+        known, copies = self._names(names), Copies()
         before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         put, self._put = self._put, {}
@@ -112,10 +113,11 @@ class OptimizerState:
                 live = before.get(parameter, {})
                 self.optimizer.state[parameter] = {
                     (key := saved.decode(coded)): self._value(
-                        saved, value, parameter, key, put, live.get(key)
+                        saved, value, parameter, key, put, live.get(key), copies
                     )
                     for coded, value in items
                 }
+        copies.run(saved.num_threads)
         for key, value in stored.get("own", ()):
             self.optimizer.state[saved.decode(key)] = saved.decode(value)
 
@@ -127,6 +129,7 @@ class OptimizerState:
         key: Any,
         put: Mapping[tuple[int, Any], torch.Tensor],
         live: Any,
+        copies: Copies,
     ) -> Any:
         """One saved value; in the tensor that the last `apply` made for it, if it is there still.
 
@@ -134,10 +137,10 @@ class OptimizerState:
         """
         where = id(parameter), key
         ours = isinstance(live, torch.Tensor) and live is put.get(where)
-        if ours and saved.copy_into(tree, live):
+        if ours and saved.put_again(tree, live, copies):
             value = live
         else:
-            value = saved.decode(tree, parameter.device)
+            value = saved.make(tree, parameter.device, copies)
         if type(value) is torch.Tensor:
             self._put[where] = value
         return value
