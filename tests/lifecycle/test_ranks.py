@@ -28,6 +28,14 @@ def finished(tmp_path_factory):
     return place, [losses for losses, _ in results]
 
 
+def where(place, name, rank, tensor):
+    """In the file of a rank: the first byte of what it holds of a tensor."""
+    (manifest,) = [c.manifest for c in catalog(place) if str(c.name) == name]
+    header = read_header(LocalTier(place), manifest.name.folder, manifest.files[rank])
+    (first,) = [r.first_byte for r in header.regions if r.tensor.startswith(tensor)]
+    return header.header_bytes + first
+
+
 def regions(place, name):
     """Tensor -> the ranks whose file holds bytes of it; the manifest."""
     (manifest,) = [c.manifest for c in catalog(place) if str(c.name) == name]
@@ -87,7 +95,7 @@ def test_a_file_that_is_damaged_is_refused_by_all_ranks_alike(finished, tmp_path
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
     (name,) = usable(place)
-    flip(place / "snapshots" / name / "rank00001.safetensors", -9)
+    flip(place / "snapshots" / name / "rank00001.safetensors", where(place, name, 1, "rng/torch"))
     refusals = run_ranks(ranks.refused, 2, str(place), 2, 7)
     assert refusals[0] == refusals[1]
     assert refusals[0][:2] == ("NoUsableSnapshot", 65)

@@ -107,7 +107,7 @@ class Destination:
         if name not in self._tensors:
             try:
                 fresh = _lying(box, TYPES[region.dtype], first_byte, _reach(box, part)[0])
-            except RuntimeError as error:  # more than there is, or than can be counted
+            except (RuntimeError, OSError, OverflowError) as error:  # more than there is
                 raise UnusableSnapshot(f"{name[:100]}: {str(error)[:200]}") from error
             self._tensors[name], self._filled[name] = fresh, 0
             self._true[name] = region.true_dtype

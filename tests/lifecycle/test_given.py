@@ -1,0 +1,138 @@
+"""An optimizer's state becomes live where it was read to, and is what was saved at the start."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from tests.state.helpers import bits
+from trainckpt import Checkpointer
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.shard_file import PAGE_BYTES
+
+WIDTH = 512  # a moment of 1 MiB, read past the page cache
+
+
+def objects(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    return model, torch.optim.Adam(model.parameters(), 0.01)
+
+
+def attach(place, model, optimizer):
+    ckpt = Checkpointer(place, model=model, optimizer=optimizer, every="never")
+    ckpt.resume()
+    return ckpt
+
+
+def state_of(model, optimizer):
+    kept = {name: bits(p) for name, p in model.named_parameters()}
+    for number, state in enumerate(optimizer.state[p] for p in model.parameters()):
+        kept.update({f"{number} {key}": bits(value) for key, value in state.items()})
+    return kept
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A place with one snapshot, and what it holds."""
+    place = tmp_path_factory.mktemp("given") / "run"
+    model, optimizer = objects(0)
+    ckpt = attach(place, model, optimizer)
+    for _ in range(2):
+        ckpt.boundary()
+        model(torch.randn(4, WIDTH)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle = ckpt.save()
+    ckpt.boundary()
+    handle.wait("durable")
+    expected = state_of(model, optimizer)
+    ckpt.__exit__(InterruptedError, InterruptedError("it dies"), None)
+    return place, expected
+
+
+@pytest.fixture
+def resumed(saved, tmp_path):
+    """Its objects after `resume`, before the first boundary; without what memory holds."""
+    place = tmp_path / "run"
+    shutil.copytree(saved[0], place)
+    model, optimizer = objects(1)
+    ckpt = attach(place, model, optimizer)
+    yield place, ckpt, model, optimizer
+    ckpt.__exit__(InterruptedError, InterruptedError("it was read"), None)
+
+
+def moments_of(model, optimizer):
+    return optimizer.state[model[0].weight]
+
+
+def data_of(moment):
+    moment.data.add_(1)
+
+
+def bit(moment):
+    moment.detach().view(torch.uint8)[-1, -1] ^= 1
+
+
+def another_memory(moment):
+    moment.data = torch.zeros(3)
+
+
+def one_step(moments, model, optimizer):
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CHANGES = {
+    "nothing": lambda moments, *_: None,
+    "a value through .data": lambda moments, *_: data_of(moments["exp_avg"]),
+    "one bit": lambda moments, *_: bit(moments["exp_avg_sq"]),
+    "another memory": lambda moments, *_: another_memory(moments["exp_avg"]),
+    "another tensor": lambda moments, *_: moments.update(exp_avg=torch.zeros(WIDTH, WIDTH)),
+    "both exchanged": lambda moments, *_: moments.update(
+        exp_avg=moments["exp_avg_sq"], exp_avg_sq=moments["exp_avg"]
+    ),
+    "one of them twice": lambda moments, *_: moments.update(exp_avg=moments["exp_avg_sq"]),
+    "all state lost": lambda moments, model, optimizer: optimizer.state.clear(),
+    "its own state_dict loaded": lambda moments, model, optimizer: optimizer.load_state_dict(
+        copy.deepcopy(optimizer.state_dict())
+    ),
+    "a step": one_step,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_the_script_changes_before_it_trains_is_as_it_was_saved(resumed, saved, change):
+    _, ckpt, model, optimizer = resumed
+    assert state_of(model, optimizer) == saved[1]
+    moments = moments_of(model, optimizer)
+    CHANGES[change](moments, model, optimizer)
+    ckpt.boundary()
+    assert state_of(model, optimizer) == saved[1]
+    now = moments_of(model, optimizer)
+    assert now["exp_avg"].data_ptr() != now["exp_avg_sq"].data_ptr()
+
+
+def test_it_is_the_memory_that_was_read_to_and_what_nobody_changed_is_not_read_again(
+    resumed, saved
+):
+    place, ckpt, model, optimizer = resumed
+    moment = moments_of(model, optimizer)["exp_avg"]
+    assert moment.data_ptr() % PAGE_BYTES == 0
+    shutil.rmtree(place / "snapshots")
+    ckpt.boundary()
+    assert moments_of(model, optimizer)["exp_avg"] is moment
+    assert state_of(model, optimizer) == saved[1]
+
+
+def test_what_was_changed_and_cannot_be_read_again_ends_the_attempt(resumed):
+    place, ckpt, model, optimizer = resumed
+    moments_of(model, optimizer)["exp_avg"].data.add_(1)
+    shutil.rmtree(place / "snapshots")
+    with pytest.raises(UnusableSnapshot):
+        ckpt.boundary()
