@@ -111,7 +111,10 @@ class Farm:
         _run("ip", "netns", "del", namespace)
 
     def start(self, numbers, program, *arguments, log, **environment):
-        """One rank of `program(*arguments)` on each of these hosts; they print to `log`."""
+        """One rank of `program(*arguments)` on each of these hosts; they print to `log`.
+
+        Returns their processes.
+        """
         self._ranks = []
         for rank, number in enumerate(numbers):
             variables = {
@@ -124,6 +127,7 @@ class Farm:
             self._ranks.append((number, self._ask(
                 "start", self._holders[number].pid, program, arguments, log, told
             )))  # fmt: skip
+        return [rank for _, rank in self._ranks]
 
     def kill(self):
         """All ranks, at once; the hosts stay."""
@@ -132,6 +136,10 @@ class Farm:
     def ends(self):
         """Exit codes of all ranks."""
         return [self._end(rank) for _, rank in self._ranks]
+
+    def ends_but(self, number):
+        """Exit codes of all ranks but this one, which may never end by itself."""
+        return [self._end(rank) for at, (_, rank) in enumerate(self._ranks) if at != number]
 
     @property
     def all_run(self):

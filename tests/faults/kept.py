@@ -7,14 +7,18 @@ import json
 import logging
 import os
 import time
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, StackDataset, TensorDataset
 
 from trainckpt import Checkpointer
+
+BATCH, STEPS_AN_EPOCH = 4, 10
 
 
 def train(place, until, marks):
@@ -41,14 +45,56 @@ def train(place, until, marks):
     torch.distributed.destroy_process_group()
 
 
-def note(folder, name, ckpt, model, optimizer):
+def train_on_data(place, epochs, marks):
+    """As `train`, with a loader, and with running statistics that each rank has for itself."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # `broadcast_buffers`
+    torch.distributed.init_process_group("gloo")
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(BATCH * STEPS_AN_EPOCH * world, 64))
+    model = nn.Sequential(
+        nn.Linear(64, 300),
+        nn.BatchNorm1d(300),
+        nn.Dropout(0.2),
+        nn.Linear(300, 64),
+        nn.Linear(64, 1),
+    )
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    data = StackDataset(x=data, index=range(len(data)))
+    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, world, rank, seed=1))
+    torch.manual_seed(rank + 1)
+    folder = Path(marks) / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Checkpointer(
+        place, model=wrapped, optimizer=optimizer, scheduler=scheduler, loader=loader
+    ) as ckpt:
+        note(folder, "began", ckpt, model, optimizer)
+        for epoch in ckpt.epochs(epochs):
+            for batch in ckpt.batches():
+                time.sleep(float(os.environ.get("TEST_STEP_S", "0")))
+                wrapped(batch["x"][0]).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                note(folder, str(ckpt.cursor.step), ckpt, model, optimizer, epoch=epoch,
+                     samples=batch["index"].tolist())  # fmt: skip
+    torch.distributed.destroy_process_group()
+
+
+def note(folder, name, ckpt, model, optimizer, **more):
     """Atomically, for whoever kills this."""
     protection = ckpt._attempt.saver.protecting.protection
     newest = (protection and protection.newest) or ""
     facts = {
         "step": ckpt.cursor.step,
+        "attempt": ckpt.attempt,
         "kept": newest.rpartition("/")[2],
         "state": state(model, optimizer),
+        **more,
         "generator": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
     }
     (folder / ".now").write_text(json.dumps(facts))
@@ -62,4 +108,6 @@ def state(model, optimizer):
         moments = [moment for _, moment in sorted(optimizer.state[parameter].items())]
         for tensor in (parameter, *moments):
             found.update(tensor.detach().numpy().tobytes())
+    for buffer in model.buffers():
+        found.update(buffer.numpy().tobytes())
     return found.hexdigest()

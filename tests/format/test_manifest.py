@@ -56,6 +56,18 @@ def test_older_files_it_refers_to_come_back_and_only_then_the_version_is_a_newer
     assert "reached" not in json.loads(manifests.dump(MANIFEST))
 
 
+def test_what_died_with_ranks_comes_back_and_is_said():
+    left = replace(MANIFEST, lost=(1,), carried=True)
+    assert manifests.load(manifests.dump(left), "x") == left
+    assert left.not_bitwise[0] == "rank 1 died with all that was its own"
+    assert len(left.not_bitwise) == 2
+    assert MANIFEST.not_bitwise == []
+    assert not {"lost", "carried"} & json.loads(manifests.dump(MANIFEST)).keys()
+    for lost in ([2], [-1], ["1"], 1):
+        with pytest.raises(UnusableSnapshot, match="not ranks that were lost"):
+            manifests.load(with_changes(lost=lost), "x")
+
+
 def test_every_flipped_bit_is_found():
     data = manifests.dump(MANIFEST)
     for bit in range(0, len(data) * 8, 7):

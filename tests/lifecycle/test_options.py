@@ -54,6 +54,7 @@ def test_intervals(text, every):
         ("exit_code", 0),
         ("exit_code", 256), ("resume", "maybe"), ("redundancy", "xor:1"), ("redundancy", "twice"),
         ("memory_every", "10 s"), ("memory_every", "auto"),
+        ("survivors", "always"), ("survivors", "0 s"),
     ],
 )  # fmt: skip
 def test_what_is_unreadable_is_refused_with_what_to_type(name, value):

@@ -7,7 +7,7 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.attempt import _other_state
+from trainckpt.lifecycle.reasons import other_state
 from trainckpt.lifecycle.resume import Beginning
 from trainckpt.state.captured import Saved
 
@@ -25,7 +25,7 @@ def reasons(then, now, *, micro=0, objects=()):
     manifest = Manifest("r", name, None, cursor, then, (), tensors, 0.0, window=window)
     values = {"model": {"tied": {}, "extra": {}}, "rng": {}}
     saved = Saved({}, values, exact=False, worlds=(then, now))
-    return _other_state(Beginning("r", AttemptRecord(2), manifest, saved), objects)
+    return other_state(Beginning("r", AttemptRecord(2), manifest, saved), objects)
 
 
 def test_tensors_that_each_rank_had_for_itself_are_named_where_ranks_come_or_go():

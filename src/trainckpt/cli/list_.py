@@ -88,6 +88,7 @@ def to_json(candidate: Candidate) -> dict[str, Any]:
         "usable": candidate.usable,
         "reason": candidate.reason,
         "saved_because": manifest.reason if manifest else None,
+        "not_bitwise": manifest.not_bitwise if manifest else [],
     }
 
 
@@ -129,7 +130,8 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     if manifest is not None:
         facts = (show.when(manifest.created), size(manifest), str(manifest.world), tiers,
                  " ".join(manifest.tags))  # fmt: skip
-    usable = "yes" if candidate.usable else f"no: {candidate.reason}"
+    inexact = "yes, not bitwise" if manifest is not None and manifest.not_bitwise else "yes"
+    usable = inexact if candidate.usable else f"no: {candidate.reason}"
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable)
 
 

@@ -140,6 +140,7 @@ def _print_facts(tier: Tier, candidate: Candidate, manifest: Manifest) -> None:
         ("attempt", f"{manifest.name.attempt}, begun from {manifest.parent or 'step 0'}"),
         ("created", show.when(manifest.created)),
         ("saved because", manifest.reason),
+        ("not bitwise", "; ".join(manifest.not_bitwise)),
         ("tags", " ".join(manifest.tags)),
         ("ranks", str(manifest.world)),
         ("size", list_.size(manifest)),

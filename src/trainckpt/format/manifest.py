@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, overload
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, encryption, names, strict, versions
+from trainckpt.format import digest, encryption, inexact, names, strict, versions
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.encryption import Encryption, Plain
 from trainckpt.format.layout import Layout, replicated
@@ -151,6 +151,8 @@ class Manifest:
         reached: Shard files of older snapshots that hold regions of this one; their names are as
             `names.reached_file` reads them.
         encryption: Who can have the key of its files, where they are encrypted.
+        lost: Ranks that had died, with all that was their own: another rank's stands in for it.
+        carried: Gradients that its window began with may have counted, and are not in it.
     """
 
     run: str
@@ -169,6 +171,13 @@ class Manifest:
     window: Cursor | None = None
     reached: Sequence[FileEntry] = ()
     encryption: Encryption | None = None
+    lost: tuple[int, ...] = ()
+    carried: bool = False
+
+    @property
+    def not_bitwise(self) -> list[str]:
+        """Why no resume from it can be bitwise, one sentence each."""
+        return inexact.reasons(self.lost, carried=self.carried)
 
     @property
     def is_locked(self) -> bool:
@@ -227,6 +236,10 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         "fingerprint": manifest.fingerprint,
         "writer": manifest.writer,
     }
+    if manifest.lost:
+        body["lost"] = list(manifest.lost)
+    if manifest.carried:
+        body["carried"] = True
     if manifest.reached:
         reached = Files.of(sorted(manifest.reached, key=lambda file: file.name))
         body["format"] = versions.WITH_REFERENCES
@@ -274,6 +287,8 @@ def load(data: bytes, what: str) -> Manifest:
         writer=str(body.get("writer", "")),
         window=Cursor.from_json(window) if window is not None else None,
         reached=_reached(body, what),
+        lost=inexact.parse_lost(body, world, what),
+        carried=body.get("carried") is True,
     )
     if body["format"] >= versions.ENCRYPTED:
         manifest = _encrypted(manifest, body, what)

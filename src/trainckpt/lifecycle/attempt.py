@@ -19,7 +19,6 @@ from trainckpt.lifecycle.attach import REMOTE
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.attempt_number import AttemptNumber
 from trainckpt.lifecycle.choice import KEEP_LAST
-from trainckpt.lifecycle.contents import models_in
 from trainckpt.lifecycle.departure import Departure
 from trainckpt.lifecycle.domains import set_up
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
@@ -33,9 +32,11 @@ from trainckpt.lifecycle.load import put
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.reach import Reach
+from trainckpt.lifecycle.reasons import other_state, own_objects, said_by_objects
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
 from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.slower import Slower, open_slower
+from trainckpt.lifecycle.survival import set_up as survive
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
@@ -46,7 +47,7 @@ from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import reclaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.position import Position
     from trainckpt.lifecycle.requests import Requests
     from trainckpt.lifecycle.sealing import Sealing
+    from trainckpt.lifecycle.survival import Survival
     from trainckpt.lifecycle.told import Teller
     from trainckpt.lifecycle.tracked_files import TrackedFiles
     from trainckpt.lifecycle.watch import Watch
@@ -113,6 +115,7 @@ class Attempt:
 
     Attributes:
         beginning: From where it began.
+        survival: What it does in case others die; None: nothing.
     """
 
     beginning: Beginning
@@ -120,11 +123,17 @@ class Attempt:
     saver: Saver
     departure: Departure
     policy: Policy
+    survival: Survival | None = None
 
     @property
     def number(self) -> int:
         """From 1."""
         return self.beginning.record.attempt
+
+    def begin_window(self, position: Position, *, resumable: bool) -> None:
+        """At each boundary: keep the state of a window's beginning, in case other ranks die."""
+        if self.survival is not None and resumable and not position.micro:
+            self.survival.note(position.cursor)
 
     @property
     def resumed_from(self) -> Cursor | None:
@@ -170,10 +179,14 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     hosts = beginning.record.facts["hosts"]
     saver.protecting.protection = set_up(crew.options, crew.channel, crew.tier.url, hosts)
     departure = _departure(crew, saver, log)
+    survival = survive(
+        crew.options, crew.channel, crew.tier, crew.registry, facts, saver, departure, hosts, seals
+    )
+    departure.survival = survival
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
-        other = _other_state(beginning, _own_objects(crew)) + _said_by_objects(crew, beginning)
+        other = other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
         exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
         _refer(saver, seals, beginning)
@@ -190,7 +203,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
         beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
     saver.flushing.start()
-    return Attempt(beginning, log, saver, departure, policy)
+    return Attempt(beginning, log, saver, departure, policy, survival)
 
 
 def _refer(saver: Saver, seals: Sealing | None, beginning: Beginning) -> None:
@@ -252,67 +265,6 @@ def _say_what_was_chosen(crew: Crew, initial: Initial | None) -> None:
         logger.info("%d tensors are not saved, by exclude: %s", excluded, globs)
     if crew.data_world is not None:
         logger.info("the data is dealt to %s", crew.data_world)
-
-
-def _own_objects(crew: Crew) -> list[str]:
-    """Names of tracked objects of the script's own kinds, which may count micro-batches."""
-    kinds = {generic.name: type(generic.target) for generic in crew.registry.generics}
-    return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
-
-
-def _said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
-    """What an integration's object, given its saved state, says cannot be exact."""
-    found: list[str] = []
-    for generic in crew.registry.generics:
-        say = getattr(type(generic.target), "__trainckpt_problems__", None)
-        if say is not None and beginning.saved is not None:
-            found += say(
-                generic.target, beginning.saved.decode(beginning.saved.values[generic.name])
-            )
-    return found
-
-
-def _other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
-    """Why the state is not the one that was saved, one reason each.
-
-    Args:
-        beginning: From where the attempt begins.
-        own_objects: What the script tracks beside what torch defines.
-    """
-    saved = beginning.saved
-    if saved is None:
-        return []
-    left = saved.left
-    found = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
-    if saved.exact:
-        return found
-    then, now = saved.worlds
-    found += ["the tensors lie over the ranks in another way"]
-    if beginning.rewound:
-        found.append(f"the window of {beginning.rewound} micro-batches so far begins anew")
-        if own_objects:
-            found.append(f"inside that window still, not at its start: {_some(own_objects)}")
-    if then != now:
-        found.append(f"{now} ranks instead of {then}: the global batch may change with them")
-        if apart := _of_each_rank(beginning):
-            what = f"{now} of {then} go on" if now < then else "new ranks take another's"
-            found.append(f"each rank had its own, {what}: {_some(apart)}")
-    return found
-
-
-def _of_each_rank(beginning: Beginning) -> list[str]:
-    """Tensors of models that were not alike on all ranks."""
-    if beginning.manifest is None or beginning.saved is None:
-        return []
-    models = models_in(beginning.saved.values)
-    tensors = beginning.manifest.tensors.items()
-    return [n for n, e in tensors if e.layout is None and n.partition("/")[0] in models]
-
-
-def _some(names: Collection[str]) -> str:
-    """The first three, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(sorted(names)[:3])}{more}"
 
 
 def _begin(crew: Crew, mode: str) -> Beginning:

@@ -315,13 +315,13 @@ class Checkpointer:
         attempt = self._attempt
         if attempt is None or attempt.departure.left:
             return self._boundary_after_leaving()
-        position, policy = self._position, attempt.policy
-        now_s = time.monotonic()
+        position, policy, now_s = self._position, attempt.policy, time.monotonic()
         self._pace.reach(now_s)
         position.reach_boundary(evaluation=evaluation)
         if self._first or self._arrival.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
+        attempt.begin_window(position, resumable=resumable and not evaluation)
         if resumable and policy.due_by_steps(position.step, position.micro):
             attempt.saver.save(position.cursor, policy.reason, (), PendingSave(), **policy.how)
             self._pace.leave(time.monotonic())

@@ -1,6 +1,7 @@
 """The choice: which snapshots an attempt may begin from, in which order, and why not others.
 
-Newest first. One on which attempts died is tried last. An attempt *died on* a snapshot if it
+Newest first, but what survivors could save only without the state of lost ranks comes after
+whatever is bitwise. One on which attempts died is tried last. An attempt *died on* a snapshot if it
 ended by its own error between starting to read it and its first boundary:
 
     an exception, or sys.exit      its own, unless the code says that the fault lies elsewhere:
@@ -81,7 +82,8 @@ def choose(
     for name in usable:
         if (deaths := died_on(before, str(name))) >= MOST_DEATHS:
             refused[str(name)] = f"{deaths} attempts died on it; it is the last resort"
-    usable.sort(key=lambda n: str(n) in refused)
+    inexact = {c.name for c in found if c.manifest is not None and c.manifest.not_bitwise}
+    usable.sort(key=lambda n: (str(n) in refused, n in inexact))
     return Choice(usable, refused)
 
 

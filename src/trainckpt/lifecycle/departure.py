@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.last_save import LastSave, Take
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.requests import Requests
+    from trainckpt.lifecycle.survival import Survival
     from trainckpt.lifecycle.told import Teller
     from trainckpt.lifecycle.watch import Watch
     from trainckpt.ranks.channel import Channel
@@ -57,6 +58,7 @@ class Departure:
         left: True once the attempt has ended, in whatever way.
         stopped: True if it ended by an agreed stop.
         exactness: Of the resume this attempt began with, for the record.
+        survival: Told that the attempt ends: whoever leaves in order is not lost.
         log: The attempt's record.
     """
 
@@ -74,6 +76,7 @@ class Departure:
     ) -> None:
         self.left = self.stopped = False
         self.exactness = EXACT
+        self.survival: Survival | None = None
         self.log = log
         self._options = options
         self._channel = channel
@@ -94,6 +97,7 @@ class Departure:
 
     def stop(self, cursor: Cursor, reason: str, take: Take) -> None:
         """All ranks stop here. Raises `Stopped`, or returns with `on_stop="return"`."""
+        self._survived()
         self._last_save.take(cursor, reason, take, self._watch.deadline)
         snapshot, lost = self._last_save.standing(cursor)
         self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
@@ -120,6 +124,7 @@ class Departure:
         Raises:
             SaveFailed: the final snapshot did not commit; said after all ranks have left in order.
         """
+        self._survived()
         failure = self._last_save.take(cursor, "final", take, self._watch.deadline)
         self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._watch.deadline.met()
@@ -136,6 +141,9 @@ class Departure:
         """An exception leaves the script."""
         if self.left:
             return
+        if self.survival is not None:
+            self.survival.after(error)
+            self.survival.close(left=False)
         with contextlib.suppress(NoAgreement):
             self._watch.watcher.publish_final()
         code = error.code if isinstance(error, SystemExit) else 1
@@ -204,6 +212,10 @@ class Departure:
         if self._channel.world.rank == 0:
             requeue.ask(reason)
         self._barrier("asked", ASKED_WITHIN_S)
+
+    def _survived(self) -> None:
+        if self.survival is not None:
+            self.survival.close(left=True)
 
     def _barrier(self, name: str, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         try:

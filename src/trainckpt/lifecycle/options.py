@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 AUTO = "auto"
+PATIENCE_S = 30.0
 NOTICES = ("aws", "gce", "azure", "nvml")  # besides signals, notice files and the wall time
 TOML_FILE = "trainckpt.toml"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -49,6 +50,19 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Patience:
+    """After how many seconds without a sign of life a rank counts as dead; None: nobody asks.
+
+    "auto": where other hosts keep copies or parities, but for saves to memory at every step, which
+    lose no more.
+    """
+
+    seconds: float | None = None
+    auto: bool = False
+    text: str = "never"
+
+
+@dataclass(frozen=True)
 class Options:
     """What the user chose.
 
@@ -72,6 +86,7 @@ class Options:
         accept_older: Go on although a tier that does not answer may hold a newer snapshot.
         redundancy: What ranks of other hosts keep of each rank's file, in memory.
         failure_domain: What this host fails with, such as a rack; None: by itself.
+        survivors: Whether ranks that are left save when others die, and when those count as dead.
         memory_every: When to save to memory alone, between saves to the run's place.
         encrypt_to: Recipients that snapshots are encrypted to, or files that hold some; none: not.
         identity: File with the private key that reads what is encrypted; None: there is none.
@@ -100,6 +115,7 @@ class Options:
     memory_every: Every
     encrypt_to: tuple[str, ...]
     identity: str | None
+    survivors: Patience
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -187,6 +203,18 @@ def _parse_memory_every(value: Any) -> Every:
     if every.seconds is not None or every.auto:
         raise ValueError(value)
     return every
+
+
+def _parse_patience(value: Any) -> Patience:
+    if isinstance(value, Patience):
+        return value
+    text = str(value).strip()
+    if text in ("never", AUTO):
+        return Patience(PATIENCE_S if text == AUTO else None, text == AUTO, text)
+    seconds = parse_duration(text)
+    if not seconds > 0:
+        raise ValueError(text)
+    return Patience(seconds, False, text)
 
 
 def _optional_globs(value: Any) -> tuple[str, ...]:
@@ -286,6 +314,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
         '"none", "partner", or a code such as "xor:8" or "rs:8+2"',
     ),
     "failure_domain": (None, _optional_text, 'a name such as "rack 7", or "none"'),
+    "survivors": (AUTO, _parse_patience, '"auto", "never" or a duration such as "30 s"'),
     "memory_every": ("never", _parse_memory_every, '"1 step", "20 steps" or "never"'),
     "encrypt_to": (None, _parse_words, 'recipients, or files of them, with commas, or "none"'),
     "identity": (None, _optional_text, 'the file that `trainckpt keygen` wrote, or "none"'),

@@ -87,7 +87,7 @@ class Reading:
             shapes={name: entry.shape for name, entry in entries.items()},
             wraps=targets.wraps,
             exact=targets.exact,
-            is_own=self.donor == self.world.rank,
+            is_own=self.donor == self.world.rank and self.donor not in manifest.lost,
             worlds=(manifest.world, self.world.size),
             left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
             given=Given(tensors, origins, self._read_again, threads),
@@ -136,7 +136,8 @@ def read_state(
     reader.read({VALUES: None}, first, donor=donor)
     values = parse_values(first.finish({})[VALUES])
     entries = manifest.tensors
-    targets = find_targets(registry, values, entries, world=world.size, then=manifest.world)
+    then = manifest.world if not manifest.lost else 0  # the window begins anew for all
+    targets = find_targets(registry, values, entries, world=world.size, then=then)
     if manifest.window is None and manifest.cursor.micro and not targets.exact:
         targets.problems.append("it was taken inside a window, by a release that kept no way back")
     if targets.problems:

@@ -204,6 +204,11 @@ class Saver:
         self._writer.give_up()
 
     @property
+    def sequence(self) -> int:
+        """Number of the last save that was begun."""
+        return self._sequence
+
+    @property
     def busy(self) -> bool:
         """Whether a save is in flight."""
         return self._thread is not None and self._thread.is_alive()

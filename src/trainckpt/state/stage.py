@@ -208,7 +208,7 @@ def stage(
     for region in header.regions:
         if not region.num_bytes:
             continue
-        source = _source(captured, region)
+        source = source_of(captured, region)
         if region.tensor in later:
             shard.rest.append(Piece(region.tensor, source, begin + region.first_byte))
         elif source.nbytes <= SMALL_BYTES and source.is_cpu and source.is_contiguous():
@@ -238,7 +238,7 @@ def stream(
 ) -> Stream:
     """As `stage`, but nothing is copied before the file is written."""
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
-    sources = [_source(captured, region) for region in header.regions]
+    sources = [source_of(captured, region) for region in header.regions]
     header = shard_file.with_digests(header, digests_of(captured, header.regions))
     return Stream(header, shard_file.build(header), sources)
 
@@ -248,7 +248,7 @@ def digests_of(captured: Captured, regions: Iterable[Region]) -> dict[str, str]:
     """Key -> digests by block of the live tensors' bytes, as a header tells them."""
     return {
         region.key: digest.digests_by_block(
-            bytes_of(_source(captured, region)), shard_file.block_bytes(region.num_bytes)
+            bytes_of(source_of(captured, region)), shard_file.block_bytes(region.num_bytes)
         )
         for region in regions
     }
@@ -294,7 +294,7 @@ def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-def _source(captured: Captured, region: Region) -> torch.Tensor:
+def source_of(captured: Captured, region: Region) -> torch.Tensor:
     """The rows of a live tensor that a region stores."""
     tensor = _as_stored(captured.tensors[region.tensor])
     if 0 in region.shape:

@@ -1,0 +1,76 @@
+"""Reasons why the state of a resume is not the one that was saved, one sentence each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.contents import models_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from trainckpt.lifecycle.attempt import Crew
+    from trainckpt.lifecycle.resume import Beginning
+
+
+def own_objects(crew: Crew) -> list[str]:
+    """Names of tracked objects of the script's own kinds, which may count micro-batches."""
+    kinds = {generic.name: type(generic.target) for generic in crew.registry.generics}
+    return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
+
+
+def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
+    """What an integration's object, given its saved state, says cannot be exact."""
+    found: list[str] = []
+    for generic in crew.registry.generics:
+        say = getattr(type(generic.target), "__trainckpt_problems__", None)
+        if say is not None and beginning.saved is not None:
+            found += say(
+                generic.target, beginning.saved.decode(beginning.saved.values[generic.name])
+            )
+    return found
+
+
+def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
+    """Why the state is not the one that was saved, one reason each.
+
+    Args:
+        beginning: From where the attempt begins.
+        own_objects: What the script tracks beside what torch defines.
+    """
+    saved = beginning.saved
+    if saved is None:
+        return []
+    left = saved.left
+    found = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
+    if beginning.manifest is not None:
+        found += beginning.manifest.not_bitwise
+    then, now = saved.worlds
+    if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
+        return found
+    found += ["the tensors lie over the ranks in another way"]
+    if beginning.rewound:
+        found.append(f"the window of {beginning.rewound} micro-batches so far begins anew")
+        if own_objects:
+            found.append(f"inside that window still, not at its start: {_some(own_objects)}")
+    if then != now:
+        found.append(f"{now} ranks instead of {then}: the global batch may change with them")
+        if apart := _of_each_rank(beginning):
+            what = f"{now} of {then} go on" if now < then else "new ranks take another's"
+            found.append(f"each rank had its own, {what}: {_some(apart)}")
+    return found
+
+
+def _of_each_rank(beginning: Beginning) -> list[str]:
+    """Tensors of models that were not alike on all ranks."""
+    if beginning.manifest is None or beginning.saved is None:
+        return []
+    models = models_in(beginning.saved.values)
+    tensors = beginning.manifest.tensors.items()
+    return [n for n, e in tensors if e.layout is None and n.partition("/")[0] in models]
+
+
+def _some(names: Collection[str]) -> str:
+    """The first three, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(sorted(names)[:3])}{more}"

@@ -1,0 +1,170 @@
+"""Cases of ranks that die: python -m tests.faults.survivors --cases 30 --seed 1
+
+Each trains on four hosts without saving anything, kills or stops one rank at a random instant, lets
+the others save and leave, goes on with all four, and is compared with the run that lost nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults import farm, kept
+
+LIMIT_S = 90
+SIZE, EPOCHS, LOST_AT = 4, 8, 4
+ITEMS = SIZE * kept.BATCH * kept.STEPS_AN_EPOCH
+EXACT, MARKED = ": bitwise\n", ": same data, not bitwise\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who dies, how and when; and whether partners keep what is its own."""
+
+    partners: bool
+    lost: int
+    stops: bool = False
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Steps: the last one that was trained, and where the run went on; the log."""
+
+    done: int
+    began: int
+    log: str
+
+
+def drawn(seed, *, partners):
+    """A case."""
+    dice = random.Random(seed)
+    return Case(partners, dice.randrange(SIZE), dice.random() < 0.3, dice.uniform(0, 0.6))
+
+
+def straight(hosts, folder):
+    """What each rank noted at each step of the run that lost nobody."""
+    marks, log = folder / "marks", folder / "log"
+    hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, marks, log=log,
+                TRAINCKPT_EVERY="never")  # fmt: skip
+    assert hosts.ends() == [0] * SIZE, log.read_text()
+    return noted(marks)
+
+
+def noted(marks):
+    """Rank -> step -> what was noted; and where it began."""
+    return {
+        int(rank.name): {
+            path.name: json.loads(path.read_text())
+            for path in rank.iterdir() if not path.name.startswith(".")
+        }
+        for rank in marks.iterdir()
+    }  # fmt: skip
+
+
+def play(hosts, case, folder, expected):
+    """Train, let one rank die, go on."""
+    marks, log = folder / "marks", folder / "log"
+    environment = {
+        "TRAINCKPT_EVERY": "never", "TRAINCKPT_SURVIVORS": "8 s",
+        "TRAINCKPT_REDUNDANCY": "partner" if case.partners else "none",
+        "TEST_STEP_S": "0.03",  # so that it does not end before somebody looks
+    }  # fmt: skip
+    ranks = hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, marks, log=log,
+                        **environment)  # fmt: skip
+    until_s = time.monotonic() + LIMIT_S
+    while not marks.is_dir() or last_step(noted(marks)) < LOST_AT:
+        assert hosts.all_run, log.read_text()
+        assert time.monotonic() < until_s, log.read_text()
+        time.sleep(0.01)
+    time.sleep(case.delay_s)
+    os.kill(ranks[case.lost], signal.SIGSTOP if case.stops else signal.SIGKILL)
+    codes = hosts.ends_but(case.lost)
+    assert all(code not in (0, None) for code in codes), (codes, log.read_text())
+    hosts.kill()
+    before = noted(marks)
+    done = last_step(before)
+    assert done < len(steps(expected[0])), "it went on to its end"
+    again = folder / "again"
+    hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, again, log=log,
+                TRAINCKPT_EVERY="never")  # fmt: skip
+    assert hosts.ends() == [0] * SIZE, log.read_text()
+    after = noted(again)
+    (began,) = {facts["began"]["step"] for facts in after.values()}
+    each_sample_once(before, after, began, expected)
+    if case.partners:
+        assert all(steps(facts)[-1] >= began for facts in before.values()), (before, began)
+        same(before, expected)
+        same(after, expected)
+    return Result(done, began, log.read_text())
+
+
+def last_step(facts):
+    return max((step for of_rank in facts.values() for step in steps(of_rank)), default=0)
+
+
+def steps(facts):
+    return sorted(int(step) for step in facts if step.isdecimal())
+
+
+def same(facts, expected):
+    """State, generators and samples after every step are those of the straight run."""
+    for rank, of_rank in facts.items():
+        for step in steps(of_rank):
+            for what in ("state", "generator", "samples"):
+                assert of_rank[str(step)][what] == expected[rank][str(step)][what], (rank, step)
+
+
+def each_sample_once(before, after, began, expected):
+    """In every epoch, of what counts: steps up to where it went on, and those after it."""
+    seen = collections.defaultdict(collections.Counter)
+    counts = [after[rank][str(step)] for rank in after for step in steps(after[rank])]
+    for rank, facts in expected.items():  # the lost rank may have died before it noted its last
+        trained = map(str, range(1, began + 1))
+        counts += [before.get(rank, facts).get(step, facts[step]) for step in trained]
+    for facts in counts:
+        seen[facts["epoch"]].update(facts["samples"])
+    assert len(seen) == EPOCHS
+    for epoch, found in sorted(seen.items()):
+        twice = found - collections.Counter(range(ITEMS))
+        never = collections.Counter(range(ITEMS)) - found
+        assert found == collections.Counter(range(ITEMS)), (epoch, began, twice, never)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--without-partners", action="store_true")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no case after so long")
+    options = parser.parse_args()
+    begun_s, lost = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with farm.farm(folder / "own", SIZE) as hosts:
+            expected = straight(hosts, folder)
+            for seed in range(options.seed, options.seed + options.cases):
+                if time.monotonic() - begun_s > options.limit_s:
+                    break
+                case = drawn(seed, partners=not options.without_partners)
+                inside = folder / str(seed)
+                inside.mkdir()
+                found = play(hosts, case, inside, expected)
+                lost.append(found.done - found.began)
+                assert (EXACT if case.partners else MARKED) in found.log, found.log
+                print(seed, case, f"trained {found.done}, went on at {found.began}", flush=True)
+    print(f"{len(lost)} cases; steps lost: {sorted(lost)}")
+    return int(max(lost, default=0) > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
