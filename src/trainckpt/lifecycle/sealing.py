@@ -19,6 +19,7 @@ from trainckpt.format.encryption import from_text, to_text
 from trainckpt.format.names import reached_file
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.log import logger
+from trainckpt.snapshot.redundancy import NOTHING
 from trainckpt.snapshot.save_sealed import Seal
 
 if TYPE_CHECKING:
@@ -77,11 +78,11 @@ def check(options: Options) -> tuple[str, ...]:
         return ()
     must_be_there()
     recipients = parse_recipients(options.encrypt_to)
-    if options.memory_every.steps is not None:
+    if options.memory_every.steps is not None or options.redundancy.kind != NOTHING:
         raise ConfigurationError(
-            "encrypt_to and memory_every do not go together: what stays in memory alone is not "
-            "encrypted, and would be written by the next attempt, which has no key",
-            hint='memory_every="never"',
+            "encrypt_to goes together with neither memory_every nor redundancy: what hosts keep in "
+            "memory, for themselves and for each other, is not encrypted",
+            hint='memory_every="never", redundancy="none"',
         )
     return recipients
 
