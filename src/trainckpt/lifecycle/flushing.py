@@ -6,12 +6,14 @@ training thread   leave       at the end: what is not copied yet is copied, as f
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.flush_plan import Leaving, flush_limit_s
 from trainckpt.lifecycle.pending import DURABLE
 from trainckpt.lifecycle.slower import LOCAL
+from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.notice import OF_MACHINE
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Flushing:
             return 0.0
         leaving = Leaving(
             left_s, self.flushers[0].predicted_s(),
-            supervised=False,  # no supervisor copies anything yet: the next attempt does
+            supervised=SUPERVISOR_VARIABLE in os.environ,
             host_goes=on_this_host and reason.startswith(OF_MACHINE),
         )  # fmt: skip
         return flush_limit_s(leaving)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import time
 from typing import Any
 
 HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
@@ -22,11 +23,14 @@ class Inbox:
         first: Name of the first that came; "" before.
         interrupts: How many were SIGINT.
         signalled: Whether any has come.
+        count: How many have.
+        first_s: When the first came, by `time.monotonic`; None before.
     """
 
     def __init__(self) -> None:
         self.first = ""
-        self.interrupts = 0
+        self.interrupts = self.count = 0
+        self.first_s: float | None = None
         self.signalled = False
         self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
@@ -55,6 +59,8 @@ class Inbox:
 
     def _hear(self, number: int, _: Any) -> None:
         self.signalled = True
+        self.count += 1
+        self.first_s = time.monotonic() if self.first_s is None else self.first_s
         self.first = self.first or signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
         self._queue.put(number)  # safe in a handler: SimpleQueue is re-entrant

@@ -37,6 +37,7 @@ from trainckpt.supervisor.command import (
     torchrun_command,
 )
 from trainckpt.supervisor.dumpable import Dumpable, outputs
+from trainckpt.supervisor.flush_left import flush_left
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.prefetch import beside
@@ -155,6 +156,8 @@ def supervise(
             if say is not None and named is not None and named.problem:
                 say(f"--run: {named.problem}")
             if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
+                if found is not None:
+                    newest = flush_left(found, ranks, signals, start.variables, say)
                 return Ended(verdict.exit_code, newest, done, verdict.why)
             done += 1
             if say is not None:
