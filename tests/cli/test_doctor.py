@@ -17,7 +17,7 @@ from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
-           "signals", "memory", "shared memory", "cores"]  # fmt: skip
+           "signals", "memory", "shared memory", "cores", "process dumps"]  # fmt: skip
 PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
          "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
 

@@ -70,8 +70,16 @@ class Run:
         return self.log("err").read_text()
 
     def wait_lines(self, more):
-        """Until this attempt has printed so many lines, or has ended."""
-        return wait_for(lambda: len(self.lines()) >= more or self.process.poll() is not None, self)
+        """Until this attempt has printed so many lines; at its last step it prints no more."""
+        last = int(self.environment.get("COUNT", "0")) - 2
+        at_its_end = f" step {last} "
+
+        def is_there():
+            found = self.lines()
+            at_last = any(at_its_end in line for line in found)
+            return len(found) >= more or at_last or self.process.poll() is not None
+
+        return wait_for(is_there, self)
 
     def record(self):
         """Until this attempt's record is there: from then on it can be paused."""
@@ -122,11 +130,13 @@ def of_each_rank(lines):
 def paused_often(folder, reference, pauses, rng, **variables):
     """Run it with so many pauses; returns the run and the seconds of every pause and restore."""
     seconds = {"pause": [], "restore": []}
-    with Run(folder, **variables) as run:
+    gate, steps = Path(folder) / "gate", variables["COUNT"] - 1
+    with Run(folder, GATE=gate, **variables) as run:
         run.start()
         for _ in range(pauses):
             run.record()
-            run.wait_lines(1 + rng.randrange(6))
+            if all(len(lines) < steps for lines in of_each_rank(run.all_lines()).values()):
+                run.wait_lines(1 + rng.randrange(6))
             time.sleep(rng.random() * 0.2)  # anywhere inside a step
             assert run.process.poll() is None, f"it ended too early: {run.said()}"
             begun = time.monotonic()
@@ -139,6 +149,7 @@ def paused_often(folder, reference, pauses, rng, **variables):
             begun = time.monotonic()
             run.resume().record()
             seconds["restore"].append(time.monotonic() - begun)
+        gate.touch()
         assert run.wait() == 0, run.said()
         assert of_each_rank(run.all_lines()) == of_each_rank(reference)
     return seconds

@@ -1,6 +1,7 @@
 """Two ranks that know nothing of checkpoints: DDP over gloo, a line a step on standard output.
 
-With WORKERS=2 the batches come from loader processes. With COUNT steps it ends, and says so.
+With WORKERS=2 the batches come from loader processes. The last of COUNT steps is taken once the file
+GATE is there, if one is named.
 """
 
 import os
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 COUNT = int(os.environ.get("COUNT", "60"))
 PAUSE_S = float(os.environ.get("PAUSE_S", "0.05"))
+GATE = os.environ.get("GATE")
 WORKERS = int(os.environ.get("WORKERS", "0"))
 
 
@@ -58,6 +60,8 @@ def main():
         optimizer.step()
         say(f"rank {rank} step {step} loss {loss.item().hex()}")
         time.sleep(PAUSE_S)
+        while GATE and step == COUNT - 2 and not os.path.exists(GATE):
+            time.sleep(0.02)
     say(f"rank {rank} done")
     dist.destroy_process_group()
 

@@ -14,10 +14,10 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import doctor_store, show
+from trainckpt.cli import doctor_dumps, doctor_store, show
 from trainckpt.errors import TierUnavailable, TrainckptError
-from trainckpt.lifecycle import heartbeat, place, source
-from trainckpt.lifecycle.machine import Item, examine
+from trainckpt.lifecycle import heartbeat, machine, place, source
+from trainckpt.lifecycle.machine import Item
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier
@@ -25,6 +25,7 @@ from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
     from pathlib import Path
 
     from trainckpt.tiers.capabilities import Capabilities
@@ -55,6 +56,11 @@ def execute(arguments: argparse.Namespace) -> int:
     missing = [item.name for item in items if item.needed and not item.ok]
     print("all that is needed is there" if ok else f"needed, and not there: {', '.join(missing)}")
     return 0 if ok else FAILED
+
+
+def examine(size: Callable[[int], str]) -> list[Item]:
+    """This machine, and whether processes can be dumped on it."""
+    return [*machine.examine(size), doctor_dumps.examine()]
 
 
 def _row(item: Item) -> tuple[str, ...]:

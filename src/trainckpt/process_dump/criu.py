@@ -111,7 +111,7 @@ def examine() -> Ability:
 def is_privileged() -> bool:
     """Whether this process has CAP_SYS_ADMIN; without it shared memory cannot be dumped."""
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return False
     effective = next((line.split()[1] for line in status.splitlines()
@@ -120,12 +120,12 @@ def is_privileged() -> bool:
 
 
 def dump(program: Path, root: int, images: Path) -> str:
-    """Dump the tree under process `root` into `images` and end it.
+    """Dump the tree under process `root` into `images`; it stays, stopped.
 
     Returns:
         What CRIU says against it; then the tree goes on as before. "" once it is done.
     """
-    options = ["--tree", str(root), "--timeout", str(COLLECT_WITHIN_S)]
+    options = ["--tree", str(root), "--leave-stopped", "--timeout", str(COLLECT_WITHIN_S)]
     return _tell(program, "dump", images, options)
 
 

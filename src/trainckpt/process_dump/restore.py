@@ -12,6 +12,7 @@ A restore that fails leaves no process of the tree, and the dump is not tried ag
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
 from trainckpt.process_dump import criu, tree
-from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, digest_of
+from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, await_gone, digest_of
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Readable
     from trainckpt.tiers.local import LocalTier
 
+VARIABLE = "TRAINCKPT_SUPERVISOR"  # marks the processes of one launch
 COPY_BYTES = 1 << 20
 MOST_NAMED = 5
 
@@ -135,12 +137,10 @@ def cut_back(file: WrittenFile, attempt: int) -> None:
 
 def kill(record: DumpRecord) -> None:
     """End what a failed restore may have left: tasks with its numbers and its variable."""
-    variable = "TRAINCKPT_SUPERVISOR"
-    for pid in {*tree.marked(variable, record.folder)} & {*record.tasks}:
-        try:
+    for pid in {*tree.marked(VARIABLE, record.folder)} & {*record.tasks}:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    await_gone(record)  # also takes note of the root, which was to be a child of this process
 
 
 def _why_taken(record: DumpRecord) -> str:

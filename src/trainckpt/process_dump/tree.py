@@ -169,7 +169,7 @@ def descriptors(pid: int, only: Collection[str] | None = None) -> Iterator[Held]
         with contextlib.suppress(OSError, ValueError, StopIteration):
             target = os.readlink(folder / number)  # noqa: PTH115 - text, not a path
             if only is None or target in only:
-                info = (PROC / str(pid) / "fdinfo" / number).read_text(encoding="ascii")
+                info = (PROC / str(pid) / "fdinfo" / number).read_text(encoding="utf-8")
                 flags = int(next(line for line in info.splitlines()
                                  if line.startswith("flags:")).split()[1], 8)  # fmt: skip
                 is_file = target.startswith("/") and Path(target).is_file()
@@ -183,7 +183,7 @@ def memory_bytes(pids: Iterable[int]) -> int:
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            rollup = (PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii")
+            rollup = (PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8")
             facts = dict(line.split(":", 1) for line in rollup.splitlines()[1:])
             total += sum(
                 int(facts[key].split()[0]) << 10 for key in ("Pss", "Swap") if key in facts
@@ -202,7 +202,7 @@ class _Net:
         pairs = {}
         for name in ("tcp", "tcp6"):
             with contextlib.suppress(OSError):
-                lines = (PROC / str(pid) / "net" / name).read_text(encoding="ascii").splitlines()
+                lines = (PROC / str(pid) / "net" / name).read_text(encoding="utf-8").splitlines()
                 for line in lines[1:]:
                     fields = line.split()
                     if fields[3] == ESTABLISHED:

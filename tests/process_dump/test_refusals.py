@@ -1,0 +1,265 @@
+"""What is said where processes cannot be dumped or restored; nothing is left of a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.process_dump.campaign import Run, wait_for
+from trainckpt.cli import doctor_dumps
+from trainckpt.errors import SaveFailed, UnusableSnapshot
+from trainckpt.format.dump import DumpName, Image
+from trainckpt.process_dump import criu, dump, restore, tree
+from trainckpt.supervisor.adopted import Adopted, orphans_come_here
+from trainckpt.tiers.local import LocalTier
+
+LIMIT_S = 60.0
+NAME, VARIABLE = DumpName(1, 1), "TRAINCKPT_SUPERVISOR"
+# Maps a file, and counts on standard output.
+PROGRAM = """
+import mmap, os, sys, time
+file = open(sys.argv[1], "rb")
+mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_EXEC, flags=mmap.MAP_PRIVATE)
+for number in range(10**9):
+    os.write(1, b"%d\\n" % number)
+    time.sleep(0.01)
+"""
+
+
+def pretend(path: Path, version: str, check: str = "exit 0") -> Path:
+    """A program that says it is CRIU."""
+    path.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo Version: {version} && exit\n{check}\n")
+    path.chmod(0o755)
+    return path
+
+
+# ---- what this machine lacks
+
+
+def test_without_criu_with_an_old_one_or_a_broken_one_doctor_has_the_cure(tmp_path, monkeypatch):
+    broken = 'echo "Error (criu/cr-check.c:9): the kernel is too old" >&2; exit 1'
+    cases = [
+        (tmp_path / "none", "names"),
+        (pretend(tmp_path / "old", "3.17.1"), "is CRIU 3.17.1, 4.0 is needed"),
+        (pretend(tmp_path / "odd", "none"), "does not run"),
+        (pretend(tmp_path / "broken", "4.2", broken), "says the kernel is too old"),
+    ]
+    for program, why in cases:
+        monkeypatch.setenv(criu.VARIABLE, str(program))
+        if os.getuid() != 0 and program.name == "broken":
+            continue  # what is lacking first is named
+        item = doctor_dumps.examine()
+        assert not item.ok
+        assert not item.needed
+        assert why in item.value
+        assert "trainckpt.process_dump.install" in item.cure
+
+
+def test_without_privileges_doctor_says_so():
+    text = (
+        "import os\nfrom trainckpt.process_dump import criu\nif os.getuid() == 0: os.setuid(65534)"
+        "\nprint(criu.examine().why_not)"
+    )
+    with tempfile.TemporaryDirectory() as place:  # which everybody may enter
+        Path(place).chmod(0o755)
+        program = pretend(Path(place) / "criu", "4.2.1")
+        done = subprocess.run(
+            [sys.executable, "-c", text], env={**os.environ, criu.VARIABLE: str(program)},
+            capture_output=True, text=True, check=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    assert done.stdout == "to dump processes takes CAP_SYS_ADMIN\n"
+
+
+def test_doctor_dumps_and_restores_two_small_processes(criu_here):
+    item = doctor_dumps.examine()
+    assert item.ok, item
+    assert "two processes were dumped in" in item.value
+
+
+# ---- one dump, and everything that may have happened to it before it is restored
+
+
+class Counting:
+    """A small process, its files, and the dump of it."""
+
+    def __init__(self, folder: Path, program: Path, version: str) -> None:
+        self.tier = LocalTier(folder / "run")
+        self.supervisor, self.mapped = folder / "supervisor", folder / "mapped.so"
+        self.log, self.program, self.version = folder / "log", program, version
+        self.supervisor.mkdir()
+        self.mapped.write_bytes(os.urandom(8192))
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", PROGRAM, self.mapped], stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+                env={VARIABLE: str(self.supervisor)},
+            )  # fmt: skip
+        self.restored: Adopted | None = None
+
+    def numbers(self) -> list[int]:
+        return [int(line) for line in self.log.read_bytes().split(b"\n")[:-1]]
+
+    def counts_on(self) -> bool:
+        """Waits until it has; that it left none out is asserted."""
+        before, until = len(self.numbers()), time.monotonic() + LIMIT_S
+        while len(self.numbers()) < before + 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        found = self.numbers()
+        return found == list(range(len(found)))
+
+    def order(self) -> dump.Order:
+        return dump.Order(
+            self.program, self.version, self.process.pid, NAME, "run", 1, self.supervisor,
+            (self.log,), "a test",
+        )  # fmt: skip
+
+    def dump(self):
+        with orphans_come_here():
+            record = dump.take(self.tier, self.order(), VARIABLE)
+            self.process.wait()
+            assert dump.await_gone(record) == []
+        return record
+
+    def restore(self, record) -> None:
+        restore.bring_back(self.tier, record, 2, {"more": "text"})
+        self.restored = Adopted(record.root)
+
+    def end(self) -> None:
+        for process in (self.process, self.restored):
+            if process is not None and process.poll() is None:
+                os.kill(process.pid, 9)
+                process.wait()
+
+
+@pytest.fixture
+def counting(criu_here, tmp_path):
+    """A small process that runs."""
+    found = Counting(tmp_path, criu_here.program, criu_here.version)
+    try:
+        assert found.counts_on()
+        yield found
+    finally:
+        found.end()
+
+
+def test_whatever_is_wrong_with_a_dump_is_said_and_once_it_is_right_again_it_is_restored(
+    counting, tmp_path, monkeypatch
+):
+    record = counting.dump()
+    images = counting.tier.root / NAME.folder / "images"
+    assert images.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in images.iterdir()} == {0o600}
+
+    def refused(why: str, as_=record) -> None:
+        with pytest.raises(UnusableSnapshot, match=why):
+            counting.restore(as_)
+        assert tree.taken(record.tasks) == [], "something of the tree is left"
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv(criu.VARIABLE, str(tmp_path / "none"))
+        refused("which is no program")
+        elsewhere.setenv(criu.VARIABLE, str(pretend(tmp_path / "old", "3.17.1")))
+        refused("is CRIU 3.17.1")
+    refused("this is", replace(record, host=replace(record.host, kernel="5.0")))
+    monkeypatch.setattr(restore, "GONE_WITHIN_S", 1.0)
+    refused("other processes have its numbers", replace(record, tasks=(os.getpid(),)))
+
+    inventory = images / "inventory.img"
+    whole = inventory.read_bytes()
+    inventory.write_bytes(whole[:-4])
+    refused(r"inventory\.img has \d+ bytes, not \d+")
+    inventory.write_bytes(b"\0" * len(whole))
+    refused(r"inventory\.img is damaged")
+    # Damaged before its digest was taken: then CRIU itself has to find out.
+    (own,) = [image for image in record.images if image.name == "inventory.img"]
+    others = tuple(image for image in record.images if image != own)
+    zeros = Image(own.name, own.num_bytes, dump.digest_of(inventory))
+    refused("could not be restored, says CRIU", replace(record, images=(*others, zeros)))
+    inventory.write_bytes(whole)
+
+    library = counting.mapped.read_bytes()
+    counting.mapped.write_bytes(library[:4096])
+    refused("says CRIU: .*mapped.so has bad size")
+    counting.mapped.write_bytes(library)
+
+    counting.restore(record)
+    assert counting.counts_on()
+    assert (counting.supervisor / "more").read_text() == "text"
+
+
+def test_a_dump_that_fails_leaves_the_processes_as_they_were(counting, tmp_path, monkeypatch):
+    monkeypatch.setattr(counting, "program", pretend(tmp_path / "criu", "4.2", "exit 1"))
+    with pytest.raises(SaveFailed, match="CRIU could not dump"):
+        counting.dump()
+    assert not (counting.tier.root / NAME.folder).exists()
+    assert counting.counts_on()
+
+
+def test_a_record_that_cannot_be_written_lets_the_stopped_processes_go_on(counting, monkeypatch):
+    """CRIU has frozen them by then, and written all images."""
+
+    def full(*_):
+        raise SaveFailed("no space left on device")
+
+    monkeypatch.setattr(counting.tier, "replace", full)
+    with pytest.raises(SaveFailed, match="no space left"):
+        counting.dump()
+    assert not (counting.tier.root / NAME.folder).exists()
+    assert counting.counts_on()
+
+
+# ---- the same, by the command line
+
+SCRIPT = """
+import os, sqlite3, sys, time
+place = os.path.dirname(os.path.abspath(sys.argv[0]))
+base = sqlite3.connect(place + "/base.db")
+base.execute("create table if not exists a (b)")
+base.commit()
+for number in range(10**6):
+    sys.stdout.write(f"{number}\\n")
+    sys.stdout.flush()
+    if base and os.path.exists(place + "/close"):
+        base.close()
+        base = None
+        sys.stdout.write("closed\\n")
+    if os.path.exists(place + "/end"):
+        break
+    time.sleep(0.05)
+"""
+
+
+def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_without_criu(
+    criu_here, tmp_path, monkeypatch
+):
+    script = tmp_path / "counts.py"
+    script.write_text(SCRIPT)
+    with Run(tmp_path, script=script, nproc=1) as run:
+        run.start().record()
+        refused = run.pause()
+        assert refused.returncode == 74, refused.stdout + refused.stderr
+        told = json.loads(refused.stdout)
+        assert "base.db is a database, open for writing" in told["error"]
+        assert "trainckpt doctor" in told["hint"]
+        before = len(run.lines())
+        run.wait_lines(before + 3)
+        assert run.process.poll() is None, "it goes on"
+
+        (tmp_path / "close").touch()
+        wait_for(lambda: "closed" in run.lines(), run)
+        assert run.pause().returncode == 0
+        assert run.wait() == 75
+        (tmp_path / "end").touch()
+        run.environment[criu.VARIABLE] = str(tmp_path / "none")
+        assert run.resume().wait() == 0
+        assert "no dump is restored: " in run.said()
+        assert run.lines() == ["0", "closed"]  # from the beginning: there is no snapshot
