@@ -1,12 +1,13 @@
 """Two ranks that know nothing of checkpoints: DDP over gloo, a line a step on standard output.
 
-With WORKERS=2 the batches come from loader processes. The last of COUNT steps is taken once the file
-GATE is there, if one is named.
+With WORKERS=2 the batches come from loader processes. The last of COUNT steps is taken once the
+file GATE is there, if one is named.
 """
 
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ def main():
         optimizer.step()
         say(f"rank {rank} step {step} loss {loss.item().hex()}")
         time.sleep(PAUSE_S)
-        while GATE and step == COUNT - 2 and not os.path.exists(GATE):
+        while GATE and step == COUNT - 2 and not Path(GATE).exists():
             time.sleep(0.02)
     say(f"rank {rank} done")
     dist.destroy_process_group()
