@@ -98,6 +98,8 @@ CHANGES = {
         exp_avg=moments["exp_avg_sq"], exp_avg_sq=moments["exp_avg"]
     ),
     "one of them twice": lambda moments, *_: moments.update(exp_avg=moments["exp_avg_sq"]),
+    "a parameter through .data": lambda moments, model, _: data_of(model[0].weight),
+    "one bit of a parameter": lambda moments, model, _: bit(model[0].weight),
     "all state lost": lambda moments, model, optimizer: optimizer.state.clear(),
     "its own state_dict loaded": lambda moments, model, optimizer: optimizer.load_state_dict(
         copy.deepcopy(optimizer.state_dict())

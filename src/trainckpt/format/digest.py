@@ -6,7 +6,7 @@ it runs faster than memory can be copied, so every read can afford to be verifie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -18,9 +18,22 @@ NUM_HEX = 32
 PLACEHOLDER = "0" * NUM_HEX
 
 
+class Verified(NamedTuple):
+    """Bytes that were verified where they were read to, and a digest of all of them."""
+
+    address: int
+    num_bytes: int
+    digest: bytes  # `raw`
+
+
 def digest(data: bytes | bytearray | memoryview) -> str:
     """Digest of one block of bytes."""
     return xxhash.xxh3_128(data).hexdigest()
+
+
+def raw(data: bytes | bytearray | memoryview) -> bytes:
+    """As `digest`, 16 bytes."""
+    return xxhash.xxh3_128(data).digest()
 
 
 def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:

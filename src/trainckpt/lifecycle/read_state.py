@@ -20,7 +20,7 @@ from trainckpt.snapshot.shared_read import SharedRead
 from trainckpt.state import apply
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
-from trainckpt.state.given import Given
+from trainckpt.state.given import Given, Proofs
 from trainckpt.state.stage import parse_values
 from trainckpt.state.targets import find_targets
 
@@ -80,7 +80,6 @@ class Reading:
         entries = manifest.tensors
         models = self.registry.models
         tensors = self.destination.finish({name: entries[name].dtype for name in targets.wanted})
-        origins, threads = self.destination.origins(), self.num_threads
         saved = Saved(
             tensors,
             self.values,
@@ -90,8 +89,9 @@ class Reading:
             is_own=self.donor == self.world.rank and self.donor not in manifest.lost,
             worlds=(manifest.world, self.world.size),
             left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
-            given=Given(tensors, origins, self._read_again, threads),
-            num_threads=threads,
+            proofs=(proofs := Proofs(self.reader.verified)),
+            given=Given(tensors, proofs, self._read_again),
+            num_threads=self.num_threads,
         )
         apply.check(self.registry, saved, str(manifest.name))
         return saved

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
-from trainckpt.tiers.direct import FROM_BYTES, PAGE_BYTES, copy, memory
+from trainckpt.format.digest import Verified
+from trainckpt.tiers.direct import FROM_BYTES, PAGE_BYTES, address, copy, memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 READ_BYTES = 8 << 20  # of one read, more only where a single block is longer
 SCRATCH_BYTES = 32 << 20
+PROVED_FROM_BYTES = 64 << 10
 CLOSE_BYTES = PAGE_BYTES  # what lies no further apart is read together
 
 
@@ -106,9 +108,14 @@ def loads(place: Found, begin: int, end: int, into: memoryview) -> Iterator[Load
 
 
 class Batch:
-    """Loads that are read together; used by one thread."""
+    """Loads that are read together; used by one thread.
+
+    Attributes:
+        verified: What was read straight to its place, and is large.
+    """
 
     def __init__(self, tier: Readable) -> None:
+        self.verified: list[Verified] = []
         self._tier = tier
         self._key = ""
         self._parts: list[tuple[int, memoryview]] = []
@@ -149,9 +156,17 @@ class Batch:
             for load, at in of_parts[number]:
                 size = load.last - load.first
                 load.take(data if size == len(data) else data[at : at + size])
+                self._prove(load)
 
         if parts:
             self._tier.read_parts(self._key, parts, take)
+
+    def _prove(self, load: Load) -> None:
+        """While others read, so it takes no time: on any thread."""
+        if load.into is not None and len(load.into) >= PROVED_FROM_BYTES:
+            where = address(load.into)
+            if where is not None:
+                self.verified.append(Verified(where, len(load.into), digest.raw(load.into)))
 
     def _add_small(self, load: Load) -> None:
         if self._small:

@@ -20,6 +20,7 @@ from trainckpt.tiers.direct import memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from trainckpt.format.digest import Verified
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
@@ -73,6 +74,7 @@ class Reader:
     Attributes:
         manifest: Of the snapshot.
         planner: Of this manifest.
+        verified: What it has read straight to its place.
     """
 
     def __init__(self, tier: Readable, manifest: Manifest) -> None:
@@ -82,6 +84,7 @@ class Reader:
         self._files: dict[int, tuple[dict[str, Region], dict[str, Found]]] = {}
         self._reached = {file.name: file for file in manifest.reached}
         self._held: dict[str, dict[str, Found]] = {}  # of older files
+        self.verified: list[Verified] = []
 
     def read(
         self, wanted: Mapping[str, Box | None], destination: Destination, *, donor: int
@@ -113,6 +116,7 @@ class Reader:
             if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
                 puts = _put(batch, puts, destination)
         _put(batch, puts, destination)
+        self.verified += batch.verified
 
     def _borrow(self, place: Found, part: Box, destination: Destination) -> bool:
         """Verify a whole region where it lies in this host's memory, if it does."""

@@ -17,6 +17,7 @@ import torch.distributed
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
 from trainckpt.state import sharded, values
+from trainckpt.state.given import Proofs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +128,9 @@ class Saved:
         is_own: The values are those that this very rank saved.
         worlds: Ranks of the snapshot, and now.
         left: Live tensors that were excluded from it, and stay as the script made them.
+        proofs: Of what was read straight to its place.
         given: Those of `tensors` that are live themselves; None: each is copied.
+        is_again: It was applied before, so most of it is there.
         num_threads: That may copy at once.
     """
 
@@ -139,12 +142,21 @@ class Saved:
     is_own: bool = True
     worlds: tuple[int, int] = (1, 1)
     left: frozenset[str] = frozenset()
+    proofs: Proofs = field(default_factory=Proofs)
     given: Given | None = None
+    is_again: bool = False
     num_threads: int = 1
 
     def without_state(self) -> Saved:
         """What is still to be known of it when it has been applied."""
-        return replace(self, tensors={}, values={}, shapes={}, wraps={}, given=None)
+        return replace(
+            self, tensors={}, values={}, shapes={}, wraps={}, proofs=Proofs(), given=None
+        )
+
+    def copy(self, name: str, live: torch.Tensor, copies: Copies) -> None:
+        """Let a live tensor become what was saved under a name; of the same shape."""
+        found = self.tensors[name]
+        copies.add(live, found, self.proofs.of(found) if self.is_again else None)
 
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""
@@ -189,7 +201,7 @@ class Saved:
             return found is live
         if (live.dtype, live.shape, live.stride()) != (found.dtype, found.shape, found.stride()):
             return False
-        copies.add(live, found)
+        self.copy(name, live, copies)
         return True
 
     def _plain(self, tree: Any) -> str | None:

@@ -7,55 +7,56 @@ back to their host, they are those that have to be fetched again first, so it to
 from __future__ import annotations
 
 import mmap
-import threading
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     import torch
 
+    from trainckpt.state.given import Proof
+
 PIECE_BYTES = 8 << 20  # of one copy, so that threads can share a tensor
-
-
-class _Part(NamedTuple):
-    into: torch.Tensor
-    data: torch.Tensor
 
 
 class Copies:
     """Copies between tensors, made together by `run`; those that cannot be divided, at once."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._parts: list[Callable[[], object]] = []
 
-    def add(self, into: torch.Tensor, data: torch.Tensor) -> None:
-        """Copy `data` into `into`, of the same shape."""
+    def add(self, into: torch.Tensor, data: torch.Tensor, proof: Proof | None = None) -> None:
+        """Copy `data` into `into`, of the same shape; unless the proof of `data` holds there."""
         into, data = into.detach(), data.detach()
         if not _can_be_divided(into, data):
             into.copy_(data)
-            return
-        step = PIECE_BYTES // into.element_size()
-        into, data = into.view(-1), data.view(-1)
-        for at in range(0, into.numel(), step):
-            self._parts.append(_Part(into[at : at + step], data[at : at + step]))
+        elif proof is not None:
+            self._parts.append(partial(_prove_or_copy, into, data, proof))
+        else:
+            step = PIECE_BYTES // into.element_size()
+            into, data = into.view(-1), data.view(-1)
+            for at in range(0, into.numel(), step):
+                self._parts.append(partial(into[at : at + step].copy_, data[at : at + step]))
 
     def run(self, num_threads: int) -> None:
         """Make them all; return when they are made."""
         parts, self._parts = self._parts, []
-        shares = [parts[first::num_threads] for first in range(min(num_threads, len(parts)))]
-        helpers = [threading.Thread(target=_copy, args=(share,)) for share in shares[1:]]
-        for helper in helpers:
-            helper.start()
-        for share in shares[:1]:
-            _copy(share)
-        for helper in helpers:
-            helper.join()
+        if num_threads < 2 or len(parts) < 2:
+            for part in parts:
+                part()
+            return
+        with Workers(num_threads, "trainckpt-copy") as workers:  # without the interpreter's lock
+            for part in parts:
+                workers.submit(part)
+            workers.settle()
 
 
-def _copy(parts: Sequence[_Part]) -> None:
-    for part in parts:
-        part.into.copy_(part.data)  # without the interpreter's lock
+def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: Proof) -> None:
+    if not proof.holds(into):
+        into.copy_(data)
 
 
 def _can_be_divided(into: torch.Tensor, data: torch.Tensor) -> bool:

@@ -14,7 +14,6 @@ import torch
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import shard_file
 from trainckpt.format.layout import whole
-from trainckpt.state.given import Origin
 from trainckpt.state.stage import TYPES, bytes_of, private_memory
 from trainckpt.state.values import DTYPES
 from trainckpt.tiers.direct import FROM_BYTES
@@ -35,7 +34,6 @@ class Destination:
         self._tensors: dict[str, torch.Tensor] = {}
         self._true: dict[str, str] = {}
         self._filled: dict[str, int] = {}
-        self._origins: dict[str, list[Origin]] = {}
 
     def memory_for(self, region: Region, part: Box, first_byte: int = 0) -> memoryview | None:
         """The bytes that `part` fills, lying as those from `first_byte` of a file do, if possible.
@@ -49,9 +47,6 @@ class Destination:
             return None
         self._filled[region.tensor] += size
         item = tensor.element_size()
-        if part == region.box:
-            origin = Origin(first * item, region)
-            self._origins.setdefault(region.tensor, []).append(origin)
         return bytes_of(tensor)[first * item : (first + size) * item]
 
     def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
@@ -65,14 +60,6 @@ class Destination:
         self._filled[name] = self._tensors[name].numel()
         self._true[name] = region.true_dtype
         return True
-
-    def origins(self) -> dict[str, list[Origin]]:
-        """Of every tensor that consists of whole regions, each read straight to its place."""
-        return {
-            name: origins
-            for name, origins in self._origins.items()
-            if sum(o.region.num_bytes for o in origins) == self._tensors[name].nbytes
-        }
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""

@@ -1,37 +1,73 @@
-"""Given: tensors that became live where they were read to, without a copy; and their proof.
+"""Given: tensors that became live where they were read to, without a copy; and how they are proved.
 
 State is applied twice, on resuming and at the first boundary, and what the script has changed in
 between must be as it was saved again. Of a tensor that was copied, what was read is still there. Of
-a given one the digests are, those of the file: while its bytes match them nothing is to be done,
-and else it is read once more.
+a given one only digests are, taken when it was verified: while its bytes match them nothing is to
+be done, and else it is read once more.
 """
 
 from __future__ import annotations
 
-import threading
+from bisect import bisect_left
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from trainckpt.format import digest
 from trainckpt.format.shard_file import LINE_BYTES
-from trainckpt.state.stage import bytes_of
+from trainckpt.tiers.direct import at_address
+from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from trainckpt.format.shard_file import Region
+    from trainckpt.format.digest import Verified
 
     Again = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 
 FROM_BYTES = 64 << 10  # what is smaller is copied sooner than it is proved
 
 
-class Origin(NamedTuple):
-    """A whole region that was read into a tensor, from this byte of it on."""
+class Proofs:
+    """What was verified, by where it lay then."""
 
-    first_byte: int
-    region: Region
+    def __init__(self, verified: Iterable[Verified] = ()) -> None:
+        self._found = {each.address: each for each in verified}
+        self._addresses = sorted(self._found)
+
+    def of(self, tensor: torch.Tensor) -> Proof | None:
+        """Of a tensor that was read to this memory; None if not all of it was verified there."""
+        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes >= FROM_BYTES):
+            return None
+        at = begin = tensor.data_ptr()
+        tiles: list[Verified] = []
+        for address in self._addresses[bisect_left(self._addresses, begin) :]:
+            if address != at or at >= begin + tensor.nbytes:
+                break
+            tiles.append(self._found[address])
+            at += tiles[-1].num_bytes
+        if at != begin + tensor.nbytes:
+            return None
+        return Proof(begin, tensor.nbytes, tuple(tiles))
+
+
+class Proof(NamedTuple):
+    """The digests of a tensor's bytes, and where they were read to."""
+
+    address: int
+    num_bytes: int
+    tiles: tuple[Verified, ...]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has these bytes, wherever it lies."""
+        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes == self.num_bytes):
+            return False
+        moved = tensor.data_ptr() - self.address
+        return all(
+            digest.raw(at_address(tile.address + moved, tile.num_bytes)) == tile.digest
+            for tile in self.tiles
+        )
 
 
 class Given:
@@ -39,21 +75,13 @@ class Given:
 
     Args:
         tensors: All that were read; one that cannot be mended is replaced there.
-        origins: Of every tensor that was read to memory of its own, all of it.
+        proofs: What of it was verified where it lies.
         again: Reads tensors once more, into fresh memory; raises as the first reading.
-        num_threads: That may compute digests at once.
     """
 
-    def __init__(
-        self,
-        tensors: dict[str, torch.Tensor],
-        origins: Mapping[str, Sequence[Origin]],
-        again: Again,
-        num_threads: int = 1,
-    ) -> None:
-        self._tensors, self._origins = tensors, origins
-        self._again, self._num_threads = again, num_threads
-        self._names: dict[str, None] = {}  # in the order of their memory
+    def __init__(self, tensors: dict[str, torch.Tensor], proofs: Proofs, again: Again) -> None:
+        self._tensors, self._proofs, self._again = tensors, proofs, again
+        self._given: dict[str, Proof] = {}  # in the order of their memory
 
     def give(self, name: str) -> bool:
         """Let what was read be live from now on; False: it has to be copied.
@@ -61,36 +89,29 @@ class Given:
         What is aligned as torch aligns its own memory computes what that would compute.
         """
         tensor = self._tensors[name]
-        can = (
-            name in self._origins
-            and name not in self._names
-            and tensor.nbytes >= FROM_BYTES
-            and tensor.is_contiguous()
-            and tensor.data_ptr() % LINE_BYTES == 0
-        )
-        if can:
-            self._names[name] = None
-        return can
+        proof = None if name in self._given else self._proofs.of(tensor)
+        if proof is None or tensor.data_ptr() % LINE_BYTES:
+            return False
+        self._given[name] = proof
+        return True
 
     def __contains__(self, name: str) -> bool:
         """Whether it was given."""
-        return name in self._names
+        return name in self._given
 
     @torch.no_grad()
-    def mend(self) -> list[str]:
+    def mend(self, num_threads: int = 1) -> list[str]:
         """Make every given tensor what was read; returns those that were not."""
-        names = list(self._names)
-        shares = [names[first :: self._num_threads] for first in range(self._num_threads)]
         changed: list[str] = []
-        helpers = [
-            threading.Thread(target=lambda share=share: changed.extend(self._changed(share)))
-            for share in shares[1:]
-        ]
-        for helper in helpers:
-            helper.start()
-        changed.extend(self._changed(shares[0]))
-        for helper in helpers:
-            helper.join()
+
+        def look(name: str, proof: Proof) -> None:
+            if not proof.holds(self._tensors[name]):
+                changed.append(name)
+
+        with Workers(num_threads, "trainckpt-prove") as workers:
+            for name, proof in self._given.items():
+                workers.submit(partial(look, name, proof))
+            workers.settle()
         if changed:
             self._replace(changed)
         return sorted(changed)
@@ -102,19 +123,3 @@ class Given:
                 live.copy_(tensor)
             else:
                 self._tensors[name] = tensor
-
-    def _changed(self, names: Collection[str]) -> list[str]:
-        return [name for name in names if not self._is_as_read(name)]
-
-    def _is_as_read(self, name: str) -> bool:
-        tensor, origins = self._tensors[name], self._origins[name]
-        if not tensor.is_cpu or tensor.nbytes != sum(o.region.num_bytes for o in origins):
-            return False
-        data = bytes_of(tensor)
-        return all(_matches(data, origin) for origin in origins)
-
-
-def _matches(data: memoryview, origin: Origin) -> bool:
-    first, region = origin
-    part = data[first : first + region.num_bytes]
-    return digest.digests_by_block(part, region.bytes_per_digest or 1) == region.digest

@@ -80,6 +80,11 @@ def address(block: memoryview) -> int | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 
+def at_address(where: int, num_bytes: int) -> memoryview:
+    """The memory that lies there; whoever asks keeps it."""
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(where)).cast("B")
+
+
 def copy(into: memoryview, data: memoryview) -> None:
     """`into[:] = data`, while other threads run."""
     if not len(into) and not len(data):

@@ -24,13 +24,15 @@ class Workers:
     def __init__(self, num: int, name: str) -> None:
         self._num, self._name = num, name
         self._threads: list[threading.Thread] = []
-        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], object]] | None] = (
+            queue.SimpleQueue()
+        )
         self._changed = threading.Condition()
         self._asked = self._done = 0
         self._errors: dict[int, BaseException] = {}
         self._over = False
 
-    def submit(self, call: Callable[[], None]) -> None:
+    def submit(self, call: Callable[[], object]) -> None:
         """Make this call on one of the threads, after those asked for before."""
         self._queue.put((self._asked, call))
         self._asked += 1

@@ -239,7 +239,10 @@ def copy(live: Mapping[str, torch.Tensor], saved: Saved) -> None:
         if name in saved.left:
             continue
         held = sharded.local(tensor)
-        copies.add(_once(held), _once(held, saved.tensors[name]))
+        if _once(held) is held:
+            saved.copy(name, held, copies)
+        else:
+            _once(held).copy_(_once(held, saved.tensors[name]))
     copies.run(saved.num_threads)
 
 
