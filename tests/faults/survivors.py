@@ -98,6 +98,7 @@ def play(hosts, case, folder, expected):
     hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, again, log=log,
                 TRAINCKPT_EVERY="never")  # fmt: skip
     assert hosts.ends() == [0] * SIZE, log.read_text()
+    assert (EXACT if case.partners else MARKED) in log.read_text(), log.read_text()
     after = noted(again)
     (began,) = {facts["began"]["step"] for facts in after.values()}
     each_sample_once(before, after, began, expected)
@@ -160,7 +161,6 @@ def main():
                 inside.mkdir()
                 found = play(hosts, case, inside, expected)
                 lost.append(found.done - found.began)
-                assert (EXACT if case.partners else MARKED) in found.log, found.log
                 print(seed, case, f"trained {found.done}, went on at {found.began}", flush=True)
     print(f"{len(lost)} cases; steps lost: {sorted(lost)}")
     return int(max(lost, default=0) > 1)

@@ -3,9 +3,10 @@
     boundary          `note`: all of this rank, as a `Moment`. What is its own goes to its partner
                       (`small_states`); its share of the large tensors, and its partners', is copied
                       beside training
-    before a step     waits until every rank's own state of this moment is with its partner, and the
-                      copies are made. So the newest moment or the one before is there on all ranks,
-                      whatever instant one dies at: one step is lost at most
+    before a step     (at an epoch's end: before the next moment) waits until every rank's own state
+                      of this moment is with its partner, and the copies are made. So the newest
+                      moment or the one before is there on all ranks, whatever instant one dies at:
+                      one step is lost at most
 
 Without partners nothing is copied nor waited for: the newest moment is whole on each rank until it
 steps. Threads: `note` and the hook on the training thread; `freeze` and `held` on the survivors'.
@@ -95,7 +96,7 @@ class Moments:
 
     def note(self, cursor: Cursor) -> None:
         """A window begins here, on all ranks. Collective as `capture` is."""
-        if self.off:
+        if self.off or not self._make_safe():
             return None
         self._stand_still()
         try:
@@ -208,21 +209,26 @@ class Moments:
 
     def _before_step(self, *_: object) -> None:
         """The training thread, before any optimizer of this process steps."""
-        moment = self._held[-1] if self._held else None
-        if moment is None or not moment.live or self.off:
+        if self.off or not self.is_live or not self._make_safe():
             return
-        if self._small is not None and not moment.safe.wait(HOLD_S):
-            self._turn_off("another rank's state did not come to its partner")
-            return
-        self._stand_still()
-        moment.settle()
-        if moment.spoiled:
-            self._never.update(moment.spoiled)
-            logger.info("kept as copies from now on: %s", ", ".join(moment.spoiled)[:500])
         with self._lock:
-            moment.live = self._frozen
+            for moment in self._held:
+                moment.live = moment.live and self._frozen
             self.progress += 1
         self._stand_still()
+
+    def _make_safe(self) -> bool:
+        """Return when the newest moment is kept on all ranks, so that the one before may go."""
+        for moment in self._held[-1:]:
+            if self._small is not None and not moment.safe.wait(HOLD_S):
+                self._turn_off("another rank's state did not come to its partner")
+                return False
+            self._stand_still()
+            moment.settle()
+            if moment.spoiled:
+                self._never.update(moment.spoiled)
+                logger.info("kept as copies from now on: %s", ", ".join(moment.spoiled)[:500])
+        return True
 
     def _stand_still(self) -> None:
         """Survivors save what there is: the process ends when they have."""
