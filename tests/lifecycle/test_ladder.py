@@ -53,6 +53,7 @@ def run(tiered, tmp_path):
         path = tmp_path / name / "attempts/1.json"
         told = json.loads(path.read_text())
         del told["digest"]
+        told["where"] = str(tmp_path / "run")
         for tier in told["tiers"]:
             tier["url"] = str(tmp_path / tier["name"])
         path.write_text(json.dumps(told))
@@ -100,6 +101,20 @@ def test_a_run_goes_on_from_a_tier_when_its_place_is_gone_and_has_its_records_ag
     assert record(run / "run", 1)["attempt"] == 1
     assert record(run / "run", 2)["parent"] == newest
     assert record(run / "near", 2)["outcome"]["outcome"] == "finished"
+
+
+def test_an_empty_place_does_not_go_on_with_another_run_s_tiers_unless_that_is_meant(run, straight):
+    """Tiers that were mistyped, or copied from another script."""
+    options = in_order(run, "near", "far")
+    before = record(run / "near", 1)
+    for mode in ("auto", "never"):
+        with pytest.raises(ConfigurationError, match="the tier near holds that of") as caught:
+            attempt(run / "other", resume=mode, **options)
+        assert "resume='required'" in caught.value.hint
+    assert not (run / "other/attempts").exists()
+    assert record(run / "near", 1) == before
+    parts, _ = attempt(run / "other", resume="required", **options)
+    assert parts.state() == straight
 
 
 def test_a_tier_that_only_the_record_names_is_read_too(run, straight):

@@ -113,7 +113,8 @@ def attach(
     holders = [leader for leader in firsts if looks[leader]["run"] is not None]
     lost = None
     if not holders:
-        lost = _elsewhere(reach, channel, must=mode != "never")
+        sure = mode == "required" or bool(looks[0]["evidence"])
+        lost = _elsewhere(reach, channel, must=mode != "never", sure=sure)
     if not holders and lost is None:
         _must_be_new(tier, mode, looks[0]["evidence"], by_name=looks[0]["by name"])
     if len(firsts) > 1:
@@ -125,13 +126,16 @@ def attach(
     return looks[holders[0]]["run"] if holders else lost, found[0]
 
 
-def _elsewhere(reach: Reach | None, channel: Channel, *, must: bool) -> str | None:
-    """The run that slower tiers hold, as rank 0 sees it."""
+def _elsewhere(reach: Reach | None, channel: Channel, *, must: bool, sure: bool) -> str | None:
+    """The run that slower tiers hold, as rank 0 sees it; `sure`: it is known to be this one."""
     if reach is None or not reach.slower.tiers:
         return None
 
     def look() -> str | None:
-        return reach.find_run(must=must) if channel.world.rank == 0 else None
+        run = reach.find_run(must=must) if channel.world.rank == 0 else None
+        if run is not None and not sure:
+            reach.must_be_ours(run)
+        return run
 
     return together(channel, "place/elsewhere", look, RANKS_TIMEOUT_S)[0]
 

@@ -35,7 +35,7 @@ from trainckpt.lifecycle.reach import Reach
 from trainckpt.lifecycle.reasons import other_state, own_objects, said_by_objects
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
 from trainckpt.lifecycle.saver import Saver
-from trainckpt.lifecycle.slower import Slower, open_slower
+from trainckpt.lifecycle.slower import WHERE, Slower, open_slower, where
 from trainckpt.lifecycle.survival import set_up as survive
 from trainckpt.lifecycle.told import CLAIMED
 from trainckpt.lifecycle.writer import Facts
@@ -246,7 +246,8 @@ def _read_initial(crew: Crew, beginning: Beginning) -> Initial | None:
 
 def _chosen(crew: Crew, initial: Initial | None) -> dict[str, Any]:
     """What the attempt's record says of the options."""
-    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last, **crew.slower.to_facts()}
+    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last, WHERE: where(crew.tier)}
+    found |= crew.slower.to_facts()
     if initial is not None:
         found["init_from"] = initial.source
     if crew.options.exclude:

@@ -14,7 +14,7 @@ from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import place as places
 from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.slower import Slower, newest_commits, recorded
+from trainckpt.lifecycle.slower import WHERE, Slower, newest_commits, recorded, where
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog, flush
 from trainckpt.snapshot.opened import Opener
@@ -78,6 +78,25 @@ class Reach:
                 hint=ACCEPT,
             )
         return runs.pop() if runs else None
+
+    def must_be_ours(self, run: str) -> None:
+        """Refuse the run that slower tiers hold if its place was another than this one.
+
+        Raises:
+            ConfigurationError: it was: somebody's tiers were copied to another run, or mistyped.
+        """
+        for tier in self.slower.tiers:
+            if self._look(tier) != run:
+                continue
+            records = attempt_records.read_attempts(tier)
+            told = [r.facts[WHERE] for _, r in sorted(records.items()) if WHERE in r.facts]
+            if told and told[-1] != where(self.place):
+                raise ConfigurationError(
+                    f"{self.place.url} holds no run, and the tier {tier.name} holds that of "
+                    f"{str(told[-1])[:200]}",
+                    hint="name other tiers for a new run ({run} in a URL stands for the name of "
+                    "its place); or, to go on with that run from here, resume='required'",
+                )
 
     def adopt(self, run: str) -> None:
         """Let the place be that of the run that slower tiers hold, with all they know of it."""

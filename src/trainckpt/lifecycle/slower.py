@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LOCAL = "local"
 TIERS, DURABLE, COMMITS = "tiers", "durable", "tier_commits"  # in an attempt's record
+WHERE = "where"  # the run's place, in an attempt's record
 RUN_FIELD = "{run}"
 _TAKEN = (LOCAL, "memory", "staged", "partner", "durable")
 
@@ -120,6 +121,12 @@ def _told(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:
             pairs = [(t.get("name"), t.get("url")) for t in told if isinstance(t, dict)]
             return [(n, u) for n, u in pairs if isinstance(n, str) and isinstance(u, str)]
     return []
+
+
+def where(place: Tier) -> str:
+    """The run's place as a record names it: a whole path, or a URL without secrets."""
+    is_url = "://" in place.url
+    return launch.redact_text(place.url) if is_url else os.path.abspath(place.url)  # noqa: PTH100
 
 
 def _place(tier: Tier) -> str:
