@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -97,3 +98,23 @@ def test_it_is_dumped_and_merges_to_the_reference(criu_here, held, reference):
     assert second.parent == told["snapshot"]
     assert second.outcome["outcome"] == "finished", second
     assert second.newest_commit.split("~")[1].startswith("2."), "its snapshots are of attempt 2"
+
+
+def test_a_dump_whose_images_are_cut_short_gives_way_to_the_snapshot(criu_here, held, reference):
+    """`resume` says why, and launches the command again."""
+    done = held.pause("--deadline", f"{DEADLINE_S:g}s")
+    assert done.returncode == 0, done.stdout + done.stderr + held.said()
+    assert held.wait() == 75
+    held.hold.unlink()
+    (images,) = Path(held.run).glob("dumps/*/images")
+    largest = max(images.iterdir(), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+    assert held.resume().wait() == 0, held.said()
+    assert f"no dump is restored: {images.parent.name}: the image {largest.name} has" in held.said()
+    assert held.trace() == reference
+    records = held.records()
+    assert records[2].parent == images.parent.name
+    assert records[2].outcome["outcome"] == "failed"
+    assert records[3].parent == "s2~1.1"
+    assert records[3].outcome["outcome"] == "finished"
