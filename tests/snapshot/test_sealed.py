@@ -278,7 +278,7 @@ def test_a_file_that_was_cut_anywhere_is_refused_also_if_its_end_was_mended(tier
     end += stored[-FOOTER_BYTES - 16 : -FOOTER_BYTES]
     for number in range(shorter.num_chunks):
         size = shorter.chunk(number).num_bytes
-        forged.seal(number, memoryview(bytearray(size)), memoryview(bytearray(size)))
+        forged.seal(number, memoryview(bytearray(size)), memoryview(bytearray(size + 16)))
     footer = forged.tail()[-FOOTER_BYTES:-24] + salt
     (tier.root / NAME.folder / FILE).write_bytes(stored[:CHUNK_BYTES] + end + footer)
     mended = type(entry)(FILE, shorter.stored_bytes, "", "", True,
@@ -289,8 +289,8 @@ def test_a_file_that_was_cut_anywhere_is_refused_also_if_its_end_was_mended(tier
 
 def test_a_chunk_is_never_encrypted_twice():
     sealer = Sealer(KEY, Place("run", "s2~1.1", FILE), Layout(10, 100))
-    sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(100)))
+    sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(116)))
     with pytest.raises(ValueError, match="encrypted once"):
-        sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(100)))
+        sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(116)))
     with pytest.raises(ValueError, match="not every chunk"):
         sealer.tail()

@@ -125,28 +125,26 @@ class Sealer:
 
     def __init__(self, key: bytes, place: Place, layout: Layout) -> None:
         """`key`: the snapshot's."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         self.layout = layout
         self._salt = os.urandom(SALT_BYTES)
         self._place = place.digest
-        self._key = _file_key(key, self._place, self._salt)
+        self._cipher = AESGCM(_file_key(key, self._place, self._salt))
         self._tags: list[bytes | None] = [None] * layout.num_chunks
 
     def seal(self, number: int, plain: memoryview, into: memoryview) -> None:
-        """Encrypt one chunk; both memories have its length.
+        """Encrypt one chunk to memory that is `TAG_BYTES` longer than it; those are no part of it.
 
         Raises:
             ValueError: it was encrypted before: its nonce must not be used for anything else.
         """
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
         if self._tags[number] is not None or len(plain) != self.layout.chunk(number).num_bytes:
             raise ValueError(f"chunk {number} is encrypted once, and whole")
         self._tags[number] = b""
-        cipher = Cipher(algorithms.AES(self._key), modes.GCM(_nonce(number))).encryptor()
-        cipher.authenticate_additional_data(_bound(self._place, self.layout, number))
-        cipher.update_into(plain, into)
-        cipher.finalize()
-        self._tags[number] = cipher.tag
+        bound = _bound(self._place, self.layout, number)
+        self._cipher.encrypt_into(_nonce(number), plain, bound, into)
+        self._tags[number] = bytes(into[-TAG_BYTES:])
 
     def tail(self) -> bytes:
         """Tags and footer, when all is encrypted."""

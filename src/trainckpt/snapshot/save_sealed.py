@@ -15,7 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainckpt.encryption.sealed_file import Layout, Place, Sealer
+from trainckpt.encryption.sealed_file import TAG_BYTES, Layout, Place, Sealer
 from trainckpt.format import digest, names
 from trainckpt.format.encryption import Plain
 from trainckpt.format.manifest import FileEntry
@@ -66,7 +66,7 @@ def write_sealed(
             head = digesting.submit(digest_head)
             file = _SealedFile(name, rank, shard.header.header_bytes, len(shard.memory), seal)
             blocks = file.blocks(shard.memory, copied, complete, head)
-            tier.write(f"{name.folder}/{file.name}", blocks)
+            tier.write(f"{name.folder}/{file.name}", blocks, file.layout.stored_bytes)
         finally:
             complete.set()
         return file.entry(digest.digest(head.result()))
@@ -83,7 +83,8 @@ def stream_sealed(
 ) -> FileEntry:
     """As `save.write_stream`, encrypted: `num_bytes` in all, of which the head comes first."""
     file = _SealedFile(name, rank, len(head), num_bytes, seal)
-    tier.write(f"{name.folder}/{file.name}", file.passing(head, blocks()))
+    passing = file.passing(head, blocks())
+    tier.write(f"{name.folder}/{file.name}", passing, file.layout.stored_bytes)
     return file.entry(digest.digest(head))
 
 
@@ -124,7 +125,8 @@ class _SealedFile:
         head: Future[bytes],
     ) -> Iterator[memoryview]:
         body = data[self.layout.head_bytes :]
-        buffers = [memory(min(BLOCK_BYTES, len(body))) for _ in range(NUM_BUFFERS)]
+        size = min(BLOCK_BYTES, len(body)) + TAG_BYTES
+        buffers = [memory(size) for _ in range(NUM_BUFFERS)]
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
             for at in _as_copied(data, copied, complete, self.layout.head_bytes):
@@ -137,12 +139,13 @@ class _SealedFile:
         yield self._end(head.result())
 
     def _seal(self, body: memoryview, at: int, buffer: memoryview) -> memoryview:
-        """Encrypt one block of the body."""
+        """Encrypt one block of the body; each chunk's tag is written over by the next chunk."""
         end = min(at + BLOCK_BYTES, len(body))
         each = self.layout.chunk_bytes
         for first in range(at, end, each):
             last = min(first + each, end)
-            self._sealer.seal(first // each, body[first:last], buffer[first - at : last - at])
+            into = buffer[first - at : last - at + TAG_BYTES]
+            self._sealer.seal(first // each, body[first:last], into)
         return buffer[: end - at]
 
     def passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -152,7 +155,8 @@ class _SealedFile:
     def _passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         layout, number, filled = self.layout, 0, 0
         plain = memory(min(layout.chunk_bytes, layout.body_bytes))
-        sealed = memory(min(BLOCK_BYTES, layout.body_bytes))
+        room = min(BLOCK_BYTES, layout.body_bytes)
+        sealed = memory(room + TAG_BYTES)
         used = 0
         next(blocks)  # the head
         for block in blocks:
@@ -164,9 +168,9 @@ class _SealedFile:
                 done, filled = done + step, filled + step
                 if filled < size:
                     continue
-                self._sealer.seal(number, plain[:size], sealed[used : used + size])
+                self._sealer.seal(number, plain[:size], sealed[used : used + size + TAG_BYTES])
                 number, filled, used = number + 1, 0, used + size
-                if used + layout.chunk_bytes > len(sealed):
+                if used + layout.chunk_bytes > room:
                     yield sealed[:used]
                     used = 0
         if used:
@@ -180,7 +184,7 @@ class _SealedFile:
         for number in range(layout.num_body_chunks, layout.num_chunks):
             chunk = layout.chunk(number)
             at, end = chunk.first_byte, chunk.first_byte + chunk.num_bytes
-            self._sealer.seal(number, plain[at:end], found[at:end])
+            self._sealer.seal(number, plain[at:end], found[at : end + TAG_BYTES])
         found[layout.head_bytes :] = self._sealer.tail()
         self._behind = digest.digest(found)
         return found

@@ -43,12 +43,12 @@ class LocalTier:
         self._spares = Spares(self.root, self.disk)
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
-    def write(self, key: str, blocks: Iterable[memoryview]) -> None:
+    def write(self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
         path = self._path(key)
         with translated("write", path):
             self._make_folders(path.parent)
-            self._write_file(path, blocks)
+            self._write_file(path, blocks, num_bytes)
             self.disk.sync_folder(path.parent)
 
     def write_parts(
@@ -206,13 +206,19 @@ class LocalTier:
             self._durable.clear()
         self._durable.add(folder)
 
-    def _write_file(self, path: Path, blocks: Iterable[memoryview]) -> None:
-        at = 0
-        with new_file(self.disk, path, self._direct) as file:
+    def _write_file(
+        self, path: Path, blocks: Iterable[memoryview], num_bytes: int | None = None
+    ) -> None:
+        at, is_spare = 0, num_bytes is not None and self._spares.take(path)
+        with new_file(self.disk, path, self._direct, is_spare=is_spare) as file:
+            if num_bytes is not None:
+                file.reserve(num_bytes)
             for block in blocks:
                 file.put(at, block)
                 file.settle()  # whoever gives the blocks may use the memory again
                 at += len(block)
+            if num_bytes is not None:
+                file.must_hold(num_bytes)
 
     def _create(self, path: Path, data: bytes) -> None:
         with self._temporary(path, data) as temporary:

@@ -105,8 +105,9 @@ class ObjectStoreTier:
 
     # ---- write
 
-    def write(self, key: str, blocks: Iterable[memoryview]) -> None:
+    def write(self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
+        del num_bytes  # nothing can be reserved here
         path = self._new(key)
         size = 2 * self._calls.limits.part_bytes  # how many there will be is not known
         parts = uploads.gathered(blocks, size)
