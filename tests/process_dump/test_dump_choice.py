@@ -12,7 +12,10 @@ from trainckpt.lifecycle.attempt_number import AttemptNumber, spell
 from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
+from trainckpt.process_dump.criu import Ability
 from trainckpt.snapshot.catalog import ancestry
+from trainckpt.supervisor.dumping import Dumping, Launch
+from trainckpt.tiers.local import LocalTier
 
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}
 EARLY = {**LATE, "boundary_s": 3.0}
@@ -84,6 +87,20 @@ def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatc
     assert read_paces(tmp_path)[0].since_s >= 101.0
     path.write_text('{"since_s": "long", "micro_batch_s": null, "save_s": null}')
     assert read_paces(tmp_path) == []
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_images_of_a_run_that_is_encrypted_are_refused(tmp_path, monkeypatch, encrypts):
+    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
+    pace = Pace()
+    pace.reach(time.monotonic())
+    PaceTeller(pace, 0, encrypts=encrypts).poll()
+    assert [told.encrypts for told in read_paces(tmp_path)] == [encrypts]
+    launch = Launch(None, tmp_path, (), None)
+    dumping = Dumping(launch, Ability(), print)
+    dumping._tier = LocalTier(tmp_path)
+    why = dumping._why_not(encrypts=encrypts)
+    assert ("encrypted" in why) == encrypts
 
 
 def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(

@@ -95,7 +95,7 @@ def _against(facts: DumpFacts) -> str:
     if facts.hosts > 1:
         return f"the ranks run on {facts.hosts} hosts"
     if not facts.host_returns:
-        return "nobody says that this host will come back (--host-returns)"
+        return "nobody says that this host will come back"
     if facts.seconds_left is not None and facts.dump_s > facts.seconds_left:
         return (
             f"a dump would take about {facts.dump_s:.1f} s of the {facts.seconds_left:.1f} s left"

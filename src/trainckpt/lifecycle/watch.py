@@ -91,7 +91,8 @@ class Watch:
         )
         others = further_sources(self._options, self.grace_s, world)
         others += [notices] if notices is not None else []
-        others += [PaceTeller(self._outlook.pace, world.rank)]
+        encrypts = bool(self._options.encrypt_to)
+        others += [PaceTeller(self._outlook.pace, world.rank, encrypts=encrypts)]
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)

@@ -115,7 +115,8 @@ class Dumping:
 
     def _facts(self, request: Request, record: AttemptRecord, ranks: Sequence[Told]) -> DumpFacts:
         pids = tree.processes(self._launch.process.pid)
-        foreseen = [pace.boundary_s() for pace in read_paces(self._launch.folder)]
+        paces = read_paces(self._launch.folder)
+        foreseen = [pace.boundary_s() for pace in paces]
         known = [seconds for seconds in foreseen if seconds is not None]
         hosts = record.facts.get("hosts")
         return DumpFacts(
@@ -125,10 +126,12 @@ class Dumping:
             boundary_s=max(known, default=None),
             dump_s=dump.estimate_s(tree.memory_bytes(pids)),
             hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
-            why_no_dump=self._why_not(),
+            why_no_dump=self._why_not(encrypts=any(pace.encrypts for pace in paces)),
         )
 
-    def _why_not(self) -> str:
+    def _why_not(self, *, encrypts: bool) -> str:
+        if encrypts:
+            return "the run is encrypted, and images of its memory would not be"
         if self._ability.why_not:
             return self._ability.why_not
         if not isinstance(self._tier, LocalTier):
