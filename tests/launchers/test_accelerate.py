@@ -44,5 +44,5 @@ def test_a_run_of_accelerate_stops_and_goes_on_with_it_and_with_trainckpt_resume
 
     last = Forks(server, MAIN, ["resume", run.place], log(), [home])
     assert ended(last) == [0], last.said()
-    assert run.record(3).facts["launch"] == {"kind": "accelerate", "nproc": 2}
+    assert run.record(3).facts["launch"].items() >= {"kind": "accelerate", "nproc": 2}.items()
     run.assert_exact(straight(2))

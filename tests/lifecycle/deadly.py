@@ -44,10 +44,10 @@ def main(place, steps, snapshot, when, how):
     deadly = Deadly(snapshot if when == "applying" else "", how)
     read = read_state.read_state
 
-    def read_and_die(tier, manifest, *rest):
+    def read_and_die(tier, manifest, *rest, **how_read):
         if when == "reading" and manifest.name.id == snapshot:
             die(how)
-        return read(tier, manifest, *rest)
+        return read(tier, manifest, *rest, **how_read)
 
     candidate.read_state = read_and_die
     with Checkpointer(

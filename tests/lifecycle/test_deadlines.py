@@ -17,6 +17,7 @@ import pytest
 from tests.lifecycle.training import catalog, usable
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
 LIMIT_S = 60.0
 LATE_S = 25.0  # interpreters that leave on a busy machine; a hang would be 60 s and more
@@ -31,8 +32,10 @@ def free_port():
 class Script:
     """One process of the script; its lines are read as they come."""
 
-    def __init__(self, run, rank=None, port=None, world=2, **settings):
+    def __init__(self, run, rank=None, port=None, world=2, memory=True, **settings):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if not memory:
+            environment[ROOT_VARIABLE] = NONE
         if rank is not None:
             environment.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
@@ -242,7 +245,7 @@ def test_a_notice_while_a_snapshot_is_read_stops_at_the_first_boundary(start, tm
     first.signal()
     first.end()
     before = usable(tmp_path / "run")
-    second = start(until=40, slow_read_s=0.5, options={"every": "2 steps"})
+    second = start(until=40, slow_read_s=0.5, memory=False, options={"every": "2 steps"})
     second.until("reading")
     second.signal()
     assert second.end() == 75

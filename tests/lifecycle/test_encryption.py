@@ -163,6 +163,7 @@ def test_the_file_of_an_identity_must_be_there_and_be_one(run, key, tmp_path):
         ({"encrypt_to": keys.RECIPIENT + "abc"}, "is no trainckpt-recipient"),
         ({"memory_every": "1 step"}, "goes together with neither memory_every nor redundancy"),
         ({"redundancy": "partner"}, "goes together with neither memory_every nor redundancy"),
+        ({"survivors": "30 s"}, "does not go together with survivors"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, key, options, why):

@@ -28,7 +28,7 @@ def run_ranks(program, size, *arguments):
     started = []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
-        given = (there, program, rank, size, server.port, arguments)
+        given = (there, dict(os.environ), program, rank, size, server.port, arguments)
         process = context.Process(target=_be_a_rank, args=given, daemon=True)
         process.start()
         there.close()
@@ -50,7 +50,9 @@ def _result(rank, process, pipe):
     return result
 
 
-def _be_a_rank(pipe, program, rank, size, port, arguments):
+def _be_a_rank(pipe, environment, program, rank, size, port, arguments):
+    os.environ.clear()  # the server's, which may have been started by a test with another one
+    os.environ.update(environment)
     try:
         store = PrefixStore("group", TCPStore("127.0.0.1", port, is_master=False))
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)

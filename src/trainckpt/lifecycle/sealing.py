@@ -84,6 +84,12 @@ def check(options: Options) -> tuple[str, ...]:
             "memory, for themselves and for each other, is not encrypted",
             hint='memory_every="never", redundancy="none"',
         )
+    if options.survivors.seconds is not None and not options.survivors.auto:
+        raise ConfigurationError(
+            "encrypt_to does not go together with survivors: keys are used by one thread, and what "
+            "survivors save is written by another, while a save may be on its way",
+            hint='survivors="never"',
+        )
     return recipients
 
 
