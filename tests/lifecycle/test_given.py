@@ -88,11 +88,17 @@ def one_step(moments, model, optimizer):
     optimizer.zero_grad()
 
 
+def no_memory(moment):
+    moment.data = torch.zeros(WIDTH, WIDTH)
+    moment.untyped_storage().resize_(0)
+
+
 CHANGES = {
     "nothing": lambda moments, *_: None,
     "a value through .data": lambda moments, *_: data_of(moments["exp_avg"]),
     "one bit": lambda moments, *_: bit(moments["exp_avg_sq"]),
     "another memory": lambda moments, *_: another_memory(moments["exp_avg"]),
+    "its memory given up": lambda moments, *_: no_memory(moments["exp_avg"]),
     "another tensor": lambda moments, *_: moments.update(exp_avg=torch.zeros(WIDTH, WIDTH)),
     "both exchanged": lambda moments, *_: moments.update(
         exp_avg=moments["exp_avg_sq"], exp_avg_sq=moments["exp_avg"]

@@ -8,7 +8,6 @@ be done, and else it is read once more.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,22 +33,17 @@ class Proofs:
 
     def __init__(self, verified: Iterable[Verified] = ()) -> None:
         self._found = {each.address: each for each in verified}
-        self._addresses = sorted(self._found)
 
     def of(self, tensor: torch.Tensor) -> Proof | None:
         """Of a tensor that was read to this memory; None if not all of it was verified there."""
-        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes >= FROM_BYTES):
+        if not _lies_in_one_run(tensor) or tensor.nbytes < FROM_BYTES:
             return None
-        at = begin = tensor.data_ptr()
+        at, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         tiles: list[Verified] = []
-        for address in self._addresses[bisect_left(self._addresses, begin) :]:
-            if address != at or at >= begin + tensor.nbytes:
-                break
-            tiles.append(self._found[address])
-            at += tiles[-1].num_bytes
-        if at != begin + tensor.nbytes:
-            return None
-        return Proof(begin, tensor.nbytes, tuple(tiles))
+        while at < end and (tile := self._found.get(at)) is not None:
+            tiles.append(tile)
+            at += tile.num_bytes
+        return Proof(end - tensor.nbytes, tensor.nbytes, tuple(tiles)) if at == end else None
 
 
 class Proof(NamedTuple):
@@ -61,7 +55,7 @@ class Proof(NamedTuple):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has these bytes, wherever it lies."""
-        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes == self.num_bytes):
+        if not _lies_in_one_run(tensor) or tensor.nbytes != self.num_bytes:
             return False
         moved = tensor.data_ptr() - self.address
         return all(
@@ -119,7 +113,16 @@ class Given:
     def _replace(self, changed: Collection[str]) -> None:
         for name, tensor in self._again(changed).items():
             live = self._tensors[name]
-            if (live.shape, live.dtype, live.device) == (tensor.shape, tensor.dtype, tensor.device):
+            is_alike = (live.shape, live.dtype) == (tensor.shape, tensor.dtype)
+            if is_alike and _lies_in_one_run(live):
                 live.copy_(tensor)
             else:
                 self._tensors[name] = tensor
+
+
+def _lies_in_one_run(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be looked at by their address: it may have given up its memory."""
+    if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
+        return False
+    behind = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+    return tensor.untyped_storage().nbytes() >= behind
