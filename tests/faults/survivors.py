@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import farm, kept
+from tests.faults.lost_hosts import noted
 
 LIMIT_S = 90
 SIZE, EPOCHS, LOST_AT = 4, 8, 4
@@ -58,17 +58,6 @@ def straight(hosts, folder):
                 TRAINCKPT_EVERY="never")  # fmt: skip
     assert hosts.ends() == [0] * SIZE, log.read_text()
     return noted(marks)
-
-
-def noted(marks):
-    """Rank -> step -> what was noted; and where it began."""
-    return {
-        int(rank.name): {
-            path.name: json.loads(path.read_text())
-            for path in rank.iterdir() if not path.name.startswith(".")
-        }
-        for rank in marks.iterdir()
-    }  # fmt: skip
 
 
 def play(hosts, case, folder, expected):

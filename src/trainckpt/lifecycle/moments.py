@@ -27,7 +27,7 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
-from trainckpt.state.moment import Copies, Gradients, Moment, small_file, without_gradients
+from trainckpt.state.moment import Gradients, Moment, ShareCopies, small_file, without_gradients
 from trainckpt.state.overlap import only_stepped
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Moments:
         self._num_threads = num_threads
         self._world, self._rank = channel.world.size, channel.world.rank
         self._held: list[Moment] = []  # the newest last, two at most
-        self._copies = Copies()
+        self._copies = ShareCopies()
         self._shares: tuple[Alike | None, list[Region]] = None, []
         self._never: set[str] = set()
         self._number = 0

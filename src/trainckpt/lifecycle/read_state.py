@@ -131,7 +131,7 @@ def read_state(
         UnusableSnapshot: anything is missing or damaged.
         TierUnavailable: the tier refused.
     """
-    reader, donor = Reader(tier, manifest), world.rank % manifest.world
+    reader, donor = Reader(tier, manifest, proves=True), world.rank % manifest.world
     first = Destination({VALUES: None})
     reader.read({VALUES: None}, first, donor=donor)
     values = parse_values(first.finish({})[VALUES])

@@ -111,11 +111,12 @@ class Batch:
     """Loads that are read together; used by one thread.
 
     Attributes:
-        verified: What was read straight to its place, and is large.
+        verified: What was read straight to its place, and is large; if that is wanted.
     """
 
-    def __init__(self, tier: Readable) -> None:
+    def __init__(self, tier: Readable, *, proves: bool = False) -> None:
         self.verified: list[Verified] = []
+        self._proves = proves
         self._tier = tier
         self._key = ""
         self._parts: list[tuple[int, memoryview]] = []
@@ -163,7 +164,7 @@ class Batch:
 
     def _prove(self, load: Load) -> None:
         """While others read, so it takes no time: on any thread."""
-        if load.into is not None and len(load.into) >= PROVED_FROM_BYTES:
+        if self._proves and load.into is not None and len(load.into) >= PROVED_FROM_BYTES:
             where = address(load.into)
             if where is not None:
                 self.verified.append(Verified(where, len(load.into), digest.raw(load.into)))

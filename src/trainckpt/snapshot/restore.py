@@ -74,11 +74,12 @@ class Reader:
     Attributes:
         manifest: Of the snapshot.
         planner: Of this manifest.
-        verified: What it has read straight to its place.
+        verified: What it has read straight to its place, if it `proves`: who only reads, and never
+            asks whether memory is still what was read, need not pay for a second digest.
     """
 
-    def __init__(self, tier: Readable, manifest: Manifest) -> None:
-        self._tier = tier
+    def __init__(self, tier: Readable, manifest: Manifest, *, proves: bool = False) -> None:
+        self._tier, self._proves = tier, proves
         self.manifest = manifest
         self.planner = Planner(manifest)
         self._files: dict[int, tuple[dict[str, Region], dict[str, Found]]] = {}
@@ -106,7 +107,7 @@ class Reader:
             for _, of_file in groupby(reads, key=lambda read: read.file)
             for place, read in self._look_up(list(of_file))
         ]
-        batch, puts = Batch(self._tier), list[Put]()
+        batch, puts = Batch(self._tier, proves=self._proves), list[Put]()
         for place, read in found:
             part = read.part or place.region.box
             if self._borrow(place, part, destination):

@@ -118,7 +118,7 @@ class Moment:
         return shard, {**self.entries, **entries}
 
 
-class Copies:
+class ShareCopies:
     """Memory for the shares of two moments, filled in turn."""
 
     def __init__(self) -> None:
