@@ -245,6 +245,7 @@ def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_without
     script.write_text(SCRIPT)
     with Run(tmp_path, script=script, nproc=1) as run:
         run.start().record()
+        run.wait_lines(1)  # from then on the database is open
         refused = run.pause()
         assert refused.returncode == 74, refused.stdout + refused.stderr
         told = json.loads(refused.stdout)
