@@ -10,6 +10,7 @@ import pytest
 
 from trainckpt.cli import doctor
 from trainckpt.cli.main import main
+from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle import heartbeat, machine
 from trainckpt.snapshot import attempts
@@ -17,7 +18,8 @@ from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
-           "signals", "memory", "shared memory", "cores", "process dumps"]  # fmt: skip
+           "signals", "memory", "shared memory", "cores", "encryption",
+           "process dumps"]  # fmt: skip
 PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
          "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
 
@@ -54,6 +56,30 @@ def test_this_machine_has_all_that_is_needed(capsys):
     assert found["signals"]["value"] == "SIGTERM is heard"
     assert main(["doctor"]) == 0
     assert "all that is needed is there" in capsys.readouterr().out
+
+
+def test_what_the_options_name_for_encryption_is_looked_at(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "examine", lambda size: [])
+    monkeypatch.setattr(doctor.doctor_dumps, "examine", lambda: machine.Item("-", True, "-"))
+    path, identity = tmp_path / "id", keys.generate()
+    keys.write_identity(path, identity)
+    monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", identity.recipient)
+    monkeypatch.setenv("TRAINCKPT_IDENTITY", str(path))
+    found = told(capsys)
+    assert "AES-256-GCM at" in found["encryption"]["value"]
+    assert found["recipients"]["value"] == identity.recipient
+    assert found["identity"]["value"].endswith(identity.recipient)
+    path.chmod(0o640)
+    assert told(capsys, code=1)["identity"]["cure"] == f"chmod 600 {path}"
+    path.write_text("nothing")
+    assert "holds no identity" in told(capsys, code=1)["identity"]["value"]
+    monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", identity.recipient[:-1])
+    assert "is no trainckpt-recipient" in told(capsys, code=1)["recipients"]["value"]
+    monkeypatch.setattr("trainckpt.encryption.package.find_spec", lambda name: None)
+    assert told(capsys, code=1)["encryption"]["cure"] == "pip install 'trainckpt[crypto]'"
+    for name in ("TRAINCKPT_ENCRYPT_TO", "TRAINCKPT_IDENTITY"):
+        monkeypatch.delenv(name)
+    assert not told(capsys)["encryption"]["ok"]
 
 
 def test_a_run_is_looked_at_and_nothing_is_left_in_it(make_run, capsys, no_machine):

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import doctor_dumps, doctor_store, show
+from trainckpt.cli import doctor_crypto, doctor_dumps, doctor_store, show
 from trainckpt.errors import TierUnavailable, TrainckptError
 from trainckpt.lifecycle import heartbeat, machine, place, source
 from trainckpt.lifecycle.machine import Item
@@ -59,8 +59,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def examine(size: Callable[[int], str]) -> list[Item]:
-    """This machine, and whether processes can be dumped on it."""
-    return [*machine.examine(size), doctor_dumps.examine()]
+    """This machine, what can be encrypted on it, and whether processes can be dumped."""
+    return [*machine.examine(size), *doctor_crypto.examine(), doctor_dumps.examine()]
 
 
 def _row(item: Item) -> tuple[str, ...]:
