@@ -12,6 +12,7 @@ MODULES = {
     "texts": ("duration", "names", "places", "environment", "options", "commands"),
     "snapshots": ("manifest", "layout", "shard", "cursor"),
     "records": ("attempt", "run", "catalog", "notice", "told", "ends"),
+    "encrypted": ("encrypted", "sealed", "keys", "parity"),
     "tensors": ("values", "targets", "restore"),
 }
 NAMES = [name for names in MODULES.values() for name in names]
