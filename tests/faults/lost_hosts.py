@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import farm, kept
+from trainckpt.encryption import keys as keys_of
 from trainckpt.format.names import SnapshotName
 
 LIMIT_S = 90
@@ -26,13 +27,14 @@ WAYS = {"partner": 1, "xor:4": 1, "rs:2+2": 2}  # how many hosts may be lost
 
 @dataclass(frozen=True)
 class Case:
-    """What is lost, when, and on which hosts the run goes on."""
+    """What is lost, when, on which hosts the run goes on, and whether it is encrypted."""
 
     redundancy: str
     lost: tuple[int, ...]
     replaced: bool = True
     delay_s: float = 0.0
     every: str = "never"
+    sealed: bool = False
 
     @property
     def numbers(self):
@@ -77,10 +79,23 @@ def noted(marks):
     }  # fmt: skip
 
 
+def sealing(folder):
+    """Variables of a run that is encrypted, and of whoever may go on with it."""
+    identity = keys_of.generate()
+    keys_of.write_identity(folder / "identity", identity)
+    return {
+        "TRAINCKPT_ENCRYPT_TO": identity.recipient,
+        "TRAINCKPT_IDENTITY": str(folder / "identity"),
+    }
+
+
 def play(hosts, case, folder, expected):
     """Train, lose, go on; every step compared with the straight run."""
     marks, log = folder / "marks", folder / "log"
-    environment = {**SAVING, "TRAINCKPT_EVERY": case.every, "TRAINCKPT_REDUNDANCY": case.redundancy}
+    keys = sealing(folder) if case.sealed else {}
+    environment = {
+        **SAVING, **keys, "TRAINCKPT_EVERY": case.every, "TRAINCKPT_REDUNDANCY": case.redundancy,
+    }  # fmt: skip
     hosts.start(range(SIZE), kept.train, folder / "run", LAST, marks, log=log, **environment)
     until_s = time.monotonic() + LIMIT_S
     while not marks.is_dir() or newest(noted(marks)) < LOST_AT:
@@ -99,7 +114,7 @@ def play(hosts, case, folder, expected):
         hosts.boot(number)
     again, until = folder / "again", min(done + 3, LAST)
     hosts.start(case.numbers, kept.train, folder / "run", until, again, log=log,
-                TRAINCKPT_EVERY="never")  # fmt: skip
+                TRAINCKPT_EVERY="never", **keys)  # fmt: skip
     assert hosts.ends() == [0] * len(case.numbers), log.read_text()
     after = noted(again)
     (began,) = {facts["began"]["step"] for facts in after.values()}

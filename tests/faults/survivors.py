@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import farm, kept
-from tests.faults.lost_hosts import noted
+from tests.faults.lost_hosts import noted, sealing
 
 LIMIT_S = 90
 SIZE, EPOCHS, LOST_AT = 4, 8, 4
@@ -28,12 +28,13 @@ EXACT, MARKED = ": bitwise\n", ": same data, not bitwise\n"
 
 @dataclass(frozen=True)
 class Case:
-    """Who dies, how and when; and whether partners keep what is its own."""
+    """Who dies, how and when; whether partners keep what is its own; whether it is encrypted."""
 
     partners: bool
     lost: int
     stops: bool = False
     delay_s: float = 0.0
+    sealed: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def play(hosts, case, folder, expected):
         "TRAINCKPT_REDUNDANCY": "partner" if case.partners else "none",
         "TEST_STEP_S": "0.03",  # so that it does not end before somebody looks
     }  # fmt: skip
+    keys = sealing(folder) if case.sealed else {}
     ranks = hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, marks, log=log,
-                        **environment)  # fmt: skip
+                        **environment, **keys)  # fmt: skip
     until_s = time.monotonic() + LIMIT_S
     while not marks.is_dir() or last_step(noted(marks)) < LOST_AT:
         assert hosts.all_run, log.read_text()
@@ -85,7 +87,7 @@ def play(hosts, case, folder, expected):
     assert done < len(steps(expected[0])), "it went on to its end"
     again = folder / "again"
     hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, again, log=log,
-                TRAINCKPT_EVERY="never")  # fmt: skip
+                TRAINCKPT_EVERY="never", **keys)  # fmt: skip
     assert hosts.ends() == [0] * SIZE, log.read_text()
     assert (EXACT if case.partners else MARKED) in log.read_text(), log.read_text()
     after = noted(again)

@@ -25,7 +25,7 @@ def expected(four, tmp_path_factory):
 @pytest.mark.parametrize(
     "case",
     [Case("partner", (0,)), Case("xor:4", (2,)), Case("rs:2+2", (1, 3)),
-     Case("rs:2+2", (0, 1), replaced=False)],
+     Case("rs:2+2", (0, 1), replaced=False, sealed=True)],
     ids=str,
 )  # fmt: skip
 def test_what_lost_hosts_had_is_had_from_the_others_and_the_run_goes_on(
@@ -34,6 +34,7 @@ def test_what_lost_hosts_had_is_had_from_the_others_and_the_run_goes_on(
     found = play(four, case, tmp_path, expected)
     assert 0 < found.kept <= found.began <= found.done <= found.began + 1
     assert "was kept in memory alone, and is now in" in found.log
+    assert ("what is saved is encrypted to" in found.log) == case.sealed
     computed = "of its 4 files computed from the others" in found.log
     assert computed == (case.redundancy != "partner")
     assert found.log.count(": bitwise\n") == int(case.replaced)

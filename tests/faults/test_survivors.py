@@ -24,7 +24,9 @@ def expected(four, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(partners=True, lost=2), Case(partners=True, lost=0, stops=True)], ids=str
+    "case",
+    [Case(partners=True, lost=2, sealed=True), Case(partners=True, lost=0, stops=True)],
+    ids=str,
 )
 def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     four, expected, tmp_path, case
@@ -33,6 +35,7 @@ def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     assert 0 < found.began <= found.done <= found.began + 1
     assert "(survivors of rank " in found.log
     assert EXACT in found.log
+    assert ("what is saved is encrypted to" in found.log) == case.sealed
 
 
 def test_without_partners_it_is_marked_and_every_sample_is_seen_once(four, expected, tmp_path):

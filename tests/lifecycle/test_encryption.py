@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 import trainckpt
 from tests.lifecycle import lora
@@ -161,9 +162,6 @@ def test_the_file_of_an_identity_must_be_there_and_be_one(run, key, tmp_path):
     [
         ({"encrypt_to": "somebody"}, "cannot read somebody"),
         ({"encrypt_to": keys.RECIPIENT + "abc"}, "is no trainckpt-recipient"),
-        ({"memory_every": "1 step"}, "goes together with neither memory_every nor redundancy"),
-        ({"redundancy": "partner"}, "goes together with neither memory_every nor redundancy"),
-        ({"survivors": "30 s"}, "does not go together with survivors"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, key, options, why):
@@ -236,6 +234,14 @@ def test_several_ranks_save_and_read_what_is_encrypted(tmp_path, key, only_on_di
     found = [c.manifest for c in catalog(tmp_path / "run")]
     assert all(m.encryption is not None and len(m.files) == 2 for m in found)
     assert any(m.reached for m in found)
+    weights = trained(tmp_path / "run@s4", key)
+    alone = lora.parts()  # one rank, of what two have written
+    data = alone["loader"].dataset
+    alone["loader"] = DataLoader(data, 2, sampler=DistributedSampler(data, 1, 0))
+    with Checkpointer(tmp_path / "run", every="never", **alone, **how) as ckpt:
+        assert ckpt.resumed_from.step == 4
+        found = {f"model/{name}": p for name, p in alone["model"].named_parameters()}
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items())
 
 
 # ---- what is refused
@@ -398,6 +404,41 @@ def test_keygen_makes_what_encrypts_and_what_reads(tmp_path, capsys):
 
 
 # ---- tiers
+
+
+def test_an_encrypted_run_lives_in_an_object_store_and_every_verb_works_there(
+    tmp_path, key, straight, only_on_disk, rclone_server, at, capsys, caplog
+):
+    at(rclone_server)
+    url, archive = "s3://bucket/encrypted", str(tmp_path / "archive")
+    how = {"encrypt_to": key["to"], "identity": key["file"], "epochs": 3}
+    crashed(url, 9, inside=settled, **how)
+
+    def told(*arguments, code=0):
+        assert main([*arguments, "--json"]) == code, capsys.readouterr()
+        return json.loads(capsys.readouterr().out)
+
+    with_it, out = ("--identity", key["file"]), str(tmp_path / "out.safetensors")
+    assert [c["usable"] for c in told("list", url)["candidates"]] == [True, True]
+    assert "no identity is given" in told("show", url)["unread"][0]
+    assert told("show", url, *with_it)["unread"] == []
+    assert told("verify", url)["ok"]
+    assert told("verify", url, *with_it)["ok"]
+    assert told("export", url, out, *with_it)["tensors"]
+    assert told("flush", url, "--to", archive)["tiers"][0]["bytes"]
+    assert told("verify", archive, *with_it)["ok"]
+    damaged = rclone_server.folder / "bucket/encrypted/snapshots/s4~1.2" / FILE
+    flip(damaged, 3000)
+    assert not told("verify", url, code=65)["ok"]
+    assert told("fetch", url, "--from", archive)["tiers"][0]["bytes"]
+    assert told("verify", url, *with_it)["ok"]
+    flip(damaged, 3000)
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        parts, ckpt = attempt(url, tiers=archive, **how)
+    assert "s4~1.2/rank00000.safetensors in local: does not match its digest" in caplog.text
+    assert "s4~1.2 was read from archive" in caplog.text
+    assert ckpt.resumed_from.step == 4
+    assert parts.state() == straight
 
 
 def test_slower_tiers_hold_what_is_stored_and_a_run_goes_on_from_them_alone(

@@ -130,6 +130,31 @@ def unwrap_any(
     )
 
 
+def hide(key: bytes, data: bytes) -> bytes:
+    """A note to whoever has a snapshot's key too."""
+    must_be_there()
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    salt = os.urandom(SALT_BYTES)
+    return salt + AESGCM(derive(key, b"trainckpt/note", salt)).encrypt(NO_NONCE, data, None)
+
+
+def show(key: bytes, hidden: bytes, what: str) -> bytes:
+    """The inverse of `hide`.
+
+    Raises:
+        UnusableSnapshot: it was changed; says `what`.
+    """
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    salt, sealed = hidden[:SALT_BYTES], hidden[SALT_BYTES:]
+    try:
+        return AESGCM(derive(key, b"trainckpt/note", salt)).decrypt(NO_NONCE, sealed, None)
+    except (InvalidTag, ValueError):
+        raise UnusableSnapshot(f"{what} was changed") from None
+
+
 class Letter:
     """A secret for one process from another, over a place where others may read along."""
 

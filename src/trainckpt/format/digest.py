@@ -58,9 +58,13 @@ class Running:
     def over(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         """The same blocks, each taken into account."""
         for block in blocks:
-            self._state.update(block)
-            self.num_bytes += len(block)
+            self.update(block)
             yield block
+
+    def update(self, block: memoryview) -> None:
+        """Take the next bytes into account."""
+        self._state.update(block)
+        self.num_bytes += len(block)
 
     def hexdigest(self) -> str:
         """Of what has passed so far."""

@@ -75,6 +75,11 @@ def shard_file_name(rank: int) -> str:
     return f"rank{rank:05d}.safetensors"
 
 
+def sealed_file_name(rank: int) -> str:
+    """What that file is called in memory where it is encrypted: beside it lies what it was."""
+    return f"{shard_file_name(rank)}.sealed"
+
+
 def reached_file(path: object) -> tuple[SnapshotName, int]:
     """The snapshot and the rank that `s2~1.2/rank00000.safetensors` spells.
 

@@ -9,12 +9,16 @@
        BARRIER  all have come so far: the save has reached "partner"
     4  what was kept of older snapshots may be overwritten
 
+Of an encrypted run it is the encrypted file that passes, which lies in memory beside the one it was
+made of: nobody needs a key to keep, compare or compute it, and what others hold says nothing.
+
 A rank that dies or hangs ends 2 on whoever waits for it, within `STEP_S`; all say so in 3, and the
 next save begins with new groups. A last save ends it too (`give_way`). Nothing here fails a save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +26,7 @@ from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError, UnusableSn
 from trainckpt.format import manifest as manifests
 from trainckpt.format import parity_file
 from trainckpt.format.digest import digest
-from trainckpt.format.names import shard_file_name
+from trainckpt.format.names import sealed_file_name, shard_file_name
 from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.log import logger
@@ -69,6 +73,9 @@ class Protection:
         self._leads = self._rank == local[0]  # of its host
         self._place = MemoryPlace.of(run)
         self._slots: dict[str, kept.Slot] = {}
+        self._sealed: Arena | None = (
+            None  # holds this rank's file, encrypted, of the save in flight
+        )
         self._groups: dict[str, Exchange] = {}
         self._in_way = threading.Event()
         self._lost = ""
@@ -88,13 +95,31 @@ class Protection:
         """Whether a rank is gone, or the store: nothing will be kept any more."""
         return bool(self._lost)
 
+    def room(self, num_bytes: int) -> Arena | None:
+        """Memory for this rank's file of the next save, encrypted; None: there is none."""
+        self._sealed = None
+        if self._place is not None:
+            name = kept.sealed_slot(self._rank)
+            slot = self._slots.setdefault(name, kept.Slot(self._place, name, anew=True))
+            with contextlib.suppress(OSError):
+                arena = slot.free(self.newest)
+                arena.reserve(num_bytes)
+                self._sealed = arena
+        return self._sealed
+
+    @property
+    def has_sealed(self) -> bool:
+        """Whether this rank's file of the save in flight lies in memory, encrypted."""
+        return self._sealed is not None
+
     def protect(self, name: SnapshotName, whole: Manifest | None, mine: memoryview | None) -> None:
         """Every rank, for each save on which all have reported.
 
         Args:
             name: Of the snapshot.
             whole: Its manifest, on rank 0.
-            mine: This rank's file, its bytes complete; None if it lies in no memory.
+            mine: This rank's file, its bytes complete; None if it lies in no memory. Where the run
+                is encrypted, what lies in `room` is taken instead.
 
         Raises:
             Unprotected: on all ranks alike.
@@ -104,6 +129,8 @@ class Protection:
         key, why = f"keep/{name.sequence}", ""
         try:
             manifest = self._share(name, whole)
+            if manifest.encryption is not None and mine is not None:
+                mine = self._sealed.memory if self._sealed is not None else None
             longest = max(file.num_bytes for file in manifest.files)
             limit_s = BARRIER_S + longest / SLOWEST_BYTES_PER_S
             memories: dict[str, Arena] = {}
@@ -226,9 +253,12 @@ class Protection:
 
     def _name(self, manifest: Manifest, memories: dict[str, Arena]) -> None:
         """Step 3: let it be found."""
-        folder = manifest.name.folder
+        folder, is_sealed = manifest.name.folder, manifest.encryption is not None
+        if is_sealed and self._sealed is not None:
+            self._sealed.publish(folder, sealed_file_name(self._rank))
+        called = sealed_file_name if is_sealed else shard_file_name
         for owner in self.plan.kept_by(self._rank):
-            memories[_copy(owner)].publish(folder, shard_file_name(owner))
+            memories[_copy(owner)].publish(folder, called(owner))
         for number, coded in self._sets():
             place = coded.members.index(self._rank)
             memories[_parity(number)].publish(folder, parity_file.file_name(number, place))
@@ -270,6 +300,13 @@ class Protecting:
         if self.protection is not None:
             self.protection.give_way()
 
+    def room(self, num_bytes: int, *, in_memory: bool) -> Arena | None:
+        """Memory for this rank's encrypted file, if anybody is to keep it; None: there is none."""
+        protection = self.protection
+        if protection is None or not (in_memory or protection.plan.num_losses):
+            return None
+        return protection.room(num_bytes)
+
     def protect(
         self,
         name: SnapshotName,
@@ -294,7 +331,7 @@ class Protecting:
         assert self.protection is not None
         before = self._arenas.newest
         self._arenas.publish(name, shard_file_name(self._rank))
-        safe = shard if self._arenas.are_two else None
+        safe = shard if self._arenas.are_two or self.protection.has_sealed else None
         if why := self._try(self.protection, name, whole, safe):
             self._arenas.newest = before
             pending.fail(SaveFailed(why))

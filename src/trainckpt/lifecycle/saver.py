@@ -103,10 +103,11 @@ class Saver:
         self._copying = Copying(
             registry, self._prepare, num_threads=arenas.copy_threads, hold=self._hold
         )
+        self.protecting = Protecting(arenas, channel.world.rank)
         self.references = References(tier, channel.world.rank, registry)
         self._writer = Writer(
             tier, channel, registry.files, facts, log, self.references,
-            lambda: self.flushing.busy, sealing,
+            lambda: self.flushing.busy, sealing, self.protecting.room,
         )  # fmt: skip
         self._stale = Stale(registry)
         self._registry = registry
@@ -115,7 +116,6 @@ class Saver:
         self._window_start = window_start
         self._plans = Plans(channel.world.rank, channel.world.size)
         self._sequence = 0
-        self.protecting = Protecting(arenas, channel.world.rank)
         self._in_memory = self._is_last = False  # the save in flight
         self._cut_off = False  # the last save found a rank gone
         self._thread: threading.Thread | None = None

@@ -11,6 +11,8 @@
                          BARRIER  rank 0 commits. From now on it is a snapshot like any other, for
                                   as many ranks as there are, in whatever layout
 
+Of an encrypted run all this is done with the files as they are encrypted: no key is asked for.
+
 A host that was replaced brings nothing, and gets what it needs as from any snapshot. Whatever goes
 wrong is said, and the newest commit stands.
 """
@@ -26,7 +28,6 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format import names, parity_file
 from trainckpt.format.digest import digest
 from trainckpt.format.names import SnapshotName
-from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S, Seat, leaders
 from trainckpt.lifecycle.error_json import together
 from trainckpt.lifecycle.log import logger
@@ -34,6 +35,7 @@ from trainckpt.ranks.exchange import Exchange
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.memory_copies import read_parity
 from trainckpt.snapshot.recover import Left, Stock, recover
 from trainckpt.snapshot.redundancy import CodedSet
 from trainckpt.tiers import kept
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.manifest import Manifest
+    from trainckpt.format.parity_file import ParityHead
     from trainckpt.ranks.channel import Channel
     from trainckpt.tiers.base import Tier
 
@@ -202,7 +205,7 @@ def _manifest(
 def _verified(place: MemoryPlace, manifest: Manifest) -> Found:
     """What is here of a snapshot, and is what the manifest or its own head says."""
     found, folder = Found(), manifest.name.folder
-    numbers = {names.shard_file_name(rank): rank for rank in range(manifest.world)}
+    numbers = {_called(manifest, rank): rank for rank in range(manifest.world)}
     for file in kept.files(place, folder):
         held = place.held(folder, file)
         if held is None:
@@ -211,12 +214,9 @@ def _verified(place: MemoryPlace, manifest: Manifest) -> Found:
         rank, data = numbers.get(file), held.data
         if rank is not None and digest(data) == manifest.files[rank].digest:
             found.files[rank] = data
-        elif parity_file.is_file_name(file) and len(data) > HEAD_BYTES:
+        elif parity_file.is_file_name(file):
             with contextlib.suppress(UnusableSnapshot):
-                head = parity_file.load(data[:HEAD_BYTES], file)
-                fits = len(data) - HEAD_BYTES == head.num_parity * head.chunk_bytes
-                if fits and head.parities == digest(data[HEAD_BYTES:]):
-                    found.parities.append((head, data[HEAD_BYTES:]))
+                found.parities.append(read_parity(data, file))
     return found
 
 
@@ -298,17 +298,28 @@ def _rebuild(
         group.close()
 
 
+def _called(manifest: Manifest, rank: int) -> str:
+    """The name in memory of a file that is as the manifest says."""
+    if manifest.encryption is not None:
+        return names.sealed_file_name(rank)
+    return names.shard_file_name(rank)
+
+
 def _room(place: MemoryPlace | None, manifest: Manifest, number: int, mine: Found) -> memoryview:
     """Memory for a file; at best such as this host's ranks will find it in."""
     file = manifest.files[number]
     if place is not None:
         for spare in range(2):
             with contextlib.suppress(MemoryTaken, OSError):
-                arena = place.arena(number, spare)
+                path = place.path_of(number, spare)
+                if manifest.encryption is not None:
+                    path = kept.arena_path(place, kept.sealed_slot(number), spare)
+                arena = place.open_arena(path)
                 mine.close.callback(arena.close)
                 if not arena.holds():
                     arena.reserve(file.num_bytes)
-                    mine.close.callback(arena.publish, manifest.name.folder, file.name)
+                    called = _called(manifest, number)
+                    mine.close.callback(arena.publish, manifest.name.folder, called)
                     return arena.memory
     return memoryview(bytearray(file.num_bytes))
 

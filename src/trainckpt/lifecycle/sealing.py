@@ -2,24 +2,26 @@
 
 set up    rank 0 makes a secret and tells it to each rank, wrapped for a key that this rank has
           just made: whoever reads along in the store learns nothing
-a save    takes its key from the chain, on every rank the same; it is gone with the save
+a save    takes its key from the chain, on every rank the same; it is gone with the save. What
+          survivors save is one more, which may begin while another has not come to its end
 commit    rank 0 wraps it for each recipient, and takes along the wrapped keys of older snapshots
           that are referred to: it has them as they stand in manifests, and cannot open them
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.encryption import envelope, sealed_manifest
 from trainckpt.encryption.keys import parse_recipients
 from trainckpt.encryption.package import must_be_there
 from trainckpt.errors import ConfigurationError
+from trainckpt.format import strict
 from trainckpt.format.encryption import from_text, to_text
 from trainckpt.format.names import reached_file
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.log import logger
-from trainckpt.snapshot.redundancy import NOTHING
 from trainckpt.snapshot.save_sealed import Seal
 
 if TYPE_CHECKING:
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 
 
 class Sealing:
-    """What a rank needs to encrypt. Saving thread."""
+    """What a rank needs to encrypt. The saving thread, and that of survivors."""
 
     def __init__(self, recipients: tuple[str, ...], run: str, chain: envelope.Chain) -> None:
         self._recipients, self._run, self._chain = recipients, run, chain
         self._known: Mapping[str, tuple[Wrapped, ...]] = {}
-        self._seal: Seal | None = None
+        self._open: dict[int, Seal] = {}  # sequence number of a save -> what encrypts it
+        self._taking = threading.Lock()
 
     def begin_from(self, manifest: Manifest) -> None:
         """What the attempt began from may be referred to."""
@@ -46,18 +49,38 @@ class Sealing:
             self._known = manifest.encryption.keys
 
     def begin(self, name: SnapshotName) -> Seal:
-        """The key of the save that begins now; until it ends this is the only one there is."""
-        self._seal = Seal(self._run, self._chain.key(name.sequence))
-        return self._seal
+        """The key of the save that begins now; until it ends there is no other of it.
 
-    def end(self) -> None:
+        Raises:
+            ValueError: a later save has begun.
+        """
+        with self._taking:
+            seal = Seal(self._run, self._chain.key(name.sequence))
+            self._open[name.sequence] = seal
+        return seal
+
+    def end(self, name: SnapshotName) -> None:
         """The save is over."""
-        self._seal = None
+        with self._taking:
+            self._open.pop(name.sequence, None)
+
+    def hide(self, name: SnapshotName, value: Any) -> str:
+        """What ranks tell each other of a save over a place where others may read along."""
+        return to_text(envelope.hide(self._open[name.sequence].key, strict.canonical(value)))
+
+    def shown(self, name: SnapshotName, text: str) -> Any:
+        """The inverse of `hide`, on any rank that takes part in the save.
+
+        Raises:
+            UnusableSnapshot: it was changed.
+        """
+        what = f"what a rank told of {name}"
+        data = envelope.show(self._open[name.sequence].key, from_text(text, what), what)
+        return strict.parse(data, what, max_bytes=len(data))
 
     def manifest(self, manifest: Manifest) -> Manifest:
         """As it is to be committed. Rank 0, between `begin` and `end`."""
-        assert self._seal is not None
-        own, key = str(manifest.name), self._seal.key
+        own, key = str(manifest.name), self._open[manifest.name.sequence].key
         folders = {str(reached_file(file.name)[0]) for file in manifest.reached}
         keys = {name: self._known[name] for name in sorted(folders)}
         keys[own] = envelope.wrap_for_all(key, self._recipients, self._run, own)
@@ -72,25 +95,12 @@ def check(options: Options) -> tuple[str, ...]:
     """The recipients; none: nothing is encrypted.
 
     Raises:
-        ConfigurationError: one is none, the package is missing, or an option cannot go with it.
+        ConfigurationError: one is none, or the package is missing.
     """
     if not options.encrypt_to:
         return ()
     must_be_there()
-    recipients = parse_recipients(options.encrypt_to)
-    if options.memory_every.steps is not None or options.redundancy.kind != NOTHING:
-        raise ConfigurationError(
-            "encrypt_to goes together with neither memory_every nor redundancy: what hosts keep in "
-            "memory, for themselves and for each other, is not encrypted",
-            hint='memory_every="never", redundancy="none"',
-        )
-    if options.survivors.seconds is not None and not options.survivors.auto:
-        raise ConfigurationError(
-            "encrypt_to does not go together with survivors: keys are used by one thread, and what "
-            "survivors save is written by another, while a save may be on its way",
-            hint='survivors="never"',
-        )
-    return recipients
+    return parse_recipients(options.encrypt_to)
 
 
 def set_up(options: Options, channel: Channel, run: str) -> Sealing | None:

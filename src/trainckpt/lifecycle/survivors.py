@@ -202,7 +202,10 @@ class Survivors:
                 small = moment.small.memory
             shard, entries = moment.file_of(owner, self._world, alike.share(owner), small)
             receipt = write_shard(self._tier, name, owner, shard, (), seal)
-            wrote[str(owner)] = {"receipt": receipt.to_json(), "table": table_to_json(entries)}
+            wrote[str(owner)] = {
+                "receipt": self._hidden(name, receipt),
+                "table": table_to_json(entries),
+            }
         self._tell(f"wrote-{self._rank}.json", wrote)
 
     def _commit(
@@ -216,7 +219,7 @@ class Survivors:
             if not wrote:
                 raise SaveFailed(f"rank {writer} did not write what it holds")
             for owner, each in wrote.items():
-                receipts[int(owner)] = Receipt.from_json(each["receipt"])
+                receipts[int(owner)] = self._shown(name, each["receipt"])
                 tables[int(owner)] = table_from_json(each["table"], self._world)
         ranks = range(self._world)
         gone = [rank for rank in ranks if rank not in present]
@@ -234,6 +237,13 @@ class Survivors:
         logger.warning("saved %s (%s)%s", name, manifest.reason, how)
 
     # The files by which ranks tell each other.
+
+    def _hidden(self, name: SnapshotName, receipt: Receipt) -> Any:
+        """Not to be read by others, if the file is not: it has a digest of what that was."""
+        return self._seals.hide(name, receipt.to_json()) if self._seals else receipt.to_json()
+
+    def _shown(self, name: SnapshotName, told: Any) -> Receipt:
+        return Receipt.from_json(self._seals.shown(name, told) if self._seals else told)
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         found = {}

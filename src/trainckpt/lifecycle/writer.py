@@ -25,7 +25,14 @@ from trainckpt.lifecycle.log import logger
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.save import Receipt, only_digested, write_shard, write_stream
+from trainckpt.snapshot.save import (
+    Receipt,
+    only_digested,
+    only_sealed,
+    write_shard,
+    write_stream,
+)
+from trainckpt.snapshot.save_sealed import stored_bytes
 from trainckpt.snapshot.tables import check_whole, merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.write_beside import File, Lost, WriteBeside
 from trainckpt.state import stage
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.save_sealed import Seal
     from trainckpt.state.kinds.tracked_file import TrackedFile
     from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.memory import Arena
 
 RANKS_TIMEOUT_S = 600.0
 
@@ -82,9 +90,17 @@ class Writer:
         references: References,
         being_read: Callable[[], Collection[str]] = tuple,
         sealing: Sealing | None = None,
+        room: Callable[..., Arena | None] = lambda num_bytes, **_: None,
     ) -> None:
-        """`being_read`: full names of snapshots that must not be pruned now."""
-        self._sealing = sealing
+        """Of one rank.
+
+        Args:
+            tier, channel, files, facts, log, references: Of the attempt.
+            being_read: Full names of snapshots that must not be pruned now.
+            sealing: Everything is encrypted.
+            room: Memory for an encrypted file that others are to keep (`Protecting.room`).
+        """
+        self._sealing, self._room = sealing, room
         self._tier = tier
         self._being_read = being_read
         self._references = references
@@ -130,10 +146,10 @@ class Writer:
             for file in self._files:  # the lengths recorded must really be there
                 file.sync()
             reached = self._references.reached(shard.header)
+            seal = self._sealing.begin(manifest.name) if self._sealing else None
             if in_memory:
-                receipt = self._in_memory(shard, finish())
+                receipt = self._in_memory(manifest.name, shard, finish(), seal)
             else:
-                seal = self._sealing.begin(manifest.name) if self._sealing else None
                 receipt = self._write_file(manifest.name, shard, finish(), seal)
             receipt = replace(receipt, reached=reached)
             self._must_be_wanted()
@@ -149,7 +165,7 @@ class Writer:
             verdict = self._commit(manifest, report, entries, in_memory=in_memory)
             self.tell(sequence, verdict)
         if self._sealing is not None:
-            self._sealing.end()
+            self._sealing.end(manifest.name)
         if "error" in verdict:
             kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
             raise kind(str(verdict["error"]))
@@ -169,17 +185,57 @@ class Writer:
         if isinstance(shard, stage.Stream):
             size = shard.header.header_bytes + shard.header.data_bytes
             return write_stream(self._tier, name, self._rank, shard.head, size, shard.blocks, seal)
+        arena = self._room(stored_bytes(shard), in_memory=False) if seal is not None else None
+        try:
+            return self._beside_us(self._tier, name, shard, copied, seal, arena)
+        except Lost:
+            self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
+        into = arena.memory if arena is not None else None
+        return write_shard(self._tier, name, self._rank, shard, copied, seal, into)
+
+    def _in_memory(
+        self,
+        name: SnapshotName,
+        shard: stage.Shard | stage.Stream,
+        copied: Iterator[int],
+        seal: Seal | None,
+    ) -> Receipt:
+        """As `_write_file`, but it stays in memory: encrypted, or as it is."""
+        if isinstance(shard, stage.Stream):
+            raise SaveFailed("there is no memory in which it could stay", hint="memory_budget")
+        if seal is None:
+            for _ in copied:  # nobody reads it before it is complete
+                pass
+            return only_digested(self._rank, shard)
+        arena = self._room(stored_bytes(shard), in_memory=True)
+        if arena is None:
+            raise SaveFailed("there is no shared memory in which it could stay encrypted")
+        try:
+            return self._beside_us(None, name, shard, copied, seal, arena)
+        except Lost:
+            return only_sealed(name, self._rank, shard, copied, seal, arena.memory)
+
+    def _beside_us(
+        self,
+        tier: Tier | None,
+        name: SnapshotName,
+        shard: stage.Shard,
+        copied: Iterator[int],
+        seal: Seal | None,
+        arena: Arena | None,
+    ) -> Receipt:
+        """Have it written by the process beside us.
+
+        Raises:
+            Lost: it is not there for this file, or not any more.
+        """
         file = shard.descriptor
-        if file is not None and self._beside.takes(self._tier, len(shard.memory)):
-            try:
-                job = File(self._tier, name, self._rank, shard, file, seal)
-                written = self._beside.write(job, copied)
-            except Lost:
-                self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
-            else:
-                shard.header = written.header
-                return written.receipt
-        return write_shard(self._tier, name, self._rank, shard, copied, seal)
+        if file is None or not self._beside.takes(tier, len(shard.memory)):
+            raise Lost
+        into = (arena.descriptor, len(arena.memory)) if arena is not None else None
+        written = self._beside.write(File(tier, name, self._rank, shard, file, seal, into), copied)
+        shard.header = written.header
+        return written.receipt
 
     def prepare(self, num_bytes: int) -> None:
         """Files of about this size will be written: have the process that does it beside us."""
@@ -201,13 +257,6 @@ class Writer:
         if self._rank == 0 and not keep:
             with contextlib.suppress(TrainckptError):
                 self._tier.clear_spares()
-
-    def _in_memory(self, shard: stage.Shard | stage.Stream, finishing: Iterator[int]) -> Receipt:
-        if isinstance(shard, stage.Stream):
-            raise SaveFailed("there is no memory in which it could stay", hint="memory_budget")
-        for _ in finishing:  # nobody reads it before it is complete
-            pass
-        return only_digested(self._rank, shard)
 
     def _must_be_wanted(self) -> None:
         """What was streamed from live tensors after `give_up` may be anything."""
@@ -249,8 +298,8 @@ class Writer:
                 self.whole = self._sealing.manifest(self.whole)
             if not in_memory:
                 commit(self._tier, self.whole)
-            if self._sealing is not None:
-                self._sealing.committed(self.whole)
+                if self._sealing is not None:
+                    self._sealing.committed(self.whole)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
         return {"ok": True}

@@ -90,6 +90,7 @@ def write_shard(
     shard: InMemory,
     copied: Iterable[int] = (),
     seal: Seal | None = None,
+    into: memoryview | None = None,
 ) -> Receipt:
     """Write one shard file from memory into the snapshot's folder; durable when it returns.
 
@@ -101,6 +102,7 @@ def write_shard(
         shard: Complete once `copied` has ended.
         copied: Gives addresses in its memory below which it is complete.
         seal: It is encrypted.
+        into: Memory where the encrypted file stays, if it is to stay.
 
     Raises:
         SaveFailed: the run's record is gone from the tier (its directory vanished).
@@ -108,7 +110,7 @@ def write_shard(
     """
     if seal is not None:
         with _in_place(tier):
-            return Receipt(write_sealed(tier, name, rank, shard, copied, seal))
+            return Receipt(write_sealed(tier, name, rank, shard, copied, seal, into))
     file_name, head_bytes = names.shard_file_name(rank), shard.header.header_bytes
     num_bytes = len(shard.memory)
     complete = threading.Event()
@@ -141,6 +143,18 @@ def write_shard(
             complete.set()  # whatever became of it, nobody waits any more
         entry = FileEntry(file_name, num_bytes, whole.result(), head.result())
     return Receipt(entry)
+
+
+def only_sealed(
+    name: SnapshotName,
+    rank: int,
+    shard: InMemory,
+    copied: Iterable[int],
+    seal: Seal,
+    into: memoryview,
+) -> Receipt:
+    """As `write_shard`, of a file that is written nowhere: encrypted, it stays in memory."""
+    return Receipt(write_sealed(None, name, rank, shard, copied, seal, into))
 
 
 def only_digested(rank: int, shard: InMemory) -> Receipt:

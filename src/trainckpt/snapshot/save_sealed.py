@@ -1,9 +1,10 @@
 """Save sealed: a rank's shard file, encrypted while it is written. The mirror of `opened`.
 
     encrypt   blocks of chunks, by two threads, from where the file lies in memory to one of a few
-              buffers: that is all the memory it takes
+              buffers: that is all the memory it takes. Or to memory for all of it, where it stays:
+              what other hosts are to keep
     write     one block after the other, while the next ones are encrypted
-    digest    of what is written, on its way; it says nothing of what was encrypted
+    digest    of what is written, meanwhile; it says nothing of what was encrypted
 
 Everything is encrypted once: what fails is begun anew, with another key.
 """
@@ -46,15 +47,28 @@ class Seal(NamedTuple):
     key: bytes
 
 
+def stored_bytes(shard: InMemory) -> int:
+    """Of a file in memory, once it is encrypted."""
+    head_bytes = shard.header.header_bytes
+    return Layout(head_bytes, len(shard.memory) - head_bytes).stored_bytes
+
+
 def write_sealed(
-    tier: Tier,
+    tier: Tier | None,
     name: SnapshotName,
     rank: int,
     shard: InMemory,
     copied: Iterable[int],
     seal: Seal,
+    into: memoryview | None = None,
 ) -> FileEntry:
-    """As `save.write_shard`, encrypted; what was written."""
+    """As `save.write_shard`, encrypted; what was written.
+
+    Args:
+        tier: None: it is written nowhere but to `into`.
+        name, rank, shard, copied, seal: See there.
+        into: `stored_bytes` of memory, where the encrypted file stays; None: it stays nowhere.
+    """
     complete = threading.Event()
 
     def digest_head() -> bytes:
@@ -65,8 +79,16 @@ def write_sealed(
         try:
             head = digesting.submit(digest_head)
             file = _SealedFile(name, rank, shard.header.header_bytes, len(shard.memory), seal)
-            blocks = file.blocks(shard.memory, copied, complete, head)
-            tier.write(f"{name.folder}/{file.name}", blocks, file.layout.stored_bytes)
+            blocks = file.blocks(shard.memory, copied, complete, head, into)
+            key, num_bytes = f"{name.folder}/{file.name}", file.layout.stored_bytes
+            if into is None:
+                assert tier is not None
+                tier.write(key, file.digested(blocks), num_bytes)
+            elif tier is not None:
+                tier.write_parts(key, num_bytes, file.parts(blocks))
+            else:
+                for _ in file.parts(blocks):
+                    pass
         finally:
             complete.set()
         return file.entry(digest.digest(head.result()))
@@ -113,40 +135,60 @@ class _SealedFile:
         copied: Iterable[int],
         complete: threading.Event,
         head: Future[bytes],
+        into: memoryview | None,
     ) -> Iterator[memoryview]:
-        """The file's blocks, each for a moment."""
-        return self._whole.over(self._blocks(data, copied, complete, head))
-
-    def _blocks(
-        self,
-        data: memoryview,
-        copied: Iterable[int],
-        complete: threading.Event,
-        head: Future[bytes],
-    ) -> Iterator[memoryview]:
+        """The file's blocks, in order; each for a moment, or where it stays in `into`."""
         body = data[self.layout.head_bytes :]
-        size = min(BLOCK_BYTES, len(body)) + TAG_BYTES
-        buffers = [memory(size) for _ in range(NUM_BUFFERS)]
+        size, buffers = min(BLOCK_BYTES, len(body)), list[memoryview]()
+        if into is None:
+            buffers = [memory(size) for _ in range(NUM_BUFFERS)]
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
             for at in _as_copied(data, copied, complete, self.layout.head_bytes):
-                buffer = buffers[at // BLOCK_BYTES % NUM_BUFFERS]
+                buffer = into[at:] if into else buffers[at // BLOCK_BYTES % NUM_BUFFERS]
                 waiting.append(sealers.submit(self._seal, body, at, buffer))
                 if len(waiting) == NUM_BUFFERS:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        yield self._end(head.result())
+        end = self._end(head.result())
+        if into is not None:
+            into[len(body) :] = end
+            end = into[len(body) :]
+        yield end
 
-    def _seal(self, body: memoryview, at: int, buffer: memoryview) -> memoryview:
-        """Encrypt one block of the body; each chunk's tag is written over by the next chunk."""
+    def digested(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """The same blocks, each digested while whoever takes it writes it."""
+        with ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
+            for block in blocks:
+                taken = digesting.submit(self._whole.update, block)
+                yield block
+                taken.result()
+
+    def parts(self, blocks: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
+        """The same blocks, which stay, and where in the file each begins."""
+        at = 0
+        for block in self._whole.over(blocks):
+            yield at, block
+            at += len(block)
+
+    def _seal(self, body: memoryview, at: int, into: memoryview) -> memoryview:
+        """Encrypt one block of the body.
+
+        Each chunk's tag is written over by the next chunk. Where it would lie behind the block,
+        which another thread encrypts, the chunk goes through memory of its own.
+        """
         end = min(at + BLOCK_BYTES, len(body))
         each = self.layout.chunk_bytes
         for first in range(at, end, each):
             last = min(first + each, end)
-            into = buffer[first - at : last - at + TAG_BYTES]
-            self._sealer.seal(first // each, body[first:last], into)
-        return buffer[: end - at]
+            fits = last + TAG_BYTES <= end
+            room = last - first + TAG_BYTES
+            target = into[first - at :][:room] if fits else memoryview(bytearray(room))
+            self._sealer.seal(first // each, body[first:last], target)
+            if not fits:
+                copy(into[first - at : last - at], target[: last - first])
+        return into[: end - at]
 
     def passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         """The blocks of a file that pass by in order, head first, encrypted, head last."""

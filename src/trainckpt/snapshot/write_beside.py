@@ -46,16 +46,19 @@ class File(NamedTuple):
     """A shard file in shared memory, and where it goes: as `write_shard` takes it.
 
     Attributes:
+        tier: None: it is written nowhere, but encrypted to `into`.
         descriptor: Of the file in memory that `shard` is.
         seal: It is encrypted.
+        into: Where the encrypted file stays: the descriptor and the length of that memory.
     """
 
-    tier: Tier
+    tier: Tier | None
     name: SnapshotName
     rank: int
     shard: InMemory
     descriptor: int
     seal: Seal | None = None
+    into: tuple[int, int] | None = None
 
 
 class Written(NamedTuple):
@@ -80,9 +83,9 @@ class WriteBeside:
         self._can = hasattr(socket, "send_fds") and os.name == "posix"
         self._layout: ShardHeader | None = None  # that the process knows
 
-    def takes(self, tier: Tier, num_bytes: int) -> bool:
-        """Whether a file of this size is to be written there."""
-        plain = isinstance(tier, LocalTier) and type(tier.disk) is Disk
+    def takes(self, tier: Tier | None, num_bytes: int) -> bool:
+        """Whether a file of this size is to be written there; None: nowhere but to memory."""
+        plain = tier is None or (isinstance(tier, LocalTier) and type(tier.disk) is Disk)
         return self._can and plain and num_bytes >= FROM_BYTES
 
     def start(self) -> None:
@@ -121,13 +124,16 @@ class WriteBeside:
         header, memory = file.shard.header, file.shard.memory
         begin = address(memory) or 0
         layout = b"" if header is self._layout else shard_file.build(header)
-        body = {
-            "root": file.tier.url, "name": str(file.name), "rank": file.rank,
+        body: dict[str, Any] = {
+            "root": file.tier and file.tier.url, "name": str(file.name), "rank": file.rank,
             "num_bytes": len(memory),
         }  # fmt: skip
         if file.seal is not None:
             body["seal"] = [file.seal.run, file.seal.key.hex()]
+        body["into"] = 0 if file.into is None else file.into[1]
         messages.send(end, body, layout, file.descriptor)
+        if file.into is not None:
+            messages.send(end, {}, descriptor=file.into[0])
         self._layout = header
         try:
             for behind in copied:

@@ -6,7 +6,7 @@ In the rank's own process every call of Python that digests or writes takes the 
 from training, which launches thousands of operations a step. Here it takes nothing but a core that
 is free. It reads the arena where it lies and changes nothing in it: the head goes back to the rank,
 so if that dies, whoever takes its memory next finds nobody writing there. Nothing it has written
-means anything before the ranks commit it.
+means anything before the ranks commit it; nor has what it encrypts to memory a name before that.
 
 It hears no signals, and ends when its rank does.
 """
@@ -27,7 +27,7 @@ from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError
 from trainckpt.format import digest, shard_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import messages
-from trainckpt.snapshot.save import write_shard
+from trainckpt.snapshot.save import only_sealed, write_shard
 from trainckpt.snapshot.save_sealed import Seal
 from trainckpt.tiers.direct import address, memory
 from trainckpt.tiers.local import LocalTier
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _DEAF_TO = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT")
 NICENESS = 5  # training goes first where there is no core to spare
-MAPPED = 2  # arenas that a rank may have
+MAPPED = 4  # arenas that a rank may have, and memory for what is encrypted
 
 
 class Abandoned(SaveFailed):
@@ -106,21 +106,24 @@ class WriteProcess:
     def _write(
         self, asked: messages.Message, layout: bytes, progress: Iterator[int]
     ) -> tuple[dict[str, Any], memoryview]:
-        body, descriptor = asked.body, asked.descriptor
-        assert descriptor is not None
-        try:
-            data = self._map(descriptor, body["num_bytes"])
-        finally:
-            os.close(descriptor)
+        body = asked.body
+        behind = messages.receive(self._end) if body["into"] else None
+        data = self._take(asked, body["num_bytes"])
+        into = self._take(behind, body["into"]) if behind is not None else None
         if layout:
             self._header = shard_file.parse(layout, "what a rank sent", file_bytes=len(data))
         assert self._header is not None
-        name, tier = SnapshotName.parse(body["name"]), self._tier(body["root"])
+        name, rank = SnapshotName.parse(body["name"]), body["rank"]
         assert name is not None
         shard, begin = Mapped(self._header, data), address(data) or 0
         copied = (begin + behind for behind in progress)
         seal = Seal(body["seal"][0], bytes.fromhex(body["seal"][1])) if "seal" in body else None
-        receipt = write_shard(tier, name, body["rank"], shard, copied, seal)
+        if body["root"] is None:
+            assert seal is not None
+            assert into is not None
+            receipt = only_sealed(name, rank, shard, copied, seal, into)
+        else:
+            receipt = write_shard(self._tier(body["root"]), name, rank, shard, copied, seal, into)
         found = "".join(digest.compact(region.digest) for region in shard.header.regions)
         return {"receipt": receipt.to_json(), "digests": found}, shard.top
 
@@ -140,6 +143,14 @@ class WriteProcess:
 
     def _tier(self, root: str) -> LocalTier:
         return self._tiers.setdefault(root, LocalTier(root))
+
+    def _take(self, message: messages.Message, num_bytes: int) -> memoryview:
+        """The memory whose descriptor came with a message."""
+        assert message.descriptor is not None
+        try:
+            return self._map(message.descriptor, num_bytes)
+        finally:
+            os.close(message.descriptor)
 
     def _map(self, descriptor: int, num_bytes: int) -> memoryview:
         status = os.fstat(descriptor)

@@ -1,6 +1,7 @@
 """Kept: what this host's memory holds for other hosts, beside the arenas of its own ranks.
 
     arenas/copy00003.0, .1      a copy of rank 3's shard file; two, filled in turn
+    arenas/sealed00002.0, .1    rank 2's own shard file, encrypted, as others have it
     snapshots/<folder>/         the same by the names of what they hold, and
         manifest.json           the snapshot's manifest: with it, hosts that have lost the run's
                                 place of sight still know what they have
@@ -20,6 +21,7 @@ from trainckpt.tiers.private import must_be_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from trainckpt.tiers.memory import Arena, MemoryPlace
 
@@ -29,8 +31,11 @@ MANIFEST = "manifest.json"
 class Slot:
     """Two arenas for one kind of file, of which one may be filled."""
 
-    def __init__(self, place: MemoryPlace, name: str) -> None:
-        self._place, self._name = place, name
+    def __init__(self, place: MemoryPlace, name: str, *, anew: bool = False) -> None:
+        """`anew`: none is used again that an attempt before has left unfinished: a process of it
+        may be writing there still.
+        """
+        self._place, self._name, self._anew = place, name, anew
         self._open: dict[int, Arena] = {}
 
     def free(self, newest: str | None) -> Arena:
@@ -41,13 +46,20 @@ class Slot:
         """
         for number in range(2):
             if number not in self._open:
-                path = self._place.root / "arenas" / f"{self._name}.{number}"
                 with contextlib.suppress(MemoryTaken):
-                    self._open[number] = self._place.open_arena(path)
+                    self._open[number] = self._opened(number)
             arena = self._open.get(number)
             if arena is not None and newest not in arena.holds():
                 return arena
         raise MemoryTaken(f"{self._name} is in use by another process")
+
+    def _opened(self, number: int) -> Arena:
+        path = arena_path(self._place, self._name, number)
+        arena = self._place.open_arena(path)
+        if not self._anew or arena.holds():
+            return arena
+        arena.remove()
+        return self._place.open_arena(path)
 
     def release(self, newest: str | None) -> None:
         """Take away the names of what belongs to other snapshots."""
@@ -65,6 +77,16 @@ class Slot:
                 else:
                     arena.remove()
         self._open.clear()
+
+
+def arena_path(place: MemoryPlace, name: str, number: int) -> Path:
+    """Of one of the two of a slot."""
+    return place.root / "arenas" / f"{name}.{number}"
+
+
+def sealed_slot(rank: int) -> str:
+    """Name of the slot of a rank's own file, encrypted."""
+    return f"sealed{rank:05d}"
 
 
 def write_manifest(place: MemoryPlace, folder: str, data: bytes) -> None:

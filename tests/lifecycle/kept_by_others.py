@@ -1,0 +1,168 @@
+"""Programs of real ranks, each a host of its own: what others keep is damaged, or hosts are lost.
+
+Every rank has a name and a folder of memory that only it knows. All that is to be seen happens in
+one process a rank, attempt after attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import torch
+import torch._dynamo  # what an optimizer imports, a second or two: once for all ranks
+import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainckpt import Checkpointer
+from trainckpt.format import manifest as manifests
+from trainckpt.snapshot import memory_copies, write_beside
+from trainckpt.tiers import kept
+from trainckpt.tiers.memory import ROOT_VARIABLE, MemoryPlace
+
+OWN, COPY, PARITY, HOST = "own", "copy", "parity", "host"
+WIDTH = 60
+SAVING = {"every": "2 steps", "memory_every": "1 step", "keep_last": 9}
+
+
+class Leave(Exception):
+    """The attempt fails, and leaves what is in memory."""
+
+
+class Heard(logging.Handler):
+    """What is logged."""
+
+    def __enter__(self):
+        self.lines = []
+        logging.getLogger("trainckpt").addHandler(self)
+        return self
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __exit__(self, *_):
+        logging.getLogger("trainckpt").removeHandler(self)
+
+
+def be_a_host(rank, folder):
+    """Before anything is asked about memory or the host."""
+    memory = Path(folder) / f"memory{rank}"
+    memory.mkdir()
+    os.environ[ROOT_VARIABLE] = str(memory)
+    socket.gethostname = lambda: f"host{rank}"
+    return memory
+
+
+def play(rank, folder, chains):
+    """For each chain: attempts, before each of which something is done to what hosts hold.
+
+    Args:
+        chains: Name -> options, and of each attempt: the step it trains to, and what is damaged
+            then in the memory of which rank.
+
+    Returns:
+        Name -> of each attempt: where it began, its state then and at each step, what was logged,
+        and whether this host's memory holds anything of a tensor that is not its own.
+    """
+    torch.set_num_threads(1)
+    memory, found = be_a_host(rank, folder), {}
+    logging.getLogger("trainckpt").setLevel(logging.INFO)
+    for name, (options, attempts) in chains.items():
+        place, seen = f"{folder}/{name}", []
+        for until, damages in attempts:
+            seen.append(attempt(rank, place, until, {**SAVING, **options}))
+            seen[-1]["readable"] = readable(rank, place) if until > seen[-1]["began"] else []
+            torch.distributed.barrier()
+            for what, of in damages.get(rank, ()):
+                damage(rank, place, memory, what, of)
+            seen[-1]["verified"] = verified(place)
+            torch.distributed.barrier()
+        found[name] = seen
+    return found
+
+
+def attempt(rank, place, until, options):
+    """Train to a step, and leave by an error once the save of that step is kept."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    wrapped = DistributedDataParallel(model)
+    optimizer, states = torch.optim.AdamW(model.parameters(), 0.01), {}
+    torch.manual_seed(rank + 1)
+    with (
+        Heard() as heard,
+        contextlib.suppress(Leave),
+        Checkpointer(place, model=wrapped, optimizer=optimizer, **options) as ckpt,
+    ):
+        began = ckpt.cursor.step
+        write_beside.FROM_BYTES = 0 if "beside" in place else 64 << 20
+        while True:
+            ckpt.boundary()
+            states[ckpt.cursor.step] = state(model, optimizer)
+            if ckpt.cursor.step >= until:
+                ckpt._attempt.saver.wait()
+                raise Leave
+            wrapped(torch.randn(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"began": began, "states": states, "log": heard.lines}
+
+
+def state(model, optimizer):
+    """Digest of parameters, moments and the generator."""
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for parameter in model.parameters():
+        moments = [moment for _, moment in sorted(optimizer.state[parameter].items())]
+        for tensor in (parameter, *moments):
+            found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def newest(place):
+    """Folder of the newest snapshot that this host holds for others; None: it holds none."""
+    memory = MemoryPlace.found(place)
+    folders = memory.folders() if memory is not None else []
+    found = [memory.root / f for f in folders if kept.MANIFEST in kept.files(memory, f)]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def readable(rank, place):
+    """Files kept for others, or sealed, in which a name of a tensor can be read."""
+    files = [p for p in newest(place).iterdir() if p.name != kept.MANIFEST]
+    others = [p for p in files if not p.name.startswith(f"rank{rank:05d}.safetensors")
+              or p.suffix == ".sealed"]  # fmt: skip
+    assert others
+    return sorted(p.name for p in others if b"model/weight" in p.read_bytes())
+
+
+def verified(place):
+    """What `verify` finds of the newest snapshot in this host's memory: good or not, by file."""
+    folder = newest(place)
+    if folder is None:
+        return {}
+    manifest = manifests.load((folder / kept.MANIFEST).read_bytes(), "it")
+    return {copy.file: copy.ok for copy in memory_copies.verify(place, manifest)}
+
+
+def damage(rank, place, memory, what, of):
+    """Flip a bit of what this host holds of a rank, or lose the host's memory."""
+    if what == HOST:
+        shutil.rmtree(memory)
+        memory.mkdir()
+        socket.gethostname = lambda: f"another{rank}"
+        return
+    end = "*.parity" if what == PARITY else f"rank{of:05d}.safetensors*"
+    found = list(newest(place).glob(end))
+    assert found, (what, of)
+    for path in found:
+        with path.open("r+b") as file:
+            file.seek(-5, os.SEEK_END)
+            (byte,) = file.read(1)
+            file.seek(-5, os.SEEK_END)
+            file.write(bytes([byte ^ 16]))
