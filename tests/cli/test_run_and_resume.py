@@ -20,6 +20,7 @@ import pytest
 from tests.campaign import launch
 from tests.campaign.cases import Settings
 from trainckpt.cli.main import main
+from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.place import open_directory
 from trainckpt.snapshot import attempts
@@ -70,9 +71,9 @@ def wait_for(condition, process=None) -> None:
 class Trainckpt:
     """The command, forked from the warm server; torchrun and its ranks are started afresh."""
 
-    def __init__(self, server, log: Path, *arguments: str) -> None:
+    def __init__(self, server, log: Path, *arguments: str, **variables: str) -> None:
         self.server, self.log = server, log
-        answer = server.ask(script=MAIN, argv=list(arguments), log=str(log), ranks=[{}])
+        answer = server.ask(script=MAIN, argv=list(arguments), log=str(log), ranks=[variables])
         (self.pid,) = answer["pids"]
 
     def wait(self) -> int:
@@ -107,7 +108,10 @@ def send_all(pids: list[int], number: int) -> None:
 
 
 def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
-    """SIGKILL of the ranks, SIGTERM to the supervisor, SIGTERM to one rank: not a bit is lost."""
+    """SIGKILL of the ranks, SIGTERM to the supervisor, SIGTERM to one rank: not a bit is lost.
+
+    The third attempt encrypts, the last is told how to read that.
+    """
     reference, folder = tmp_path / "reference", tmp_path / "interrupted"
     reference.mkdir()
     folder.mkdir()
@@ -137,14 +141,19 @@ def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
     assert stopped["exactness"] == "bitwise"
     assert stopped["tiers"] == ["local"]
 
-    third = Trainckpt(server, folder / "third", "resume", run)
+    keys.write_identity(folder / "identity", identity := keys.generate())
+    to = {"TRAINCKPT_ENCRYPT_TO": identity.recipient}
+    third = Trainckpt(server, folder / "third", "resume", run, **to)
     code = third.after(folder, 8, lambda: os.kill(newest_pids(folder)[1], signal.SIGTERM))
     assert code == 75, third.shown()
     assert outcome(folder, 3)["outcome"] == "stopped"
 
-    last = Trainckpt(server, folder / "last", "resume", "--json", run)
+    read = ("--identity", str(folder / "identity"))
+    last = Trainckpt(server, folder / "last", "resume", "--json", *read, run)
     assert last.wait() == 0, last.shown()
     assert outcome(folder, 4)["outcome"] == "finished"
+    manifest = json.loads(next((folder / "run/snapshots").glob("*~4.*/manifest.json")).read_bytes())
+    assert manifest["encryption"]["keys"].keys() == {f"{manifest['id']}~4.{manifest['sequence']}"}
     for rank in range(2):
         assert merged(folder, rank) == lines(reference, rank)
         final = f"trace/final{rank}.json"
