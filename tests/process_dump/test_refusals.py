@@ -90,17 +90,20 @@ def test_doctor_dumps_and_restores_two_small_processes(criu_here):
 class Counting:
     """A small process, its files, and the dump of it."""
 
-    def __init__(self, folder: Path, program: Path, version: str) -> None:
+    def __init__(
+        self, folder: Path, program: Path, version: str, text: str = PROGRAM, bare: bool = True
+    ) -> None:
         self.tier = LocalTier(folder / "run")
         self.supervisor, self.mapped = folder / "supervisor", folder / "mapped.so"
         self.log, self.program, self.version = folder / "log", program, version
         self.supervisor.mkdir()
         self.mapped.write_bytes(os.urandom(8192))
         with self.log.open("ab") as log:
+            python = [sys.executable, *(["-I", "-S"] if bare else [])]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", PROGRAM, self.mapped], stdout=log, stderr=log,
+                [*python, "-c", text, self.mapped], stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, start_new_session=True,
-                env={VARIABLE: str(self.supervisor)},
+                env={**({} if bare else os.environ), VARIABLE: str(self.supervisor)},
             )  # fmt: skip
         self.restored: Adopted | None = None
 

@@ -1,11 +1,15 @@
-"""doctor: whether processes can be dumped here, tried with two small ones."""
+"""doctor: whether processes can be dumped here, tried with two small ones; and their GPU state."""
 
 from __future__ import annotations
 
-from trainckpt.lifecycle.machine import Item
-from trainckpt.process_dump import criu, toy
+from pathlib import Path
 
-NAME = "process dumps"
+from trainckpt.lifecycle.machine import Item
+from trainckpt.process_dump import criu, gpus, toy
+from trainckpt.process_dump.cuda_driver import CudaDriver
+
+NAME, GPUS = "process dumps", "dumps of GPU state"
+NVIDIA = Path("/dev/nvidiactl")
 
 
 def examine() -> Item:
@@ -18,3 +22,22 @@ def examine() -> Item:
         return Item(NAME, ok=False, value=trial.why_not, cure=criu.INSTALL, needed=False)
     took = f"two processes were dumped in {trial.dump_s:.1f} s, restored in {trial.restore_s:.1f} s"
     return Item(NAME, ok=True, value=f"CRIU {found.version}: {took}", needed=False)
+
+
+def examine_gpus() -> Item:
+    """One item: whether what processes have on GPUs can be set aside. Nothing of it is tried."""
+    if not NVIDIA.exists():
+        return Item(GPUS, ok=True, value="no GPU of NVIDIA's here", needed=False)
+    with CudaDriver() as driver:
+        return of_gpus(driver.machine())
+
+
+def of_gpus(machine: gpus.Machine) -> Item:
+    """The item for a machine. Pure."""
+    why, cure = gpus.why_not_here(machine)
+    if why:
+        return Item(GPUS, ok=False, value=why, cure=cure, needed=False)
+    value = f"driver {machine.driver}, GPUs: {len(machine.devices)}"
+    if not machine.persistent:
+        value += "; persistence mode is off, so the first call takes longer (nvidia-smi -pm 1)"
+    return Item(GPUS, ok=True, value=value, needed=False)

@@ -87,6 +87,35 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU of the host: its name, its UUID, and what the processes had on it."""
+
+    name: str
+    uuid: str
+    used_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """What lies in the images of the state that processes had on GPUs.
+
+    Attributes:
+        driver: NVIDIA's, its version: another one may not put the state back.
+        devices: All GPUs that the driver knew, in its order.
+        pids: Processes whose state was set aside.
+    """
+
+    driver: str
+    devices: tuple[Gpu, ...]
+    pids: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """On all GPUs."""
+        return sum(gpu.used_bytes for gpu in self.devices)
+
+
+@dataclass(frozen=True)
 class DumpRecord:
     """One dump.
 
@@ -103,6 +132,7 @@ class DumpRecord:
         told: File name -> text: what ranks had told the supervisor.
         images, written: Files.
         reason: Why it was taken.
+        gpus: What was on GPUs; None: nothing.
     """
 
     name: DumpName
@@ -118,6 +148,7 @@ class DumpRecord:
     images: tuple[Image, ...]
     written: tuple[WrittenFile, ...]
     reason: str
+    gpus: GpuState | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -148,6 +179,7 @@ class DumpRecord:
             told=_texts(strict.field(body, "told", dict, what), what),
             images=tuple(_image(i, what) for i in strict.field(body, "images", list, what)),
             written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
+            gpus=_gpus(body.get("gpus"), what),
             **texts,
         )  # fmt: skip
 
@@ -162,6 +194,27 @@ def _host(body: dict[str, Any], what: str) -> Host:
     name, kernel = (str(strict.field(body, key, str, what)) for key in ("name", "kernel"))
     flags = strict.field(body, "flags", list, what)
     return Host(name, kernel, tuple(str(flag) for flag in flags))
+
+
+def _gpus(body: Any, what: str) -> GpuState | None:
+    if body is None:
+        return None
+    if not isinstance(body, dict):
+        raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no state of GPUs")
+    devices = strict.field(body, "devices", list, what)
+    pids = strict.field(body, "pids", list, what)
+    return GpuState(
+        str(strict.field(body, "driver", str, what)),
+        tuple(_gpu(device, what) for device in devices),
+        tuple(_pid(pid, what) for pid in pids),
+    )
+
+
+def _gpu(body: Any, what: str) -> Gpu:
+    if not isinstance(body, dict):
+        raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no GPU")
+    name, uuid = (str(strict.field(body, key, str, what)) for key in ("name", "uuid"))
+    return Gpu(name, uuid, strict.count(body, "used_bytes", what))
 
 
 def _texts(body: dict[str, Any], what: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Takes a dump of a tree of processes and ends them; if anything is against it, they go on.
 
     1. look       what the tree holds open, whether there is room; nothing is touched yet
+       GPUs       what is on them is set aside, in the processes' own memory (`gpu_tree`)
     2. CRIU       images; the tree stays, stopped
     3. fsync      every image and its digest, the folders
     4. commit     the record: from now on the dump exists
@@ -28,7 +29,10 @@ from trainckpt.process_dump import criu, tree
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainckpt.format.dump import DumpName
+    from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.tiers.local import LocalTier
 
 FIRST_S, BYTES_PER_S = 1.5, 250e6  # seen: 440 MB in 0.9 s, 580 MB on a busy machine in 2.4 s
@@ -48,8 +52,8 @@ class Order:
         world: Ranks in the tree.
         folder: The supervisor's; what stands in it is kept with the record.
         logs: Files that the tree appends to and that the supervisor alone reads: not cut back.
-        strays: Processes of this launch that are not in the tree.
         reason: Why.
+        gpus: What the tree has on GPUs, if anything.
     """
 
     program: Path
@@ -61,6 +65,7 @@ class Order:
     folder: Path
     logs: tuple[Path, ...] = ()
     reason: str = ""
+    gpus: GpuTree | None = None
 
 
 def estimate_s(num_bytes: int) -> float:
@@ -78,19 +83,21 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
 
     Raises:
         SaveFailed: it cannot be dumped, and goes on.
+        GpusLost: nor can all of it go on.
         TierUnavailable: the place refused; it goes on.
     """
     pids = tree.processes(order.root)
     held = _look(order, pids, variable)
-    _must_have_room(tier, pids)
+    _must_have_room(tier, pids, order.gpus.state.num_bytes if order.gpus else 0)
     images = tier.root / order.name.folder / IMAGES
     tier.make_folder(order.name.folder)
     try:
         images.mkdir(mode=0o700)
-        tasks = tree.tasks(pids)
-        _freeze(order, images)
-        record = _record(order, tasks, held, _settle(images))
-        tier.replace(order.name.record, record.dump())
+        with _without_gpus(order, pids):
+            tasks = tree.tasks(pids)
+            _freeze(order, images)
+            record = _record(order, tasks, held, _settle(images))
+            tier.replace(order.name.record, record.dump())
     except BaseException as error:
         _send(pids, signal.SIGCONT)
         with contextlib.suppress(OSError):
@@ -120,7 +127,7 @@ def _look(order: Order, pids: list[int], variable: str) -> tree.Look:
     marked = tree.marked(variable, str(order.folder))
     strays = [pid for pid in marked if pid not in pids and pid != os.getpid()]
     seen = tree.look(pids, strays, besides=[os.getpid()])
-    reasons = tree.why_not(seen)
+    reasons = tree.why_not(seen, gpus=order.gpus is not None)
     if reasons:
         raise SaveFailed(
             f"the processes cannot be dumped: {'; '.join(reasons[:MOST_REASONS])}",
@@ -129,8 +136,23 @@ def _look(order: Order, pids: list[int], variable: str) -> tree.Look:
     return seen
 
 
-def _must_have_room(tier: LocalTier, pids: list[int]) -> None:
-    needed = tree.memory_bytes(pids)
+@contextlib.contextmanager
+def _without_gpus(order: Order, pids: list[int]) -> Iterator[None]:
+    """What is on GPUs is set aside while the block runs, and stays so unless that fails."""
+    if order.gpus is None:
+        yield
+        return
+    order.gpus.set_aside()
+    try:
+        yield
+    except BaseException:
+        _send(pids, signal.SIGCONT)  # the thread that restores it is one of theirs
+        order.gpus.put_back()
+        raise
+
+
+def _must_have_room(tier: LocalTier, pids: list[int], more: int) -> None:
+    needed = tree.memory_bytes(pids) + more
     tier.make_folder("")
     free = shutil.disk_usage(tier.root).free
     if free < needed:
@@ -143,6 +165,8 @@ def _must_have_room(tier: LocalTier, pids: list[int]) -> None:
 def _freeze(order: Order, images: Path) -> None:
     if why := criu.dump(order.program, order.root, images):
         raise SaveFailed(f"CRIU could not dump the processes: {why}", hint=SNAPSHOT_STANDS)
+    if order.gpus is not None:
+        order.gpus.must_live()
 
 
 def _settle(images: Path) -> tuple[Image, ...]:
@@ -196,7 +220,7 @@ def _record(
         name=order.name, run=order.run, host=this_host(), criu=order.version,
         created=time.time(), root=order.root, tasks=tuple(tasks), world=order.world,
         folder=str(order.folder), told=told, images=images, written=tuple(written),
-        reason=order.reason,
+        reason=order.reason, gpus=order.gpus.state if order.gpus is not None else None,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@
                   copied aside (`<file>.after-<attempt>`)
     4. folder     the supervisor's, with what the ranks had told it
     5. CRIU       the tree runs again, its root a child of this process
+    6. GPUs       what was on them is put back; until then whoever uses them waits
 
 A restore that fails leaves no process of the tree, and the dump is not tried again.
 """
@@ -21,14 +22,17 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
-from trainckpt.process_dump import criu, tree
+from trainckpt.process_dump import criu, gpu_tree, tree
+from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, await_gone, digest_of
+from trainckpt.process_dump.gpus import GpusLost
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainckpt.format.dump import Host, WrittenFile
+    from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.tiers.base import Readable
     from trainckpt.tiers.local import LocalTier
 
@@ -70,31 +74,65 @@ def why_not(record: DumpRecord, host: Host) -> str:
     return ""
 
 
-def bring_back(tier: LocalTier, record: DumpRecord, attempt: int, more: Mapping[str, str]) -> None:
+def bring_back(
+    tier: LocalTier,
+    record: DumpRecord,
+    attempt: int,
+    more: Mapping[str, str],
+    driver: Callable[[], CudaDriver] = CudaDriver,
+) -> None:
     """Restore it as another attempt of its run.
 
     Args:
         tier, record, attempt: Where, what, and as which attempt.
         more: File name -> text: what else stands in the supervisor's folder when it runs again.
+        driver: Made only where there is something to put back on GPUs.
 
     Raises:
         UnusableSnapshot: it cannot be; nothing of it runs.
     """
-    images = tier.root / record.name.folder / IMAGES
     ability = criu.examine()
     why = ability.why_not or why_not(record, this_host()) or _why_taken(record)
     if why or ability.program is None:
         raise UnusableSnapshot(f"{record.name} cannot be restored: {why}", hint=ability.cure)
+    images = tier.root / record.name.folder / IMAGES
+    with _gpus(record, driver) as gpus:
+        try:
+            verify(images, record)
+            for file in record.written:
+                cut_back(file, attempt)
+            _put_folder(record, more)
+        except OSError as error:
+            raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
+        if said := criu.restore(ability.program, images):
+            kill(record)
+            raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
+        if gpus is not None:
+            _put_back(gpus, record)
+
+
+@contextlib.contextmanager
+def _gpus(record: DumpRecord, driver: Callable[[], CudaDriver]) -> Iterator[GpuTree | None]:
+    """What is to be put back on GPUs, once it is known that it can be."""
+    if record.gpus is None:
+        yield None
+        return
+    with driver() as cuda:
+        try:
+            found = gpu_tree.of_record(record.gpus, cuda)
+        except UnusableSnapshot as error:
+            why = f"{record.name} cannot be restored: {error.message}"
+            raise UnusableSnapshot(why, hint=error.hint) from error
+        yield found
+
+
+def _put_back(gpus: GpuTree, record: DumpRecord) -> None:
+    """All of it, or none of the processes goes on."""
     try:
-        verify(images, record)
-        for file in record.written:
-            cut_back(file, attempt)
-        _put_folder(record, more)
-    except OSError as error:
-        raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-    if said := criu.restore(ability.program, images):
+        gpus.put_back(together=True)
+    except GpusLost as error:
         kill(record)
-        raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
+        raise UnusableSnapshot(f"{record.name} could not be restored: {error.message}") from error
 
 
 def verify(images: Path, record: DumpRecord) -> None:

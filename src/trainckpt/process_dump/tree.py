@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 DELETED = " (deleted)"
 ESTABLISHED = "01"
+GPU_FILES = "/dev/nvidia"
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - nothing is made there
 HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SQLITE, SQLITE_SIDES = b"SQLite format 3\0", ("-wal", "-shm", "-journal")
@@ -70,11 +71,17 @@ class Look:
         return sorted({each.target for each in self.held if each.is_file and each.writes})
 
 
-def why_not(look: Look) -> list[str]:
-    """Why such a tree cannot be dumped: one sentence each, none if it can. Pure."""
+def why_not(look: Look, *, gpus: bool = False) -> list[str]:
+    """Why such a tree cannot be dumped: one sentence each, none if it can. Pure.
+
+    Args:
+        look: What it holds.
+        gpus: What it has on GPUs is set aside before.
+    """
     found = [f"process {pid} has left the tree of the command" for pid in look.strays]
     found += [f"a connection to {peer}, outside the command" for peer in look.strangers]
-    found += [f"process {each.pid}: {why}" for each in look.held if (why := _why_not(each, look))]
+    held = [each for each in look.held if not (gpus and each.target.startswith(GPU_FILES))]
+    found += [f"process {each.pid}: {why}" for each in held if (why := _why_not(each, look))]
     return list(dict.fromkeys(found))
 
 
@@ -82,8 +89,8 @@ def _why_not(held: Held, look: Look) -> str:
     target = held.target
     if target.startswith("anon_inode:[io_uring]"):
         return "an io_uring is open, which CRIU cannot dump (was it started with --keep-io-uring?)"
-    if target.startswith("/dev/nvidia"):
-        return "it holds a GPU, and this version does not dump those"
+    if target.startswith(GPU_FILES):
+        return "it holds a GPU"
     if target.startswith("/dev/infiniband"):
         return "it holds an InfiniBand device"
     if target.startswith(("/dev/pts/", "/dev/tty", "/dev/console")):

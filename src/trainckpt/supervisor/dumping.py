@@ -6,11 +6,12 @@ looked after; the tree stands still then.
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.lifecycle import place
@@ -25,10 +26,14 @@ from trainckpt.lifecycle.dump_choice import (
 )
 from trainckpt.lifecycle.pace_told import read_paces
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
-from trainckpt.process_dump import criu, dump, tree
+from trainckpt.process_dump import criu, dump, gpu_tree, tree
+from trainckpt.process_dump.cuda_driver import CudaDriver
+from trainckpt.process_dump.gpu_tree import LOCK_WITHIN_S
+from trainckpt.process_dump.gpus import GpusLost
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import requests
 from trainckpt.supervisor.adopted import orphans_come_here
+from trainckpt.supervisor.processes import send
 from trainckpt.supervisor.requests import Answer
 from trainckpt.tiers.local import LocalTier
 
@@ -39,10 +44,13 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.lifecycle.told import Told
     from trainckpt.process_dump.criu import Ability
+    from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.supervisor.adopted import Process
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.requests import Request
     from trainckpt.tiers.places import Place
+
+LOCK_SHARE = 0.25  # of the time that is left: GPUs that are still busy then are let go on
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class Dumping:
         self._seen: set[str] = set()
         self._tier: Place | None = None
         self._attempt = 0
+        self._gpus: GpuTree | None = None
 
     def look(self, ranks: Sequence[Told]) -> bool:
         """Answer a request, if there is one; True if the tree was dumped, and is no more."""
@@ -94,10 +103,15 @@ class Dumping:
             self._tier, self._attempt = place.open_other_place(told.run), told.attempt or 0
 
     def _answer(self, request: Request, ranks: Sequence[Told]) -> bool:
+        assert self._tier is not None
+        with CudaDriver() as driver:  # asked only where there is a GPU
+            return self._choose(request, ranks, driver)
+
+    def _choose(self, request: Request, ranks: Sequence[Told], driver: CudaDriver) -> bool:
         begun = time.monotonic()
         assert self._tier is not None
         record = attempts.read_attempts(self._tier)[self._attempt]
-        found = choose(self._facts(request, record, ranks))
+        found = choose(self._facts(request, record, ranks, driver))
         if found.what == BOTH:
             found = DumpChoice(SNAPSHOT, f"{found.why}: but this version takes no dump on top")
         requests.answer(self._tier, request, Answer(found.what, found.why))
@@ -108,25 +122,32 @@ class Dumping:
             self._dump(request.reason, record)
         except TrainckptError as error:
             self._say(f"not dumped: {error.message}")
+            if isinstance(error, GpusLost):
+                send(error.pids, signal.SIGKILL)
             requests.answer(self._tier, request, Answer(NOTHING, found.why, error.message))
             return False
         self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s")
         return True
 
-    def _facts(self, request: Request, record: AttemptRecord, ranks: Sequence[Told]) -> DumpFacts:
+    def _facts(
+        self, request: Request, record: AttemptRecord, ranks: Sequence[Told], driver: CudaDriver
+    ) -> DumpFacts:
         pids = tree.processes(self._launch.process.pid)
         paces = read_paces(self._launch.folder)
         foreseen = [pace.boundary_s() for pace in paces]
         known = [seconds for seconds in foreseen if seconds is not None]
         hosts = record.facts.get("hosts")
+        why_no_dump = self._why_not(encrypts=any(pace.encrypts for pace in paces))
+        why_no_dump = why_no_dump or self._why_not_gpus(pids, request.seconds_left, driver)
+        on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes
         return DumpFacts(
             instrumented=any(told.attempt is not None for told in ranks),
             asked=request.dump,
             seconds_left=request.seconds_left,
             boundary_s=max(known, default=None),
-            dump_s=dump.estimate_s(tree.memory_bytes(pids)),
+            dump_s=dump.estimate_s(tree.memory_bytes(pids) + on_gpus),
             hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
-            why_no_dump=self._why_not(encrypts=any(pace.encrypts for pace in paces)),
+            why_no_dump=why_no_dump,
         )
 
     def _why_not(self, *, encrypts: bool) -> str:
@@ -136,6 +157,14 @@ class Dumping:
             return self._ability.why_not
         if not isinstance(self._tier, LocalTier):
             return "the run's place is no directory, where dumps lie"
+        return ""
+
+    def _why_not_gpus(self, pids: list[int], seconds_left: float | None, driver: CudaDriver) -> str:
+        limit_s = LOCK_WITHIN_S if seconds_left is None else seconds_left * LOCK_SHARE
+        try:
+            self._gpus = gpu_tree.of_tree(pids, driver, lock_within_s=min(limit_s, LOCK_WITHIN_S))
+        except SaveFailed as error:
+            return error.message
         return ""
 
     def _dump(self, reason: str, record: AttemptRecord) -> None:
@@ -153,6 +182,7 @@ class Dumping:
             folder=launch.folder,
             logs=launch.logs,
             reason=reason,
+            gpus=self._gpus,
         )
         with orphans_come_here():
             taken = dump.take(tier, order, SUPERVISOR_VARIABLE)

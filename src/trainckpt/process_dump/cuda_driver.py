@@ -1,0 +1,140 @@
+"""NVIDIA's driver as `gpus` wants it: through a process of its own, with a limit on every call.
+
+Some calls are known never to return (a process stopped by a signal, memory shared between
+processes), and no timeout of the driver's ends them. Then the helper is killed, and the next call
+has a new one; a checkpoint or a restore that was under way completes without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.process_dump import gpus
+from trainckpt.process_dump.gpus import CallFailed, Device, Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PROGRAM = ("-m", "trainckpt.process_dump.cuda_helper")
+ANSWERS_WITHIN_S = 60.0  # the first call starts CUDA
+SLOWEST_BYTES_PER_S = 0.2e9  # seen by others: 0.4e9 and more
+DRIVER = f"install NVIDIA's driver, {gpus.LEAST_DRIVER} or later; nvidia-smi says whether it works"
+OUR_VARIABLES = ("TRAINCKPT_SUPERVISOR",)  # its import is no rank's
+
+
+class CudaDriver:
+    """The driver; a context that ends the helper.
+
+    Args:
+        environment: Of the helper, on top of this process's.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = {
+            name: value for name, value in {**os.environ, **(environment or {})}.items()
+            if name not in OUR_VARIABLES
+        }  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self._move_within_s = ANSWERS_WITHIN_S
+
+    def __enter__(self) -> CudaDriver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the helper."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def machine(self) -> Machine:
+        """What is here, or why nothing can be done."""
+        try:
+            told = self._ask("machine", 0)
+        except CallFailed as error:
+            lacks = "not installed" in error.code or "too old" in error.code
+            return Machine(why_not=error.code, cure=gpus.INSTALL if lacks else DRIVER)
+        return Machine(
+            told["driver"], tuple(Device(**device) for device in told["devices"]),
+            tuple((pid, uuid, size) for pid, uuid, size in told["used"]), tuple(told["shared"]),
+            told["persistent"],
+        )  # fmt: skip
+
+    def will_move(self, num_bytes: int) -> None:
+        """So much is on the GPUs: how long a checkpoint or a restore may take goes by that."""
+        self._move_within_s = ANSWERS_WITHIN_S + num_bytes / SLOWEST_BYTES_PER_S
+
+    def users(self, pids: Sequence[int]) -> list[int]:
+        """Those that use CUDA."""
+        return list(self._ask("users", 0, pids=list(pids)))
+
+    def state(self, pid: int) -> str:
+        """Of `Driver`; while a call is under way it waits for that."""
+        return str(self._ask("state", pid, self._move_within_s, pid=pid))
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        """Of `Driver`."""
+        limit_s = timeout_ms / 1000 + ANSWERS_WITHIN_S
+        self._ask("lock", pid, limit_s, pid=pid, timeout_ms=timeout_ms)
+
+    def checkpoint(self, pid: int) -> None:
+        """Of `Driver`."""
+        self._ask("checkpoint", pid, self._move_within_s, pid=pid)
+
+    def restore(self, pid: int) -> None:
+        """Of `Driver`."""
+        self._ask("restore", pid, self._move_within_s, pid=pid)
+
+    def unlock(self, pid: int) -> None:
+        """Of `Driver`."""
+        self._ask("unlock", pid, pid=pid)
+
+    def _ask(self, call: str, about: int, limit_s: float = ANSWERS_WITHIN_S, **more: Any) -> Any:
+        process = self._helper()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps({"call": call, **more}).encode() + b"\n")
+            process.stdin.flush()
+            answer = json.loads(_line(process, limit_s))
+        except TimeoutError as error:
+            self.close()
+            raise CallFailed(call, about, f"no answer within {limit_s:g} s") from error
+        except (OSError, ValueError) as error:
+            self.close()
+            raise CallFailed(call, about, f"no answer: {error}") from error
+        if "error" in answer:
+            raise CallFailed(call, about, str(answer["error"]))
+        return answer["value"]
+
+    def _helper(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, *PROGRAM], env=self._environment, cwd="/",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        return self._process
+
+
+def _line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    """Its next line, read by this thread alone, one at a time: nothing else is ever waiting."""
+    assert process.stdout is not None
+    until, found = time.monotonic() + limit_s, b""
+    while not found.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(until - time.monotonic(), 0.0))
+        if not ready:
+            raise TimeoutError
+        block = os.read(process.stdout.fileno(), 1 << 16)
+        if not block:
+            raise ValueError("it has ended")
+        found += block
+    return found

@@ -1,0 +1,105 @@
+"""What /proc shows of a process's GPUs: device files, managed memory, NCCL, a signal's stop.
+
+Signs, not proofs: nothing shows memory that processes share by CUDA's own handles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.process_dump.gpus import Signs
+from trainckpt.process_dump.tree import GPU_FILES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+DEVICES, MANAGED = GPU_FILES, "/dev/nvidia-uvm"
+MOST_MANAGED = 1  # mappings of a process that has none; with managed memory there are more
+# torch gives each process group of NCCL's such a thread, from its making to its end.
+NCCL_THREADS = ("pt_nccl_watchdg", "pt_nccl_heartbt")
+STOPPED, GONE = "Tt", "ZX"
+
+
+def look(pids: Iterable[int]) -> list[Signs]:
+    """The signs of those processes that have any GPU."""
+    return [signs for pid in pids if (signs := of(pid)).holds]
+
+
+def of(pid: int) -> Signs:
+    """The signs of one process."""
+    mapped = _mapped(pid)
+    return Signs(
+        pid,
+        holds=bool(mapped) or _has_open(pid),
+        managed=mapped.count(MANAGED) > MOST_MANAGED,
+        nccl=any(name in NCCL_THREADS for name in _threads(pid)),
+        stopped=_state(pid) in STOPPED,
+    )
+
+
+def holders(pids: Iterable[int]) -> list[int]:
+    """Those that have a GPU's device file open or mapped."""
+    return [pid for pid in pids if _has_open(pid) or _mapped(pid)]
+
+
+def gone(pids: Iterable[int]) -> list[int]:
+    """Those that have ended."""
+    return [pid for pid in pids if _state(pid) in GONE]
+
+
+def host_memory_free(pid: int) -> int:
+    """Bytes that this process may still take: the host's, or what its cgroups leave."""
+    free = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = (PROC / "meminfo").read_text(encoding="utf-8").splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        free.append(int(line.split()[1]) << 10)
+    with contextlib.suppress(OSError, StopIteration):
+        lines = (PROC / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
+        own = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        for folder in (CGROUPS / own, *(CGROUPS / own).parents):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                limit = int((folder / "memory.max").read_text(encoding="utf-8"))
+                used = int((folder / "memory.current").read_text(encoding="utf-8"))
+                free.append(max(limit - used, 0))
+    return min(free, default=0)
+
+
+def _has_open(pid: int) -> bool:
+    folder = PROC / str(pid) / "fd"
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder):  # noqa: PTH208 - thousands of them
+            with contextlib.suppress(OSError):
+                if os.readlink(folder / number).startswith(DEVICES):  # noqa: PTH115 - a text
+                    return True
+    return False
+
+
+def _mapped(pid: int) -> list[str]:
+    """The device files that it has mapped, one for each mapping."""
+    with contextlib.suppress(OSError):
+        lines = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
+        names = [line[line.find("/") :] for line in lines.splitlines() if DEVICES in line]
+        return [name for name in names if name.startswith(DEVICES)]
+    return []
+
+
+def _threads(pid: int) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in (PROC / str(pid) / "task").iterdir():
+            with contextlib.suppress(OSError):
+                found.append((task / "comm").read_text(encoding="utf-8").strip())
+    return found
+
+
+def _state(pid: int) -> str:
+    """The letter of /proc's stat; "X" where there is no such process."""
+    with contextlib.suppress(OSError, IndexError):
+        stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0]
+    return "X"
