@@ -128,24 +128,28 @@ def of_each_rank(lines):
 
 
 def paused_often(folder, reference, pauses, rng, **variables):
-    """Run it with so many pauses; returns the run and the seconds of every pause and restore."""
+    """Run it with so many pauses, every other by SIGTERM; returns the seconds of each and of every
+    restore."""
     seconds = {"pause": [], "restore": []}
     gate, steps = Path(folder) / "gate", variables["COUNT"] - 1
     with Run(folder, GATE=gate, **variables) as run:
         run.start()
-        for _ in range(pauses):
+        for number in range(pauses):
             run.record()
             if all(len(lines) < steps for lines in of_each_rank(run.all_lines()).values()):
                 run.wait_lines(1 + rng.randrange(6))
             time.sleep(rng.random() * 0.2)  # anywhere inside a step
             assert run.process.poll() is None, f"it ended too early: {run.said()}"
             begun = time.monotonic()
-            done = run.pause()
-            seconds["pause"].append(time.monotonic() - begun)
-            assert done.returncode == 0, done.stdout + done.stderr + run.said()
-            told = json.loads(done.stdout)
-            assert (told["outcome"], told["kind"]) == ("stopped", "dump"), told
+            if number % 2:
+                run.process.terminate()  # a notice to the supervisor: nobody listens below it
+            else:
+                done = run.pause()
+                assert done.returncode == 0, done.stdout + done.stderr + run.said()
+                told = json.loads(done.stdout)
+                assert (told["outcome"], told["kind"]) == ("stopped", "dump"), told
             assert run.wait() == 75, run.said()
+            seconds["pause"].append(time.monotonic() - begun)
             begun = time.monotonic()
             run.resume().record()
             seconds["restore"].append(time.monotonic() - begun)

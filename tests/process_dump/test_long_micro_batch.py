@@ -14,7 +14,7 @@ from trainckpt.lifecycle.place import open_directory
 from trainckpt.snapshot import attempts
 
 SCRIPT = Path(__file__).parent / "held_example.py"
-HELD_S, DEADLINE_S = 10.0, 8.0
+HELD_S, DEADLINE_S = 11.0, 10.0
 
 
 def flags(folder, **more):
@@ -69,7 +69,8 @@ def held(tmp_path):
     """The example inside the long micro-batch, for longer than the deadline is."""
     hold = tmp_path / "hold"
     hold.touch()
-    with Example(tmp_path / "held", HOLD=hold) as run:
+    grace = f"{DEADLINE_S:g} s"
+    with Example(tmp_path / "held", HOLD=hold, TRAINCKPT_GRACE=grace) as run:
         run.hold = hold
         run.start()
         wait_for(
@@ -82,28 +83,32 @@ def held(tmp_path):
 
 
 def test_it_is_dumped_and_merges_to_the_reference(criu_here, held, reference):
+    """By SIGTERM, with the grace that the run was given: the ranks never hear of it."""
+    held.process.terminate()
+    assert held.wait() == 75, held.said()
+    assert "trainckpt: SIGTERM: dump: the next boundary is saved in about" in held.said()
+    assert "s are left; a dump takes about" in held.said()
+    first = held.records()[1]
+    assert (first.outcome["outcome"], first.outcome["kind"]) == ("stopped", "dump"), first
+    assert first.outcome["snapshot"].startswith("dump~1.")
+    held.hold.unlink()
+
+    assert held.resume().wait() == 0, held.said()
+    assert held.trace() == reference
+    second = held.records()[2]
+    assert second.parent == first.outcome["snapshot"]
+    assert second.outcome["outcome"] == "finished", second
+    assert second.newest_commit.split("~")[1].startswith("2."), "its snapshots are of attempt 2"
+
+
+def test_a_dump_whose_images_are_cut_short_gives_way_to_the_snapshot(criu_here, held, reference):
+    """By `pause`; `resume` says why, and launches the command again."""
     done = held.pause("--deadline", f"{DEADLINE_S:g}s")
     assert done.returncode == 0, done.stdout + done.stderr + held.said()
     told = json.loads(done.stdout)
     assert (told["outcome"], told["kind"]) == ("stopped", "dump"), told
     assert told["snapshot"].startswith("dump~1.")
     assert "pause: dump: the next boundary is saved in about" in done.stderr
-    assert held.wait() == 75
-    held.hold.unlink()
-
-    assert held.resume().wait() == 0, held.said()
-    assert held.trace() == reference
-    first, second = held.records()[1], held.records()[2]
-    assert first.outcome["kind"] == "dump"
-    assert second.parent == told["snapshot"]
-    assert second.outcome["outcome"] == "finished", second
-    assert second.newest_commit.split("~")[1].startswith("2."), "its snapshots are of attempt 2"
-
-
-def test_a_dump_whose_images_are_cut_short_gives_way_to_the_snapshot(criu_here, held, reference):
-    """`resume` says why, and launches the command again."""
-    done = held.pause("--deadline", f"{DEADLINE_S:g}s")
-    assert done.returncode == 0, done.stdout + done.stderr + held.said()
     assert held.wait() == 75
     held.hold.unlink()
     (images,) = Path(held.run).glob("dumps/*/images")

@@ -1,4 +1,5 @@
-"""Runs that know nothing of checkpoints, dumped by `trainckpt pause` and restored by `resume`.
+"""Runs that know nothing of checkpoints, dumped by `trainckpt pause` or because of SIGTERM, and
+restored by `resume`.
 
 The campaign of 50 pauses is `python -m tests.process_dump.campaign`.
 """

@@ -189,10 +189,15 @@ def test_whatever_is_wrong_with_a_dump_is_said_and_once_it_is_right_again_it_is_
     refused("could not be restored, says CRIU", replace(record, images=(*others, zeros)))
     inventory.write_bytes(whole)
 
-    library = counting.mapped.read_bytes()
+    library, was = counting.mapped.read_bytes(), counting.mapped.stat()
+    counting.mapped.write_bytes(os.urandom(len(library)))
+    refused(r"mapped\.so, which was mapped, has changed since")
+    counting.mapped.unlink()
+    refused(r"mapped\.so, which was mapped, is gone")
     counting.mapped.write_bytes(library[:4096])
-    refused("says CRIU: .*mapped.so has bad size")
+    refused(r"says CRIU: .*mapped\.so has bad size", replace(record, mapped=()))
     counting.mapped.write_bytes(library)
+    os.utime(counting.mapped, ns=(was.st_atime_ns, was.st_mtime_ns))
 
     counting.restore(record)
     assert counting.counts_on()
@@ -223,8 +228,10 @@ def test_a_record_that_cannot_be_written_lets_the_stopped_processes_go_on(counti
 # ---- the same, by the command line
 
 SCRIPT = """
-import os, sqlite3, sys, time
+import mmap, os, sqlite3, sys, time
 place = os.path.dirname(os.path.abspath(sys.argv[0]))
+with open(place + "/library.so", "rb") as file:
+    library = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
 base = sqlite3.connect(place + "/base.db")
 base.execute("create table if not exists a (b)")
 base.commit()
@@ -241,11 +248,13 @@ for number in range(10**6):
 """
 
 
-def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_without_criu(
-    criu_here, tmp_path, monkeypatch
+def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_that_cannot_restore(
+    criu_here, tmp_path
 ):
-    script = tmp_path / "counts.py"
+    """A database; a library that is replaced between dump and restore; no CRIU."""
+    script, library = tmp_path / "counts.py", tmp_path / "library.so"
     script.write_text(SCRIPT)
+    library.write_bytes(b"1" * 8192)
     with Run(tmp_path, script=script, nproc=1) as run:
         run.start().record()
         run.wait_lines(1)  # from then on the database is open
@@ -260,6 +269,16 @@ def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_without
 
         (tmp_path / "close").touch()
         wait_for(lambda: "closed" in run.lines(), run)
+        assert run.pause().returncode == 0
+        assert run.wait() == 75
+
+        (tmp_path / "new.so").write_bytes(b"2" * 8192)  # as an upgrade does it
+        (tmp_path / "new.so").rename(library)
+        run.resume().record()
+        run.wait_lines(3)
+        assert f"cannot be restored: {library}, which was mapped, has changed since" in run.said()
+        assert run.lines()[:2] == ["0", "closed"]  # from the beginning: there is no snapshot
+
         assert run.pause().returncode == 0
         assert run.wait() == 75
         (tmp_path / "end").touch()

@@ -48,6 +48,12 @@ def test_the_supervisor_asks_where_no_rank_could(asked):
     assert asked() == ["--oneliner show job 7", "requeue 7"]
 
 
+def test_the_supervisor_asks_for_ranks_that_were_dumped_and_never_heard_the_signal(asked):
+    dumped = AttemptRecord(1, outcome={"kind": "dump"})
+    ask_to_be_queued_again(Ended(START_AGAIN, dumped), heard("SIGTERM"))
+    assert asked() == ["--oneliner show job 7", "requeue 7"]
+
+
 @pytest.mark.parametrize(
     ("ended", "first", "variables"),
     [

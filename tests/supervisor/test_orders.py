@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from trainckpt.lifecycle.told import CLAIMED, LEFT, LISTENING, Told
-from trainckpt.supervisor import orders
-from trainckpt.supervisor.orders import Rank, about_signal, deadline_after_s
+from trainckpt.supervisor import grace, orders
+from trainckpt.supervisor.orders import Order, Rank, about_signal, deadline_after_s
+from trainckpt.supervisor.processes import handles
 from trainckpt.supervisor.verdict import Verdict
 
 
@@ -110,3 +113,40 @@ def test_only_what_failed_by_itself_is_started_again(verdict, again):
     assert orders.starts_again(verdict, done=0, most=1, signalled=False) is again
     assert not orders.starts_again(verdict, done=1, most=1, signalled=False)
     assert not orders.starts_again(verdict, done=0, most=1, signalled=True)
+
+
+def test_processes_may_be_dumped_instead_of_hearing_a_signal_unless_they_leave_already():
+    told = rank(0).told
+    deliver, pass_on = Order(orders.DELIVER, (100,), 15), Order(orders.PASS_ON)
+    asked = Rank(replace(told, asked=True), 0.0, alive=True)
+    assert orders.may_be_dumped_instead(deliver, [rank(0)])
+    assert orders.may_be_dumped_instead(pass_on, [])
+    assert not orders.may_be_dumped_instead(deliver, [rank(1), asked])
+    assert not orders.may_be_dumped_instead(pass_on, [rank(0, "finished")])
+    for what in (orders.KILL, orders.END, orders.NOTHING):
+        assert not orders.may_be_dumped_instead(Order(what), [])
+
+
+def test_a_signal_does_not_say_that_the_host_is_lost_but_a_pod_is(tmp_path, monkeypatch):
+    assert grace.host_returns({})
+    assert not grace.host_returns({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert grace.without_ranks_s() is None
+    monkeypatch.setenv("TRAINCKPT_GRACE", "40 s")
+    assert grace.without_ranks_s() == 40.0
+
+
+def test_what_a_process_does_about_a_signal_is_read_from_proc():
+    me = os.getpid()
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        assert handles(me, signal.SIGUSR1)
+        assert not handles(me, signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        assert handles(me, signal.SIGUSR2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

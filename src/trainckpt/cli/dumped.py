@@ -20,11 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dump:
-    """A committed dump; `reason`: why a resume does not bring it back, or ""."""
+    """A committed dump.
+
+    Attributes:
+        reason: Why a resume does not bring it back, or "".
+        is_used: It was brought back already.
+    """
 
     name: DumpName
     record: DumpRecord | None
     reason: str
+    is_used: bool = False
 
 
 def dumps_of(tier: Place) -> list[Dump]:
@@ -36,25 +42,25 @@ def dumps_of(tier: Place) -> list[Dump]:
     return [_look(tier, run, name, records) for name in restore.names_in(tier)]
 
 
-def newest(tier: Place) -> DumpRecord | None:
-    """The dump that a resume would bring back."""
-    found = dumps_of(tier)[:1]
-    return found[0].record if found and not found[0].reason else None
-
-
 def _look(tier: Place, run: str, name: DumpName, records: dict[int, AttemptRecord]) -> Dump:
     try:
         record = restore.load(tier, run, name)
     except UnusableSnapshot as error:
         return Dump(name, None, error.message)
-    return Dump(name, record, _why_not(name, records) or restore.why_not(record, this_host()))
+    used = _used(name, records)
+    why = used or _why_not(name, records) or restore.why_not(record, this_host())
+    return Dump(name, record, why, bool(used))
 
 
-def _why_not(name: DumpName, records: dict[int, AttemptRecord]) -> str:
+def _used(name: DumpName, records: dict[int, AttemptRecord]) -> str:
     for number, record in sorted(records.items()):
         if record.parent == str(name):
             how = (record.outcome or {}).get("outcome")
             return f"attempt {number} went on from it{f' and {how}' if how else ''}"
+    return ""
+
+
+def _why_not(name: DumpName, records: dict[int, AttemptRecord]) -> str:
     later = max(records, default=0)
     if later > name.attempt:
         return f"attempt {later} began later"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from trainckpt.cli.dumped import newest
+from trainckpt.cli.dumped import dumps_of
 from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.lifecycle import place
 from trainckpt.lifecycle.launch import PYTHON
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.dumpable import Dumpable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from trainckpt.format.dump import DumpRecord
     from trainckpt.supervisor.signals import Inbox
     from trainckpt.supervisor.supervise import Ended
     from trainckpt.tiers.places import Place
@@ -70,7 +73,7 @@ def restored(
     if not isinstance(tier, LocalTier) or arguments.at or arguments.nproc:
         return None
     try:
-        record = newest(tier)
+        record = _newest(tier)
         if record is None:
             return None
         how = dumpable(arguments, _say)
@@ -90,6 +93,30 @@ def restored(
     except TrainckptError as error:
         _say(f"no dump is restored: {error.message}")
         return None
+
+
+def remind(run: str) -> None:
+    """Say that a dump is there from which this launch does not go on: its script may be another."""
+    with contextlib.suppress(TrainckptError):
+        tier = place.open_place(run)
+        found = dumps_of(tier)[:1]
+        if found and not found[0].reason:
+            _say(f"{found[0].name} is not restored: `trainckpt resume {tier.url}` does that, "
+                 "`trainckpt run` launches anew")  # fmt: skip
+
+
+def _newest(tier: Place) -> DumpRecord | None:
+    """The dump to bring back; says why that, or why not the newest one."""
+    found = dumps_of(tier)[:1]
+    if not found or found[0].is_used:
+        return None
+    if found[0].reason:
+        _say(f"{found[0].name} is not restored: {found[0].reason}")
+        return None
+    record = found[0].record
+    assert record is not None
+    _say(f"{record.name} is the newest of this run: it was taken because of {record.reason}")
+    return record
 
 
 def _say(line: str) -> None:

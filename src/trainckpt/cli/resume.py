@@ -64,6 +64,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with Inbox() as inbox:
         dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox)
         if dumped is not None:
+            ask_to_be_queued_again(dumped, inbox)
             return report(dumped, as_json=arguments.json)
         ended = supervise(
             full,

@@ -51,6 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
         name = None
         if arguments.run is not None:
             nproc = processes(arguments.nproc, options)
+            dumps.remind(arguments.run)
             name = partial(NamedRun, arguments.run, recorded_form(options, command), None, nproc)
         ended = supervise(
             torchrun_command(arguments.nproc, options, command),

@@ -72,6 +72,15 @@ class WrittenFile:
 
 
 @dataclass(frozen=True)
+class MappedFile:
+    """A file that the processes had mapped for themselves, such as a library, as it was."""
+
+    path: str
+    num_bytes: int
+    changed_ns: int
+
+
+@dataclass(frozen=True)
 class Host:
     """What a dump is tied to.
 
@@ -133,6 +142,7 @@ class DumpRecord:
         images, written: Files.
         reason: Why it was taken.
         gpus: What was on GPUs; None: nothing.
+        mapped: Files that have to be as they were: they are no part of the images.
     """
 
     name: DumpName
@@ -149,6 +159,7 @@ class DumpRecord:
     written: tuple[WrittenFile, ...]
     reason: str
     gpus: GpuState | None = None
+    mapped: tuple[MappedFile, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -180,6 +191,7 @@ class DumpRecord:
             images=tuple(_image(i, what) for i in strict.field(body, "images", list, what)),
             written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
             gpus=_gpus(body.get("gpus"), what),
+            mapped=tuple(_mapped(f, what) for f in body.get("mapped") or ()),
             **texts,
         )  # fmt: skip
 
@@ -234,7 +246,16 @@ def _image(body: Any, what: str) -> Image:
 
 
 def _written(body: Any, what: str) -> WrittenFile:
+    return WrittenFile(_path(body, what), strict.count(body, "num_bytes", what))
+
+
+def _mapped(body: Any, what: str) -> MappedFile:
+    path = _path(body, what)
+    return MappedFile(path, *(strict.count(body, key, what) for key in ("num_bytes", "changed_ns")))
+
+
+def _path(body: Any, what: str) -> str:
     path = body.get("path") if isinstance(body, dict) else None
     if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
         raise UnusableSnapshot(f"{what}: {str(path)[:100]!r} is no path")
-    return WrittenFile(path, strict.count(body, "num_bytes", what))
+    return path

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed
 from trainckpt.format.digest import digest
-from trainckpt.format.dump import IMAGES, DumpRecord, Image, WrittenFile
+from trainckpt.format.dump import IMAGES, DumpRecord, Image, MappedFile, WrittenFile
 from trainckpt.process_dump import criu, tree
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from trainckpt.format.dump import DumpName
     from trainckpt.process_dump.gpu_tree import GpuTree
@@ -221,7 +221,15 @@ def _record(
         created=time.time(), root=order.root, tasks=tuple(tasks), world=order.world,
         folder=str(order.folder), told=told, images=images, written=tuple(written),
         reason=order.reason, gpus=order.gpus.state if order.gpus is not None else None,
+        mapped=tuple(_mapped(tree.processes(order.root))),
     )  # fmt: skip
+
+
+def _mapped(pids: Iterable[int]) -> Iterator[MappedFile]:
+    for path in tree.mapped_files(pids):
+        with contextlib.suppress(OSError):
+            found = Path(path).stat()
+            yield MappedFile(path, found.st_size, found.st_mtime_ns)
 
 
 def _send(pids: list[int], number: int) -> None:

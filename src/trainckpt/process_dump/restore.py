@@ -1,6 +1,7 @@
 """Brings a dumped tree of processes back, once. The mirror of `dump`.
 
-    1. refusals   host, kernel, processor, CRIU, numbers that are taken: nothing is touched yet
+    1. refusals   host, kernel, processor, CRIU, GPUs, libraries that changed, numbers that are
+                  taken: nothing is touched yet
     2. images     every length and digest
     3. files      what the tree wrote is cut back to its length then, after what came later was
                   copied aside (`<file>.after-<attempt>`)
@@ -74,6 +75,22 @@ def why_not(record: DumpRecord, host: Host) -> str:
     return ""
 
 
+def why_changed(record: DumpRecord) -> str:
+    """Which library, or other file that was mapped, is not as it was; "" if all are.
+
+    CRIU compares sizes and, where there are any, build ids; a file that was written anew in the
+    same size would give the processes other code.
+    """
+    for file in record.mapped:
+        try:
+            found = Path(file.path).stat()
+        except OSError:
+            return f"{file.path}, which was mapped, is gone"
+        if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.changed_ns):
+            return f"{file.path}, which was mapped, has changed since"
+    return ""
+
+
 def bring_back(
     tier: LocalTier,
     record: DumpRecord,
@@ -92,7 +109,8 @@ def bring_back(
         UnusableSnapshot: it cannot be; nothing of it runs.
     """
     ability = criu.examine()
-    why = ability.why_not or why_not(record, this_host()) or _why_taken(record)
+    why = ability.why_not or why_not(record, this_host()) or why_changed(record)
+    why = why or _why_taken(record)
     if why or ability.program is None:
         raise UnusableSnapshot(f"{record.name} cannot be restored: {why}", hint=ability.cure)
     images = tier.root / record.name.folder / IMAGES

@@ -185,6 +185,23 @@ def descriptors(pid: int, only: Collection[str] | None = None) -> Iterator[Held]
                 yield Held(pid, int(number), target, flags, base, is_file)
 
 
+def mapped_files(pids: Iterable[int]) -> list[str]:
+    """Paths of the files that these processes have mapped for themselves: libraries, most of all.
+
+    What they map to share it may be written by them, and devices are no files.
+    """
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            text = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
+                fields = line.split(maxsplit=5)
+                is_own = len(fields) == 6 and fields[1].endswith("p") and fields[4] != "0"
+                if is_own and not fields[5].endswith(DELETED):
+                    found.add(fields[5])
+    return sorted(path for path in found if path.startswith("/") and not path.startswith("/dev/"))
+
+
 def memory_bytes(pids: Iterable[int]) -> int:
     """What a dump of these processes will hold, about: their own memory, shared or not."""
     total = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, TrainckptError
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.supervisor.adopted import Process
     from trainckpt.supervisor.record import NamedRun
-    from trainckpt.supervisor.requests import Request
     from trainckpt.tiers.places import Place
 
 LOCK_SHARE = 0.25  # of the time that is left: GPUs that are still busy then are let go on
@@ -68,6 +67,23 @@ class Launch:
     folder: Path
     logs: tuple[Path, ...]
     named: NamedRun | None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Somebody wants the command to stop.
+
+    Attributes:
+        reason: Who.
+        seconds_left: Until it will be ended; None: nobody said.
+        asked: For a dump.
+        host_returns: The host will be there again, for all that is known.
+    """
+
+    reason: str
+    seconds_left: float | None = None
+    asked: bool = False
+    host_returns: bool = True
 
 
 class Dumping:
@@ -91,7 +107,26 @@ class Dumping:
         if self._tier is None:
             return False
         request = requests.find(self._tier, self._attempt, self._seen)
-        return request is not None and self._answer(request, ranks)
+        if request is None:
+            return False
+        tier = self._tier
+        wish = Wish(request.reason, request.seconds_left, asked=request.dump)
+        return self._answer(wish, ranks, lambda answer: requests.answer(tier, request, answer))
+
+    def notice(self, wish: Wish, ranks: Sequence[Told]) -> bool:
+        """Choose because of a notice that has come to us; True if the tree was dumped.
+
+        What can be told without measuring the tree costs the ranks nothing of their time.
+        """
+        self._find(ranks)
+        if self._tier is None:
+            return False
+        record = attempts.read_attempts(self._tier)[self._attempt]
+        found = choose(self._facts(wish, record, ranks))
+        if found.what == SNAPSHOT:
+            self._say(f"{wish.reason}: {found.what}: {found.why}")
+            return False
+        return self._answer(wish, ranks, lambda _: None)
 
     def _find(self, ranks: Sequence[Told]) -> None:
         """The attempt, once it is known."""
@@ -102,53 +137,54 @@ class Dumping:
             told = min(claimed, key=lambda each: each.rank)
             self._tier, self._attempt = place.open_other_place(told.run), told.attempt or 0
 
-    def _answer(self, request: Request, ranks: Sequence[Told]) -> bool:
-        assert self._tier is not None
-        with CudaDriver() as driver:  # asked only where there is a GPU
-            return self._choose(request, ranks, driver)
-
-    def _choose(self, request: Request, ranks: Sequence[Told], driver: CudaDriver) -> bool:
+    def _answer(
+        self, wish: Wish, ranks: Sequence[Told], answer: Callable[[Answer], object]
+    ) -> bool:
         begun = time.monotonic()
         assert self._tier is not None
         record = attempts.read_attempts(self._tier)[self._attempt]
-        found = choose(self._facts(request, record, ranks, driver))
-        if found.what == BOTH:
-            found = DumpChoice(SNAPSHOT, f"{found.why}: but this version takes no dump on top")
-        requests.answer(self._tier, request, Answer(found.what, found.why))
-        if found.what != DUMP:
-            return False
-        self._say(f"dumping the processes: {found.why}")
-        try:
-            self._dump(request.reason, record)
-        except TrainckptError as error:
-            self._say(f"not dumped: {error.message}")
-            if isinstance(error, GpusLost):
-                send(error.pids, signal.SIGKILL)
-            requests.answer(self._tier, request, Answer(NOTHING, found.why, error.message))
-            return False
+        with CudaDriver() as driver:  # asked only where there is a GPU
+            found = choose(self._measured(self._facts(wish, record, ranks), driver))
+            if found.what == BOTH:
+                found = DumpChoice(SNAPSHOT, f"{found.why}: but this version takes no dump on top")
+            answer(Answer(found.what, found.why))
+            self._say(f"{wish.reason}: {found.what}: {found.why}")
+            if found.what != DUMP:
+                return False
+            try:
+                self._dump(wish.reason, record)
+            except TrainckptError as error:
+                self._say(f"not dumped: {error.message}")
+                if isinstance(error, GpusLost):
+                    send(error.pids, signal.SIGKILL)
+                answer(Answer(NOTHING, found.why, error.message))
+                return False
         self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s")
         return True
 
-    def _facts(
-        self, request: Request, record: AttemptRecord, ranks: Sequence[Told], driver: CudaDriver
-    ) -> DumpFacts:
-        pids = tree.processes(self._launch.process.pid)
+    def _facts(self, wish: Wish, record: AttemptRecord, ranks: Sequence[Told]) -> DumpFacts:
+        """What is known at once; how large the processes are is not."""
         paces = read_paces(self._launch.folder)
         foreseen = [pace.boundary_s() for pace in paces]
         known = [seconds for seconds in foreseen if seconds is not None]
         hosts = record.facts.get("hosts")
-        why_no_dump = self._why_not(encrypts=any(pace.encrypts for pace in paces))
-        why_no_dump = why_no_dump or self._why_not_gpus(pids, request.seconds_left, driver)
-        on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes
         return DumpFacts(
             instrumented=any(told.attempt is not None for told in ranks),
-            asked=request.dump,
-            seconds_left=request.seconds_left,
+            asked=wish.asked,
+            seconds_left=wish.seconds_left,
             boundary_s=max(known, default=None),
-            dump_s=dump.estimate_s(tree.memory_bytes(pids) + on_gpus),
             hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
-            why_no_dump=why_no_dump,
+            host_returns=wish.host_returns,
+            why_no_dump=self._why_not(encrypts=any(pace.encrypts for pace in paces)),
         )
+
+    def _measured(self, facts: DumpFacts, driver: CudaDriver) -> DumpFacts:
+        """The same, with what has to be looked for: GPUs, and how long a dump takes."""
+        pids = tree.processes(self._launch.process.pid)
+        why = facts.why_no_dump or self._why_not_gpus(pids, facts.seconds_left, driver)
+        on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes
+        seconds = dump.estimate_s(tree.memory_bytes(pids) + on_gpus)
+        return replace(facts, dump_s=seconds, why_no_dump=why)
 
     def _why_not(self, *, encrypts: bool) -> str:
         if encrypts:

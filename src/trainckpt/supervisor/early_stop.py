@@ -1,8 +1,9 @@
-"""A Slurm job that is stopped before any of its ranks has claimed an attempt.
+"""A Slurm job that is stopped before its ranks could ask to be queued again.
 
 Ranks ask to be queued again after their commit. Before they have begun there is nobody to ask: the
 signal ends them while they import and build, and a job that leaves so counts as completed. So the
 supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one.
+Likewise where the ranks were dumped instead of hearing the signal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from trainckpt.format.dump import KIND as DUMP
 from trainckpt.supervisor.verdict import START_AGAIN
 
 if TYPE_CHECKING:
@@ -32,7 +34,9 @@ def ask_to_be_queued_again(
         inbox: Knows the first signal.
         sleep: How to linger, see `lifecycle.requeue`.
     """
-    begun = ended.record is not None or ended.exit_code != START_AGAIN
+    outcome = (ended.record.outcome or {}) if ended.record is not None else {}
+    begun = ended.record is not None and outcome.get("kind") != DUMP  # then ranks have asked
+    begun = begun or ended.exit_code != START_AGAIN
     if begun or not inbox.first or os.environ.get(TASK_VARIABLE, "0") != "0":
         return
     from trainckpt.lifecycle.log import prepare

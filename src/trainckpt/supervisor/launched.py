@@ -15,9 +15,18 @@ import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.told import imported, read_told
-from trainckpt.supervisor import orders, verdict
+from trainckpt.supervisor import grace, orders, verdict
+from trainckpt.supervisor.dumping import Wish
 from trainckpt.supervisor.orders import Rank
-from trainckpt.supervisor.processes import child_above, is_ours, kill_all, send, started
+from trainckpt.supervisor.processes import (
+    child_above,
+    children,
+    handles,
+    is_ours,
+    kill_all,
+    send,
+    started,
+)
 from trainckpt.supervisor.report import End, read_ends
 from trainckpt.supervisor.signals import ENDED
 from trainckpt.supervisor.verdict import Course
@@ -148,6 +157,8 @@ class Launched:
             number, ranks, ours=self._ours or self._imported(), interrupts=self._inbox.interrupts
         )
         name = signal.Signals(number).name
+        if orders.may_be_dumped_instead(order, ranks) and self._dumped_instead(name, number, ranks):
+            return
         if order.what == orders.DELIVER:
             if not self._signal:
                 self._signal, self._signalled_at = name, time.monotonic()
@@ -176,12 +187,35 @@ class Launched:
             self._end(verdict.OTHERS_LOST, f"rank {gone[0].told.rank} is gone, and the others did "
                       f"not end within {orders.OTHERS_S:.0f} s")  # fmt: skip
 
+    def _dumped_instead(self, name: str, number: int, ranks: list[Rank]) -> bool:
+        """Whether the processes were dumped because of a signal that they were to hear."""
+        dumping = self._dumping
+        if dumping is None or self._signal or self._cause or self._process.poll() is not None:
+            return False
+        grace_s = orders.deadline_after_s(ranks) if ranks else grace.without_ranks_s()
+        if not ranks and self._handles(number):
+            return False
+        came = self._inbox.first_s
+        gone_s = 0.0 if came is None else time.monotonic() - came
+        left_s = None if grace_s is None else max(grace_s - gone_s, 0.0)
+        wish = Wish(name, left_s, host_returns=grace.host_returns())
+        return self._is_dumped(dumping, dumping.notice(wish, [rank.told for rank in ranks]))
+
+    def _handles(self, number: int) -> bool:
+        """Whether the command does something of its own about a signal."""
+        pid = self._process.pid
+        return any(handles(each, number) for each in (children(pid) if self._has_agent else [pid]))
+
     def _dump_if_asked(self, ranks: list[Rank]) -> None:
         if self._dumping is None or self._cause or self._process.poll() is not None:
             return
-        if self._dumping.look([rank.told for rank in ranks]):
-            self._cause, self._why = verdict.DUMPED, f"dumped as {self._dumping.taken}"
+        self._is_dumped(self._dumping, self._dumping.look([rank.told for rank in ranks]))
+
+    def _is_dumped(self, dumping: Dumping, done: bool) -> bool:
+        if done:
+            self._cause, self._why = verdict.DUMPED, f"dumped as {dumping.taken}"
             self._ended_at = time.time()
+        return done
 
     def _deadline(self, ranks: list[Rank]) -> float:
         after_s = orders.deadline_after_s(ranks)

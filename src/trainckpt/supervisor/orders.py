@@ -92,6 +92,16 @@ def about_signal(number: int, ranks: Sequence[Rank], *, ours: bool, interrupts: 
     return Order(PASS_ON)  # the training is over; what the script does now is its own
 
 
+def may_be_dumped_instead(order: Order, ranks: Sequence[Rank]) -> bool:
+    """Whether a signal may lead to a dump of the processes, which then never hear of it.
+
+    Ranks that have a notice of their own are leaving already.
+    """
+    if any(rank.told.asked for rank in ranks):
+        return False
+    return order.what == DELIVER or (order.what == PASS_ON and not ranks)
+
+
 def deadline_after_s(ranks: Sequence[Rank]) -> float | None:
     """How long after a signal came the ranks may take; None: as long as they want."""
     graces = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]

@@ -78,6 +78,17 @@ def children(parent: int) -> list[int]:
     return [pid for pid, fields in _everybody() if int(fields[1]) == parent]
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal, or ignores it."""
+    try:
+        status = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in status.splitlines()
+             if line.startswith(("SigCgt:", "SigIgn:"))]  # fmt: skip
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def child_above(pid: int, ancestor: int) -> int:
     """The child of `ancestor` that `pid` descends from, or is; `pid` if there is none."""
     at = pid

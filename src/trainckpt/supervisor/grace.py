@@ -1,0 +1,35 @@
+"""What a signal to the supervisor grants, and whether its host will be there again.
+
+Ranks with a Checkpointer say how long they have. Of a command that has none nobody says but the
+options: TRAINCKPT_GRACE, or trainckpt.toml.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.preemption import kubernetes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def without_ranks_s() -> float | None:
+    """Seconds from a signal until we are killed; None: nobody says."""
+    from trainckpt.lifecycle.options import read_options
+
+    try:
+        return read_options({}).grace or kubernetes.granted_s(os.environ)
+    except ConfigurationError:
+        return None
+
+
+def host_returns(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this host, as its processes see it, will be there again, for all that is known.
+
+    A signal does not say that a host is lost; the notices of those who would take it away do, and
+    the ranks hear those. A pod is gone for good: its process ids and its files are made anew.
+    """
+    return not kubernetes.in_pod(os.environ if environment is None else environment)
