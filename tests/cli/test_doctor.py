@@ -19,7 +19,7 @@ from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
            "signals", "memory", "shared memory", "cores", "encryption",
-           "process dumps"]  # fmt: skip
+           "process dumps", "dumps of GPU state"]  # fmt: skip
 PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
          "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
 

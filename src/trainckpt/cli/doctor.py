@@ -59,6 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def examine(size: Callable[[int], str]) -> list[Item]:
+    """This machine, what can be encrypted on it, and whether processes can be dumped."""
     dumps = [doctor_dumps.examine(), doctor_dumps.examine_gpus()]
     return [*machine.examine(size), *doctor_crypto.examine(), *dumps]
 
