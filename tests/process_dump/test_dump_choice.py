@@ -7,14 +7,17 @@ import time
 
 import pytest
 
+from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.attempt_number import AttemptNumber, spell
 from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
+from trainckpt.lifecycle.told import Told
 from trainckpt.process_dump.criu import Ability
+from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import ancestry
-from trainckpt.supervisor.dumping import Dumping, Launch
+from trainckpt.supervisor.dumping import Dumping, Launch, Wish
 from trainckpt.tiers.local import LocalTier
 
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}
@@ -101,6 +104,24 @@ def test_images_of_a_run_that_is_encrypted_are_refused(tmp_path, monkeypatch, en
     dumping._tier = LocalTier(tmp_path)
     why = dumping._why_not(encrypts=encrypts)
     assert ("encrypted" in why) == encrypts
+
+
+def test_a_notice_that_cannot_lead_to_a_dump_delays_nobody_and_raises_nothing(
+    tmp_path, monkeypatch
+):
+    said = []
+    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), said.append)
+    assert not dumping.notice(Wish("SIGTERM"), [])  # no attempt yet
+    told = Told(0, 1, "here", str(tmp_path), attempt=1)
+    assert not dumping.notice(Wish("SIGTERM"), [told])  # nobody says that there is a deadline
+    assert not dumping.notice(Wish("SIGTERM", 8.0), [told])  # its record is not there
+
+    def refuses(_):
+        raise TierUnavailable("it does not answer")
+
+    monkeypatch.setattr(attempts, "read_attempts", refuses)
+    assert not dumping.notice(Wish("SIGTERM", 8.0), [told])
+    assert said == ["SIGTERM: no dump: it does not answer"]
 
 
 def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(

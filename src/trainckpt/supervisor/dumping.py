@@ -118,12 +118,20 @@ class Dumping:
 
         What can be told without measuring the tree costs the ranks nothing of their time.
         """
-        self._find(ranks)
-        if self._tier is None:
+        if ranks and wish.seconds_left is None:
+            return False  # there is time for a boundary
+        try:
+            self._find(ranks)
+            if self._tier is None or (ranks and not isinstance(self._tier, LocalTier)):
+                return False  # a store would have to answer first, and holds no dumps
+            record = attempts.read_attempts(self._tier).get(self._attempt)
+            if record is None:
+                return False
+            found = choose(self._facts(wish, record, ranks))
+        except TrainckptError as error:
+            self._say(f"{wish.reason}: no dump: {error.message}")
             return False
-        record = attempts.read_attempts(self._tier)[self._attempt]
-        found = choose(self._facts(wish, record, ranks))
-        if found.what == SNAPSHOT:
+        if found.what != DUMP:
             self._say(f"{wish.reason}: {found.what}: {found.why}")
             return False
         return self._answer(wish, ranks, lambda _: None)
