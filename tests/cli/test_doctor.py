@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trainckpt.cli import doctor
+from trainckpt.cli import doctor, doctor_speed
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
@@ -27,7 +27,7 @@ PLACE = ["run's place", "file system", "rename", "create only", "directory sync"
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A probe that costs nothing."""
-    monkeypatch.setattr(doctor, "PROBE_BYTES", 8 << 20)
+    monkeypatch.setattr(doctor_speed, "PROBE_BYTES", 8 << 20)
 
 
 @pytest.fixture

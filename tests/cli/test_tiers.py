@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.cli.test_list_and_verify import flip_a_bit, snapshot, told
+from tests.lifecycle.training import attempt, record, usable
+from tests.s3_servers import BUCKET
+from trainckpt.cli import doctor, doctor_speed, tiers_shown
 from trainckpt.cli.main import main
+from trainckpt.lifecycle import heartbeat
+from trainckpt.snapshot import attempts
+from trainckpt.tiers import calls
+from trainckpt.tiers.calls import Limits
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.tiers.object_store import open_object_store
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -108,3 +122,130 @@ def test_what_stands_in_memory_is_a_copy_too(make_run, capsys):
     (bad,) = [c for c in told(capsys)["copies"] if not c["ok"]]
     assert (bad["tier"], bad["snapshot"]) == ("memory", newest.name)
     memory.remove()
+
+
+def test_list_says_of_each_tier_where_it_is_and_what_the_run_has_met_there(tiered, capsys):
+    run, far, newest = tiered
+    assert main(["list", "--json", str(run)]) == 0
+    local, slower = told(capsys)["tiers"]
+    assert (local["name"], local["url"], local["newest"]) == ("local", str(run), newest)
+    assert (slower["name"], slower["url"], slower["newest"]) == ("far", str(far), newest)
+    assert (slower["answers"], slower["breaker"], slower["trouble"]) == (True, None, None)
+
+    tier = LocalTier(run)
+    met = {"far": {"breaker": "open", "lags": "s2~1.2: 503", "since": 0.0}}
+    facts = {"tiers": [{"name": "far", "url": str(far)}], "tier_trouble": met}
+    found = attempts.read_attempts(tier)[1]
+    attempts.replace(tier, found.with_(facts={**found.facts, **facts}))
+    assert main(["list", "--json", str(run)]) == 0
+    assert told(capsys)["tiers"][1]["trouble"] == {"attempt": 1, **met["far"]}
+    words = tiers_shown.in_words({"attempt": 1, **met["far"]})
+    assert words.endswith(", left alone (open), lags behind: s2~1.2: 503")
+    shutil.rmtree(far)
+    far.write_text("")
+    assert main(["list", "--json", str(run)]) == 0
+    assert [(t["name"], t["answers"]) for t in told(capsys)["tiers"]] == [
+        ("local", True), ("far", False)
+    ]  # fmt: skip
+    assert main(["list", str(run)]) == 0
+    assert "newest there" in capsys.readouterr().out
+
+
+def test_doctor_measures_every_tier_and_says_how_calls_to_a_store_went(
+    tiered, capsys, monkeypatch, rclone_server, at
+):
+    run, far, _ = tiered
+    at(rclone_server)
+    monkeypatch.setattr(doctor, "examine", lambda size: [])
+    monkeypatch.setattr(doctor_speed, "PROBE_BYTES", 4 << 20)
+    monkeypatch.setattr(doctor_speed, "STORE_PROBE_BYTES", 1 << 20)
+    store = f"s3://{BUCKET}/doctor"
+    monkeypatch.setenv("TRAINCKPT_TIERS", f"{far},{store}?token=hush")
+    before = sorted(far.rglob("*"))
+
+    def items():
+        assert main(["doctor", "--json", str(run)]) == 0
+        return {item["name"]: item for item in told(capsys)["items"]}
+
+    found = items()
+    assert found["tier far"]["value"].startswith(f"{far}: writes ")
+    assert found["tier s3"]["value"].startswith(f"{store}: writes ")
+    assert "/s and reads " in found["tier s3"]["value"]
+    assert found["calls to s3"]["value"] == "closed"
+    assert sorted(far.rglob("*")) == before
+    assert open_object_store(f"{store}?token=hush").list("") == []
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setattr(calls, "Limits", partial(Limits, give_up_first_s=0.0))
+    found = items()
+    assert not found["tier s3"]["ok"]
+    assert not found["tier s3"]["needed"]
+    assert "hush" not in json.dumps(found)
+    assert found["calls to s3"]["value"].startswith("open; met ")
+
+
+def test_prune_goes_over_every_tier_or_the_one_that_is_named(make_run, tmp_path, capsys,
+                                                             monkeypatch):  # fmt: skip
+    run, far = make_run(steps=3), tmp_path / "far"
+    monkeypatch.setenv("TRAINCKPT_TIERS", str(far))
+    names = usable(run)
+    for name in names:
+        assert main(["flush", f"{run}@{name}"]) == 0
+    (far / "snapshots/s9~1.9").mkdir()  # garbage, or what a live attempt copies just now
+    capsys.readouterr()
+
+    def pruned(*options, code=0):
+        assert main(["prune", "--json", str(run), *options]) == code
+        document = told(capsys)
+        return [(row["tier"], row["name"]) for row in document["pruned"]], document
+
+    heartbeat.path_of(LocalTier(run), 1).touch()
+    assert pruned("--keep-last", "2", "--tier", "far")[0] == [("far", names[0])]
+    heartbeat.path_of(LocalTier(run), 1).unlink()
+    assert usable(run) == names
+    rows, document = pruned("--keep-last", "1")
+    assert rows == [("local", names[1]), ("local", names[0]), ("far", "s9~1.9"), ("far", names[1])]
+    assert usable(run) == usable(far) == document["kept"] == names[-1:]
+    shutil.rmtree(far)
+    far.write_text("")
+    rows, document = pruned(code=69)
+    assert rows == []
+    assert document["notes"][-1].startswith("the tier far stays as it is: ")
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.lifecycle.training import attempt
+
+attempt("runs/elsewhere", epochs=2)
+"""
+
+
+def test_a_run_that_is_in_a_store_alone_goes_on_on_another_machine_by_its_url(
+    tmp_path, capsys, monkeypatch, rclone_server, at
+):
+    at(rclone_server)
+    url, here = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "here"
+    attempt(tmp_path / "there/run", epochs=1, tiers=[url])
+    begun_from = usable(tmp_path / "there/run")[-1]
+    shutil.rmtree(tmp_path / "there")
+    store = open_object_store(url)
+    told_then = attempts.read_attempts(store)[1]
+    launched = {"argv": ["/no/such/bin/python", "train.py"], "cwd": "/no/such/folder",
+                "launch": {"kind": "python", "nproc": 1}}  # fmt: skip
+    attempts.replace(store, told_then.with_(facts={**told_then.facts, **launched}))
+
+    here.mkdir()
+    (here / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
+    monkeypatch.chdir(here)
+    assert main(["resume", "--json", url]) == 0, capsys.readouterr().err
+    ended = told(capsys)
+    assert (ended["outcome"], ended["exactness"]) == ("finished", "bitwise")
+    assert ended["tiers"] == ["local", "s3"]
+    assert record(here / "runs/elsewhere", 2)["parent"] == begun_from
+    newest = record(here / "runs/elsewhere", 2)["newest_commit"]
+    assert store.size(f"snapshots/{newest}/manifest.json")
+    assert os.environ.get("TRAINCKPT_RESUME") is None
+
+    assert main(["resume", "--json", str(here / "nothing")]) == 66

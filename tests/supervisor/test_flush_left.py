@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import textwrap
+import time
 
 import pytest
 
+from tests.lifecycle.test_stop_tier import stop_on_a_slow_disk
 from tests.lifecycle.training import crashed, record, usable
+from tests.s3_servers import BUCKET
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.supervisor.flush_left import lacking
+from trainckpt.lifecycle.told import Told
+from trainckpt.supervisor.flush_left import LEAVE_S, _limit_s, left_by
+from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
+from trainckpt.tiers.object_store import open_object_store
 
 # Tells of itself what rank 0 of an attempt does, and dies.
 RANK = """
@@ -39,12 +47,20 @@ def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(tm
     newest = usable(tmp_path / "run")[-1]
 
     end, said = ended(tmp_path / "run", 2)
+    first = (
+        f"attempt 2 failed by rank 0 ended with 9: copying {newest}, which far lacks; a further "
+        "signal ends that"
+    )
+    assert said[0] == first
+    assert said[1].startswith("the tier far does not answer: ")
     assert "not all of it was copied" in said[-1]
     assert end.record.outcome["tiers"] == ["local"]
 
     (tmp_path / "mount").unlink()
     end, said = ended(tmp_path / "run", 2)
-    assert said == ["copying the newest snapshot to far; a further signal ends that"]
+    assert said[0] == first
+    assert re.fullmatch(rf"{newest} is in far: 0.0 MB in [0-9.]+ s", said[1])
+    assert len(said) == 2
     assert usable(tier) == [newest]
     assert end.record.outcome["tiers"] == ["local", "far"]
     assert record(tier, 2)["outcome"] == record(tmp_path / "run", 2)["outcome"]
@@ -53,6 +69,64 @@ def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(tm
     end, said = ended(tmp_path / "run", 2)
     assert said == []  # there is nothing left to do
     assert os.environ.get("TRAINCKPT_SUPERVISOR") is None
+
+
+def test_what_is_in_memory_alone_is_brought_to_the_place_and_from_there_to_the_tiers(tmp_path):
+    run, far = tmp_path / "run", tmp_path / "far"
+    stop_on_a_slow_disk(run, tiers=[far])
+    newest = record(run, 1)["outcome"]["snapshot"]
+    assert newest not in usable(run)
+
+    end, said = ended(run, 1)
+    assert said[0].startswith(
+        f"attempt 1 stopped by maintenance: copying {newest}, which local, far"
+    )
+    assert said[1].startswith(f"{newest} was in memory, and is in local after ")
+    assert said[2].startswith(f"{newest} is in far: ")
+    assert end.record.outcome["tiers"] == ["local", "far"]
+    assert end.record.newest_commit == newest
+    assert usable(run)[-1] == usable(far)[-1] == newest
+    assert record(far, 1) == record(run, 1)
+
+
+def test_a_killed_run_s_newest_snapshot_is_in_the_store_when_its_supervisor_returns(
+    tmp_path, rclone_server, at
+):
+    at(rclone_server)
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    settings = {"options": {"tiers": url, "every": "1 steps, s3: never"}}
+    script = [sys.executable, "-m", "tests.lifecycle.deadline_script", str(tmp_path / "run"),
+              json.dumps(settings)]  # fmt: skip
+    said = []
+
+    def kill(process):
+        until = time.monotonic() + 60
+        while "saved s2~1.2" not in (tmp_path / "out").read_text() and process.poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.kill()
+
+    with (tmp_path / "out").open("wb") as output:
+        end = supervise(script, output=output, watch=kill, ours=True, say=said.append)
+    newest = end.record.outcome["snapshot"]
+    why = end.record.outcome["reason"]
+    assert end.record.outcome["outcome"] == "killed", (tmp_path / "out").read_text()
+    assert said[0] == (
+        f"attempt 1 killed by {why}: copying {newest}, which s3 lacks; a further signal ends that"
+    )
+    assert [line.partition(":")[0] for line in said[1:]] == [f"{newest} is in s3"]
+    assert end.record.outcome["tiers"] == ["local", "s3"]
+    store = open_object_store(url)
+    assert store.list("snapshots") == [newest]
+    assert store.size(f"snapshots/{newest}/manifest.json")
+
+
+def test_copying_ends_before_the_grace_does_that_the_first_signal_began():
+    inbox, ranks = Inbox(), [Told(0, 1, "here", "run", grace_s=grace) for grace in (None, 60, 30)]
+    assert _limit_s(ranks, inbox) is None  # nobody said when
+    inbox.first_s = time.monotonic() - 10
+    assert _limit_s(ranks, inbox) <= 30 - 10 - LEAVE_S
+    assert _limit_s(ranks[:1], inbox) is None  # nobody said how long
 
 
 FAR = {"tiers": [{"name": "far", "url": "/far"}]}
@@ -71,4 +145,5 @@ FAR = {"tiers": [{"name": "far", "url": "/far"}]}
     ],
 )
 def test_what_a_record_says_that_its_tiers_lack(newest, facts, expected):
-    assert lacking(AttemptRecord(2, newest_commit=newest, facts=facts)) == expected
+    left = left_by(AttemptRecord(2, newest_commit=newest, facts=facts))
+    assert (list(left.tiers) if left is not None else []) == expected

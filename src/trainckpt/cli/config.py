@@ -55,4 +55,5 @@ def _plain(value: Any, origin: str, default: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     typed = default if origin == DEFAULT else os.environ.get(origin)
-    return getattr(value, "text", None) or typed or str(value)
+    text = getattr(value, "in_full", None) or getattr(value, "text", None)
+    return text or typed or str(value)

@@ -6,32 +6,31 @@ is removed. A place that does not exist yet is not made; its nearest parent is t
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import secrets
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import doctor_crypto, doctor_dumps, doctor_store, show
+from trainckpt.cli import (
+    doctor_crypto,
+    doctor_dumps,
+    doctor_speed,
+    doctor_store,
+    doctor_tiers,
+    show,
+)
 from trainckpt.errors import TierUnavailable, TrainckptError
 from trainckpt.lifecycle import heartbeat, machine, place, source
 from trainckpt.lifecycle.machine import Item
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier
-from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
-    from pathlib import Path
 
     from trainckpt.tiers.capabilities import Capabilities
     from trainckpt.tiers.places import Place
 
-PROBE_BYTES = 64 << 20
 PLACE = "run's place"
 FAILED = 1
 
@@ -47,6 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     items = examine(show.size)
     if tier is not None:
         items += _place(tier)
+        items += doctor_tiers.examine(tier)
     ok = all(item.ok for item in items if item.needed)
     if arguments.json:
         rows = [{**asdict(item), "cure": "" if item.ok else item.cure} for item in items]
@@ -75,73 +75,17 @@ def _place(tier: Place) -> list[Item]:
         items = doctor_store.examine(tier)
         return [*items, *_run(tier, -1)] if items[0].ok else items
     try:
-        folder = answer_within(tier.url, lambda: _nearest(tier.root))
-        scratch = folder / f".tmp-doctor-{secrets.token_hex(8)}"
-        tried = answer_within(tier.url, lambda: _try(scratch))
+        folder, tried = doctor_speed.try_directory(tier)
     except (OSError, TierUnavailable) as error:
         why = error.strerror if isinstance(error, OSError) else error.message
         cure = error.hint if isinstance(error, TierUnavailable) else ""
         cure = cure or f"make {tier.url} a directory that this user can read and write"
         return [Item(PLACE, ok=False, value=f"{tier.url}: {why}", cure=cure)]
-    found, write_s, read_s = tried
+    found, speed = tried
     new = "" if folder == tier.root else f"; {tier.url} is not there yet"
     where = Item(PLACE, ok=True, value=f"{folder} can be read and written{new}")
-    speeds = _speeds(write_s, read_s)
+    speeds = Item("speed", speed.known, speed.in_words(), "free space there", needed=False)
     return [where, *_abilities(found), speeds, *_run(tier, found.free_bytes)]
-
-
-def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest parent that exists; `OSError` if it is no directory."""
-    while True:
-        try:
-            next(path.iterdir(), None)
-        except FileNotFoundError:
-            path = path.parent
-        else:
-            return path
-
-
-def _try(scratch: Path) -> tuple[Capabilities, float, float]:
-    scratch.mkdir(mode=0o700)
-    try:
-        found = capabilities.measure(scratch)
-        if 0 <= found.free_bytes < 2 * PROBE_BYTES:
-            return found, 0.0, 0.0
-        return found, *_measure_speeds(scratch / "probe")
-    finally:
-        with contextlib.suppress(OSError):
-            (scratch / "probe").unlink(missing_ok=True)
-            scratch.rmdir()
-
-
-def _measure_speeds(path: Path) -> tuple[float, float]:
-    """Seconds to write the probe to stable storage, and to read it back, past the page cache."""
-    block = mmap.mmap(-1, 4 << 20)
-    block[:] = os.urandom(1 << 20) * 4
-    begun = time.perf_counter()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        for _ in range(PROBE_BYTES // len(block)):
-            os.write(descriptor, block)
-        os.fsync(descriptor)
-        written = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        while os.read(descriptor, len(block)):
-            pass
-        return written - begun, time.perf_counter() - written
-    finally:
-        os.close(descriptor)
-
-
-def _speeds(write_s: float, read_s: float) -> Item:
-    if not write_s:
-        return Item("speed", ok=False, value="no room to measure it", cure="free space there",
-                    needed=False)  # fmt: skip
-    write, read = (show.size(int(PROBE_BYTES / seconds)) for seconds in (write_s, read_s))
-    value = f"writes {write}/s and reads {read}/s ({show.size(PROBE_BYTES)}, one process)"
-    return Item("speed", ok=True, value=value, needed=False)
 
 
 def _abilities(found: Capabilities) -> list[Item]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show
+from trainckpt.cli import show, tiers_shown
 from trainckpt.cli.dumped import dumps_of
 from trainckpt.format.attempt import ENDED, UNDECIDED
 from trainckpt.format.dump import KIND
@@ -37,11 +37,13 @@ def execute(arguments: argparse.Namespace) -> int:
     tier = place.open_place(arguments.run)
     everywhere = open_everywhere(arguments.run)
     candidates, found = everywhere.candidates(), dumps_of(tier)
+    tiers = tiers_shown.shown(everywhere, candidates)
     if arguments.json:
         rows = [to_json(c) for c in candidates]
         rows = sorted(rows + [dump_to_json(d) for d in found], key=_order, reverse=True)
         more: dict[str, Any] = {"attempts": _attempts(tier)} if arguments.attempts else {}
         more |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
+        more["tiers"] = [tier.to_json() for tier in tiers]
         show.document({"run": tier.url, "candidates": rows, **more})
         return 0
     for name, why in everywhere.silent.items():
@@ -54,6 +56,8 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"{tier.url}: no snapshot was committed yet")
+    if len(tiers) > 1 or any(each.trouble for each in tiers):
+        show.table(tiers_shown.COLUMNS, [each.row() for each in tiers], title="tiers")
     if found:
         show.table(
             ("id", "when", "size", "ranks", "host", "usable"), [_dump_row(d) for d in found],

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
+from trainckpt.errors import TierUnavailable
 from trainckpt.format import names
 from trainckpt.format.attempt import UNDECIDED
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import heartbeat, place, source
+from trainckpt.lifecycle import heartbeat
+from trainckpt.lifecycle import place as places
 from trainckpt.lifecycle.choice import KEEP_LAST, READING
+from trainckpt.lifecycle.everywhere import open_everywhere
 from trainckpt.lifecycle.options import read_options
-from trainckpt.snapshot import attempts, prune, sweep
+from trainckpt.snapshot import attempts, catalog, prune, sweep
 from trainckpt.tiers import memory
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.tiers.base import Tier
     from trainckpt.tiers.places import Place
 
 
@@ -33,45 +39,81 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--abandoned", action="store_true",
         help="abandoned branches too: what no resume takes unless it is named",
     )  # fmt: skip
+    parser.add_argument(
+        "--tier", metavar="TIER", help="in this one alone, by its name or URL; else in all of them"
+    )
     parser.add_argument("--dry-run", action="store_true", help="delete nothing, only say what")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Plan, delete, and say what went, why, and how many bytes that freed."""
-    tier = place.open_place(arguments.run)
-    newest = attempts.newest(tier)
-    records = attempts.read_attempts(tier)
-    candidates = source.read_candidates(tier)
-    live = _live(tier, records)
-    waits = arguments.abandoned and any(r.parent == UNDECIDED for r in live.values())
-    keep_last = arguments.keep_last or _keep_last(records)
-    doomed = sweep.plan_sweep(
-        candidates,
-        keep_last=keep_last,
-        live=live,
-        keep=_begun_from(live),
-        abandoned=arguments.abandoned and not waits,
-    )
-    kept_files = prune.kept_files(tier, candidates, [one.name for one in doomed])
-    left = [sweep.Doomed(name, sweep.UNREACHED) for name in prune.left_folders(candidates)]
-    rows = [_row(tier, one, kept_files) for one in doomed]
-    rows += [row for row in (_row(tier, one, kept_files) for one in left) if row["bytes"]]
-    notes = [_WAITS] if waits else []
-    if not arguments.dry_run:
-        done = _delete(tier, rows, kept_files, newest)
-        notes += [_INTERRUPTED] if done < len(rows) else []
-        rows = rows[:done]
-        if not live:
-            tier.clear_spares()
-            notes += _give_back_memory(tier)
-    gone = {row["name"] for row in rows}
-    kept = [str(c.name) for c in candidates if str(c.name) not in gone]
-    _tell(arguments, tier, keep_last, rows, kept, notes)
-    return 0
+    """Plan, delete, and say what went, where, why, and how many bytes that freed."""
+    place = places.open_place(arguments.run)
+    newest = attempts.newest(place)
+    everywhere = open_everywhere(arguments.run)
+    live = _live(place, everywhere.records)
+    policy = _Policy(
+        arguments.keep_last or _keep_last(everywhere.records), live,
+        abandoned=arguments.abandoned and all(r.parent != UNDECIDED for r in live.values()),
+    )  # fmt: skip
+    notes = [_WAITS] if arguments.abandoned and not policy.abandoned else []
+    rows: list[dict[str, Any]] = []
+    kept: dict[str, None] = {}
+    for tier in _tiers(everywhere, arguments.tier):
+        own, stay, is_whole = _prune(everywhere, tier, policy, newest, dry_run=arguments.dry_run)
+        rows += own
+        kept |= dict.fromkeys(stay)
+        notes += [] if is_whole else [_INTERRUPTED]
+    if not arguments.dry_run and not live and everywhere.place in everywhere.tiers:
+        place.clear_spares()
+        notes += _give_back_memory(place)
+    silent = {} if arguments.tier else everywhere.silent
+    notes += [f"the tier {name} stays as it is: {why}" for name, why in silent.items()]
+    _tell(arguments, place, policy.keep_last, rows, list(kept), notes)
+    return TierUnavailable.exit_code if silent else 0
 
 
 _WAITS = "abandoned branches stay: a live attempt has not chosen yet what it begins from"
 _INTERRUPTED = "a new attempt began meanwhile, so the rest stays; run the same command again"
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What is kept in each tier, and what nobody may touch now."""
+
+    keep_last: int
+    live: Mapping[int, AttemptRecord]
+    abandoned: bool
+
+
+def _tiers(everywhere: Everywhere, wanted: str | None) -> Sequence[Tier]:
+    """Those that hold the run, or the one that is named."""
+    if wanted is None:
+        return everywhere.tiers
+    tier = everywhere.tier(wanted)
+    return [tier] if tier in everywhere.tiers else []
+
+
+def _prune(
+    everywhere: Everywhere, tier: Tier, policy: _Policy, newest: int, *, dry_run: bool
+) -> tuple[list[dict[str, Any]], list[str], bool]:
+    """One tier: what went, what stays, and whether that is all of it."""
+    candidates = catalog.read_catalog(tier, everywhere.run, everywhere.records)
+    doomed = sweep.plan_sweep(
+        candidates, keep_last=policy.keep_last, live=policy.live, keep=_begun_from(policy.live),
+        abandoned=policy.abandoned,
+    )  # fmt: skip
+    if policy.live and tier is not everywhere.place:  # it may be copying what another one has left
+        doomed = tuple(one for one in doomed if one.reason != sweep.GARBAGE)
+    kept_files = prune.kept_files(tier, candidates, [one.name for one in doomed])
+    left = [sweep.Doomed(name, sweep.UNREACHED) for name in prune.left_folders(candidates)]
+    rows = [_row(tier, one, kept_files) for one in doomed]
+    rows += [row for row in (_row(tier, one, kept_files) for one in left) if row["bytes"]]
+    done = len(rows)
+    if not dry_run:
+        done = _delete(everywhere.place, tier, rows, kept_files, newest)
+    gone = {row["name"] for row in rows[:done]}
+    kept = [str(c.name) for c in candidates if str(c.name) not in gone]
+    return rows[:done], kept, done == len(rows)
 
 
 def _live(tier: Place, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
@@ -96,22 +138,25 @@ def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
     return {name for pair in named for name in pair if isinstance(name, str)}
 
 
-def _row(tier: Place, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[str, Any]:
+def _row(tier: Tier, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[str, Any]:
     """What goes: files that another checkpoint refers to stay."""
     folder, stay = doomed.name.folder, prune.files_in(doomed.name, kept)
     sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in stay)
     return {
         "name": str(doomed.name),
+        "tier": tier.name,
         "reason": doomed.reason,
         "bytes": sum(size or 0 for size in sizes),
     }
 
 
-def _delete(tier: Place, rows: list[dict[str, Any]], kept: frozenset[str], newest: int) -> int:
+def _delete(
+    place: Tier, tier: Tier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int
+) -> int:
     """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
     for done, row in enumerate(rows):
         name = SnapshotName.parse(row["name"])
-        if name is None or attempts.newest(tier) != newest:
+        if name is None or attempts.newest(place) != newest:
             return done
         prune.prune(tier, [name], kept)
     return len(rows)
@@ -151,8 +196,8 @@ def _tell(
         )
         return
     if rows:
-        told = [(row["name"], show.size(row["bytes"]), row["reason"]) for row in rows]
-        show.table(("snapshot", "size", "why"), told, title=tier.url)
+        told = [(r["name"], r["tier"], show.size(r["bytes"]), r["reason"]) for r in rows]
+        show.table(("snapshot", "tier", "size", "why"), told, title=tier.url)
     verb = "would go" if arguments.dry_run else "deleted"
     print(f"{len(rows)} {verb}, {len(kept)} stay; {show.size(freed)} freed")
     for note in notes:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.cli import dumps, show
 from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
-from trainckpt.lifecycle import launch, place
+from trainckpt.lifecycle import launch, place, slower
+from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.options import read_options
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.command import take_max_restarts, torchrun_command
 from trainckpt.supervisor.early_stop import ask_to_be_queued_again
@@ -22,7 +24,12 @@ from trainckpt.supervisor.supervise import supervise
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.tiers.places import Place
+
+TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start it again where it fails, so many times",
     )  # fmt: skip
     parser.add_argument(
+        "--tiers", metavar="URLS",
+        help="slower tiers of the run, with commas; where its place is lost, it goes on from them",
+    )  # fmt: skip
+    parser.add_argument(
         "--accept-older", action="store_true",
         help="go on although a place that does not answer may hold a newer one",
     )  # fmt: skip
@@ -44,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
     tier = place.open_place(arguments.run)
-    facts = _recorded(arguments.run)
+    given = [url.strip() for url in (arguments.tiers or "").split(",") if url.strip()]
+    facts, elsewhere = _recorded(tier, arguments.run, given)
     command, kind, nproc = launch.recorded_command(facts)
+    command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
     given = [] if arguments.max_restarts is None else [f"--max-restarts={arguments.max_restarts}"]
     _, restarts = take_max_restarts(given)
@@ -54,21 +67,18 @@ def execute(arguments: argparse.Namespace) -> int:
         full = torchrun_command(nproc, ["--no-python"], command)
     prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
     say(prefix + shlex.join(launch.redact_arguments(command)))
-    cwd = facts.get("cwd")
-    if not isinstance(cwd, str) or not Path(cwd).is_dir():
-        raise ConfigurationError(
-            f"the recorded working directory {cwd} is not there",
-            hint="start the script again as before, from wherever it lies now",
-        )
+    cwd = _folder(facts, elsewhere)
     by_us = facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
     with Inbox() as inbox:
-        dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox)
+        dumped = None
+        if not elsewhere:
+            dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox)
         if dumped is not None:
             ask_to_be_queued_again(dumped, inbox)
             return report(dumped, as_json=arguments.json)
         ended = supervise(
             full,
-            environment=_variables(facts, arguments),
+            environment=_variables(facts, arguments, given, elsewhere),
             cwd=cwd,
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
@@ -76,28 +86,64 @@ def execute(arguments: argparse.Namespace) -> int:
             name=partial(NamedRun, tier.url, command, cwd, nproc) if by_us else None,
             say=say,
             inbox=inbox,
-            run=tier.url,
+            run=None if elsewhere else tier.url,
             dumpable=dumps.dumpable(arguments, say),
         )
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
 
 
-def _recorded(run: str) -> Mapping[str, Any]:
-    """The facts of the newest attempt that left its command."""
-    tier = place.open_place(run)
-    if attempts.run_id(tier) is None:
-        raise NothingToResume(f"there is no run at {tier.url}", hint="check the path")
-    records = attempts.read_attempts(tier)
+def _recorded(
+    tier: Place, run: str, given: Sequence[str]
+) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """The facts of the newest attempt that left its command, and the tiers they come from.
+
+    None of those if the run's own place holds them: then the run goes on there. Else its place is
+    wherever the script says, and gets what the tiers hold.
+    """
+    if attempts.run_id(tier) is not None:
+        records: Mapping[int, AttemptRecord] = attempts.read_attempts(tier)
+        elsewhere = [run] if slower.is_copy(records, tier) else []
+    else:
+        everywhere = open_everywhere(run, *given)
+        records, elsewhere = everywhere.records, [*given, *read_options({}).tiers]
     told = [r for _, r in sorted(records.items(), reverse=True) if r.facts.get("argv")]
     if not told:
         raise NothingToResume(
             f"no attempt of {tier.url} left its command", hint="start the script again as before"
         )
-    return told[0].facts
+    return told[0].facts, elsewhere
 
 
-def _variables(facts: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, str]:
+def _here(command: list[str]) -> list[str]:
+    """A command that was recorded on another machine, perhaps: Python may lie elsewhere here."""
+    first = Path(command[0])
+    if first.is_absolute() and not first.exists() and first.name.startswith("python"):
+        say(f"{first} is not there: {sys.executable} is taken")
+        return [sys.executable, *command[1:]]
+    return command
+
+
+def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:
+    """The working directory; of a run that comes from another machine, perhaps this one."""
+    cwd = facts.get("cwd")
+    if isinstance(cwd, str) and Path(cwd).is_dir():
+        return cwd
+    if elsewhere:
+        say(f"the recorded working directory {cwd} is not there: launching in {Path.cwd()}")
+        return str(Path.cwd())
+    raise ConfigurationError(
+        f"the recorded working directory {cwd} is not there",
+        hint="start the script again as before, from wherever it lies now",
+    )
+
+
+def _variables(
+    facts: Mapping[str, Any],
+    arguments: argparse.Namespace,
+    given: Sequence[str],
+    elsewhere: Sequence[str],
+) -> dict[str, str]:
     """What was recorded and this environment lacks, and what the options say."""
     recorded = facts.get("env") or {}
     variables = {
@@ -109,4 +155,11 @@ def _variables(facts: Mapping[str, Any], arguments: argparse.Namespace) -> dict[
         variables[launch.AT_VARIABLE] = arguments.at
     if arguments.accept_older:
         variables[launch.ACCEPT_OLDER_VARIABLE] = "1"
+    before = variables.get(TIERS_VARIABLE) or os.environ.get(TIERS_VARIABLE) or ""
+    urls = given or [url.strip() for url in before.split(",") if url.strip()]
+    urls = [*urls, *(url for url in elsewhere if url not in urls)]
+    if urls:
+        variables[TIERS_VARIABLE] = ",".join(urls)
+    if elsewhere:  # somebody has named the run, so it is meant, wherever its place was
+        variables[RESUME_VARIABLE] = "required"
     return variables

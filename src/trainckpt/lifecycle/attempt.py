@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle import launch, sealing
+from trainckpt.lifecycle import launch, sealing, tier_interval
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.arenas import Arenas
 from trainckpt.lifecycle.attach import REMOTE
@@ -20,7 +20,7 @@ from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.attempt_number import AttemptNumber
 from trainckpt.lifecycle.choice import KEEP_LAST
 from trainckpt.lifecycle.departure import Departure
-from trainckpt.lifecycle.domains import set_up
+from trainckpt.lifecycle.domains import on_this_host, set_up
 from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.flush_work import Near, Work
 from trainckpt.lifecycle.flusher import Flusher
@@ -101,7 +101,9 @@ class Crew:
     @cached_property
     def slower(self) -> Slower:
         """The slower tiers that its options name."""
-        return open_slower(self.options.tiers, self.options.durable, self.tier)
+        found = open_slower(self.options.tiers, self.options.durable, self.tier)
+        tier_interval.check(self.options.every, found)
+        return found
 
     @cached_property
     def opener(self) -> Opener:
@@ -175,9 +177,10 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         crew.position.window_start, seals,
     )  # fmt: skip
     saver.holds_steps = crew.options.memory_every.steps == 1
-    saver.flushing = _flushing(crew, saver, log, facts)
+    saver.flushing = _flushing(crew, saver, log, facts, beginning)
     hosts = beginning.record.facts["hosts"]
     saver.protecting.protection = set_up(crew.options, crew.channel, crew.tier.url, hosts)
+    saver.protecting.on_this_host = partial(on_this_host, crew.channel, crew.tier.url, hosts)
     departure = _departure(crew, saver, log)
     survival = survive(
         crew.options, crew.channel, crew.tier, crew.registry, facts, saver, departure, hosts, seals
@@ -218,14 +221,24 @@ def _refer(saver: Saver, seals: Sealing | None, beginning: Beginning) -> None:
         seals.begin_from(manifest)
 
 
-def _flushing(crew: Crew, saver: Saver, log: AttemptLog, facts: Facts) -> Flushing:
+def _flushing(
+    crew: Crew, saver: Saver, log: AttemptLog, facts: Facts, beginning: Beginning
+) -> Flushing:
     """Who copies this attempt's snapshots to the slower tiers."""
     copy_from = None if crew.options.encrypt_to else saver.arenas.copy_from
     near = Near(crew.tier, copy_from)
     work = Work(crew.tier, near, crew.channel, log, facts.run, facts.number, crew.options.keep_last)
-    durable = crew.slower.durable
+    durable, every = crew.slower.durable, crew.options.every
+    step = beginning.cursor.step if beginning.cursor is not None else 0
     flushers = [
-        Flusher(tier, work, number, is_durable=tier.name == durable)
+        Flusher(
+            tier,
+            work,
+            number,
+            is_durable=tier.name == durable,
+            every=tier_interval.interval_of(every, tier),
+            begun_step=step,
+        )
         for number, tier in enumerate(crew.slower.tiers)
     ]
     return Flushing(flushers, durable)
@@ -324,7 +337,7 @@ def _interval(crew: Crew, beginning: Beginning) -> Callable[[], float]:
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
     hosts = set(log.record.facts["hosts"])
     kind = REMOTE[0]
-    if len(hosts) == 1 and crew.slower.tiers and isinstance(crew.tier, LocalTier):
+    if len(hosts) == 1 and isinstance(crew.tier, LocalTier):
         kind = file_system(crew.tier.root)
     last_save = LastSave(crew.channel, saver, crew.outlook, on_one_host=not kind.startswith(REMOTE))
     departure = Departure(

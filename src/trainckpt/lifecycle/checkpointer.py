@@ -369,9 +369,9 @@ class Checkpointer:
             return False
         return True
 
-    def _take_last(self, cursor: Cursor, reason: str, *, copied: bool = False) -> PendingSave:
+    def _take_last(self, cursor: Cursor, reason: str, **how: bool) -> PendingSave:
         attempt = self._must_have_resumed()
-        return attempt.saver.save(cursor, reason, (), PendingSave(), last=not copied)
+        return attempt.saver.save(cursor, reason, (), PendingSave(), **how)
 
     def _take_requested(self, cursor: Cursor, due: Due) -> None:
         pending, tags = self._requests.taken(due.number), (due.tag,) if due.tag else ()

@@ -98,7 +98,7 @@ class Departure:
     def stop(self, cursor: Cursor, reason: str, take: Take) -> None:
         """All ranks stop here. Raises `Stopped`, or returns with `on_stop="return"`."""
         self._survived()
-        self._last_save.take(cursor, reason, take, self._watch.deadline)
+        self._last_save.take(cursor, reason, take, self._watch.deadline, stops=True)
         snapshot, lost = self._last_save.standing(cursor)
         self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
         if self._channel.world.rank == 0:
@@ -190,6 +190,8 @@ class Departure:
         }
         if self._last_save.skipped:
             outcome["skipped"] = self._last_save.skipped
+        if self._last_save.chosen:
+            outcome["chosen"] = self._last_save.chosen
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
         self._teller.tell(state=LEFT, how=how, exit_code=code)
         kubernetes.last_word(os.environ, outcome)

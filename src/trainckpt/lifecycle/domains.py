@@ -8,7 +8,7 @@ from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.protection import Protection
 from trainckpt.snapshot import parity
-from trainckpt.snapshot.redundancy import NOTHING, PARITY, make_plan
+from trainckpt.snapshot.redundancy import NOTHING, PARITY, Wish, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,12 @@ def set_up(options: Options, channel: Channel, run: str, hosts: Sequence[str]) -
         _say(plan)
     local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
     return Protection(plan, channel, run, local)
+
+
+def on_this_host(channel: Channel, run: str, hosts: Sequence[str]) -> Protection:
+    """As `set_up`, for a rank whose file nobody else is to keep."""
+    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
+    return Protection(make_plan(Wish(), list(hosts)), channel, run, local)
 
 
 def domains_of(hosts: Sequence[str], declared: Sequence[str]) -> list[str]:

@@ -6,31 +6,36 @@
 
 On a thread of its own, over keys of its own: training never waits for it, and a tier that hangs
 holds up no other. The newest goes first; once it is there, older ones are left out, but those with
-a tag. What fails is tried again: with the next snapshot, or after a while.
+a tag. A tier with an interval of its own gets less (`flush_queue`). What fails is tried again: with
+the next snapshot, or after a while.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
+from trainckpt.lifecycle.flush_queue import Queue
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import DURABLE
-from trainckpt.lifecycle.slower import COMMITS
+from trainckpt.lifecycle.slower import COMMITS, TROUBLE
+from trainckpt.lifecycle.tier_interval import LastCopy
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.snapshot import catalog, flush, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
+from trainckpt.tiers.breaker import CLOSED
+from trainckpt.tiers.places import health_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.flush_work import Work
+    from trainckpt.lifecycle.options import Every
     from trainckpt.lifecycle.pending import PendingSave
     from trainckpt.tiers.base import Tier
 
@@ -41,14 +46,6 @@ HANGS_AFTER_S = 300.0  # without a block
 
 class GivenUp(Exception):
     """This rank leaves."""
-
-
-@dataclass
-class _Waiting:
-    """Snapshots on their way; guarded by the flusher's condition."""
-
-    tagged: dict[SnapshotName, bool] = field(default_factory=dict)
-    pending: dict[SnapshotName, PendingSave] = field(default_factory=dict)
 
 
 class Flusher:
@@ -62,8 +59,19 @@ class Flusher:
         skipped, failed: How many were left out for newer ones; how many tries have failed.
     """
 
-    def __init__(self, tier: Tier, work: Work, number: int, *, is_durable: bool) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        work: Work,
+        number: int,
+        *,
+        is_durable: bool,
+        every: Every | None = None,
+        begun_step: int = 0,
+    ) -> None:
+        """`every`: how often a snapshot that nobody asked for is copied; None: always."""
         self.tier = tier
+        self._queue = Queue(every, begun_step, time.monotonic())
         self.newest: str | None = None
         self.busy: str | None = None
         self.seconds_per_byte: float | None = None
@@ -74,13 +82,13 @@ class Flusher:
         self._left = work.channel.scoped(f"flush/{number}")
         self._background = self._left.connection()
         self._changed = threading.Condition()
-        self._waiting = _Waiting()
         self._order = 0
         self._retry_s, self._retry_after_s, self._block_s = 0.0, FIRST_RETRY_S, 0.0
         self._draining = self._stopping = self._is_there = False
         self._newest_bytes = 0
         self._last: SnapshotName | None = None  # the newest that was copied
         self._said = ""
+        self._noted = (CLOSED, "")
         self._done: set[str] = set()  # copied, of a snapshot that is not committed there yet
         self._sent: dict[str, bytes] = {}  # records
         self._thread = threading.Thread(
@@ -103,8 +111,7 @@ class Flusher:
         name = manifest.name
         with self._changed:
             if (last := self._last) is None or name > last:
-                self._waiting.pending[name] = pending
-                self._waiting.tagged[name] = bool(manifest.tags)
+                self._queue.add(name, pending, tagged=bool(manifest.tags))
                 self._newest_bytes = own_bytes
                 self._retry_s, self._retry_after_s = 0.0, FIRST_RETRY_S
                 self._changed.notify_all()
@@ -133,9 +140,11 @@ class Flusher:
     def predicted_s(self) -> float | None:
         """How long the newest snapshot that waits will take; 0 if none does, None if not known."""
         with self._changed:
-            waits = bool(self._waiting.tagged)
-        if not waits:
-            return 0.0
+            waits = bool(self._queue)
+        return self.copy_s() if waits else 0.0
+
+    def copy_s(self) -> float | None:
+        """How long a copy as large as the newest snapshot takes; None if that is not known."""
         per_byte = self.seconds_per_byte
         return None if per_byte is None else per_byte * self._newest_bytes
 
@@ -151,13 +160,17 @@ class Flusher:
 
     def _lead(self) -> None:
         self._attempt(self._look_back)
+        self._note_trouble()
         while (name := self._next()) is not None:
             self.busy = str(name)
             begun_s = time.monotonic()
             verdict = self._flush(name)
             self.busy = None
             took_s = time.monotonic() - begun_s
+            if "error" not in verdict:
+                self._queue.last_copy = LastCopy(name.step, begun_s, took_s)
             self._told(name, verdict, took_s)
+            self._note_trouble()
         if not self._stopping:
             self._attempt(lambda: flush.mirror_records(self._work.place, self.tier, self._sent))
         self._attempt(lambda: self._background.put(f"{self._order + 1}/order", {"over": True}))
@@ -169,11 +182,21 @@ class Flusher:
         except TrainckptError as error:
             self._warn(error.message)
 
+    def _note_trouble(self) -> None:
+        """For `list` and `doctor`: the record says how calls go, whenever that has changed."""
+        health = health_of(self.tier)
+        now = (CLOSED if health is None else health.state, self._said)
+        if now != self._noted:
+            self._noted = now
+            told = {"breaker": now[0], "lags": now[1], "since": time.time()}
+            self._work.log.note(TROUBLE, self.tier.name, told)
+
     def _look_back(self) -> None:
         """What the tier lacks of what attempts before this one have committed."""
         self._be_there()
         place, run = self._work.place, self._work.run
-        usable = [c for c in catalog.read_catalog(place, run, read_attempts(place)) if c.usable]
+        found = catalog.read_catalog(place, run, read_attempts(place))
+        usable = [c for c in found if c.usable and c.name.attempt < self._work.attempt]
         tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
         lacking = [c for c in (*usable[:1], *tagged) if not flush.holds(self.tier, c.name)]
         if usable and usable[0] not in lacking:
@@ -181,19 +204,20 @@ class Flusher:
         with self._changed:
             for candidate in lacking:
                 tags = candidate.manifest.tags if candidate.manifest is not None else ()
-                self._waiting.tagged.setdefault(candidate.name, bool(tags))
+                self._queue.add_left(candidate.name, tagged=bool(tags))
 
     def _next(self) -> SnapshotName | None:
         """The snapshot to copy now, once there is one; None: it is over."""
         with self._changed:
             while not self._stopping:
-                left_s = self._retry_s - time.monotonic()
-                waiting = max(self._waiting.tagged, default=None)
-                if waiting is not None and left_s <= 0:
+                now_s = time.monotonic()
+                waiting, wait_s = self._queue.next(now_s, all_at_once=self._draining)
+                wait_s = max(wait_s, self._retry_s - now_s)
+                if waiting is not None and wait_s <= 0:
                     return waiting
                 if self._draining:
                     return None
-                self._changed.wait(None if waiting is None else left_s)
+                self._changed.wait(wait_s if waiting is not None and wait_s < DAY_S else None)
             return None
 
     def _flush(self, name: SnapshotName) -> dict[str, Any]:
@@ -323,9 +347,9 @@ class Flusher:
             self._retry_s = time.monotonic() + self._retry_after_s
             self._retry_after_s = min(2 * self._retry_after_s, MOST_RETRY_S)
             lost = bool(verdict.get("lost"))
-            pending = self._waiting.pending.get(name)
+            pending = self._queue.handles.get(name)
             if lost:
-                self._forget(name)
+                self._queue.forget(name)
                 self._retry_s = 0.0
         if pending is not None and self._is_durable:
             pending.fail_durable(failure, for_good=lost)
@@ -334,11 +358,10 @@ class Flusher:
         """It is there, and so what is older and has no tag is not needed there any more."""
         with self._changed:
             self._last = name if self._last is None else max(name, self._last)
-            waiting = self._waiting.tagged.items()
-            over = [n for n, tagged in waiting if n == name or (n < name and not tagged)]
-            pending = {n: self._waiting.pending.get(n) for n in over}
+            over = self._queue.arrived(name)
+            pending = {n: self._queue.handles.get(n) for n in over}
             for each in over:
-                self._forget(each)
+                self._queue.forget(each)
             self.skipped += sum(each != name for each in over)
         for each, handle in pending.items():
             if handle is not None and self._is_durable:
@@ -350,10 +373,6 @@ class Flusher:
             return
         why = f"{name} was left out: {copied} is newer, and was copied to {self.tier.name} first"
         pending.fail_durable(SaveFailed(why), for_good=True)
-
-    def _forget(self, name: SnapshotName) -> None:
-        self._waiting.tagged.pop(name, None)
-        self._waiting.pending.pop(name, None)
 
     def _warn(self, why: str) -> None:
         """Said once, until something was copied again."""

@@ -11,8 +11,8 @@ import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.flush_plan import Leaving, flush_limit_s
+from trainckpt.lifecycle.options import LOCAL
 from trainckpt.lifecycle.pending import DURABLE
-from trainckpt.lifecycle.slower import LOCAL
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.notice import OF_MACHINE
 
@@ -57,6 +57,10 @@ class Flushing:
         if snapshot is None:
             return []
         return [LOCAL, *(f.tier.name for f in self.flushers if f.newest == snapshot)]
+
+    def predicted(self) -> list[tuple[str, float | None]]:
+        """Of each slower tier, how long a copy of the newest snapshot will take, as measured."""
+        return [(f.tier.name, f.copy_s()) for f in self.flushers]
 
     def limit_s(self, reason: str, left_s: float | None, *, on_this_host: bool) -> float:
         """How long `leave` may take, at a stop for this reason.

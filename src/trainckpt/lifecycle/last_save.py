@@ -4,21 +4,28 @@ All ranks bring what they can do, and read one answer from it:
 
     a save in flight did not end in time      nothing is started: its writing thread is busy
     the newest commit is of this very place   nothing to do
-    it would miss the deadline                not started; the older snapshot stands
+    it would miss the deadline                to memory, where that fits and outlives the cause
+                                              (`stop_tier`); else not started, the older one stands
     else                                      taken, and waited for until the deadline
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import NoAgreement, SaveFailed
+from trainckpt.lifecycle import stop_tier
 from trainckpt.lifecycle.flush_plan import UNLIMITED_S
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.options import LOCAL
 from trainckpt.lifecycle.stop_plan import Offer, why_not_save
+from trainckpt.lifecycle.stop_tier import MEMORY, PARTNER
 from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.deadline import Deadline
     from trainckpt.lifecycle.outlook import Outlook
@@ -27,9 +34,9 @@ if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
 
     class Take(Protocol):
-        """Takes a snapshot of this cursor, for this reason; `copied` first if something writes."""
+        """Takes a snapshot of this cursor, for this reason; `how` as `Saver.save` has it."""
 
-        def __call__(self, cursor: Cursor, reason: str, *, copied: bool = False) -> PendingSave:
+        def __call__(self, cursor: Cursor, reason: str, **how: bool) -> PendingSave:
             """Returns when it is under way."""
 
 
@@ -45,6 +52,7 @@ class LastSave:
     Attributes:
         parent: Full name and cursor of the snapshot this attempt began from.
         skipped: What was not saved and why, for the attempt's record; None if nothing was.
+        chosen: Where the save of a stop was to go and why, for the record; None if none was taken.
     """
 
     def __init__(
@@ -54,6 +62,8 @@ class LastSave:
         self._on_one_host = on_one_host
         self.parent: tuple[str, Cursor] | None = None
         self.skipped: dict[str, Any] | None = None
+        self.chosen: dict[str, Any] | None = None
+        self._kept: tuple[str, Cursor] | None = None  # in memory alone
         self._channel = channel
         self._saver = saver
         self._outlook = outlook
@@ -84,11 +94,13 @@ class LastSave:
 
     def holding(self, snapshot: str | None) -> list[str]:
         """Names of the tiers that hold the snapshot."""
+        if self._kept is not None and self._kept[0] == snapshot and self.chosen is not None:
+            return [self.chosen["tier"]]
         return self._saver.flushing.holding(snapshot)
 
     def standing(self, cursor: Cursor) -> tuple[str | None, int]:
         """Newest snapshot to go on from, and how many micro-batches it lies back."""
-        newest = self._saver.committed or self.parent
+        newest = self._kept or self._saver.committed or self.parent
         if newest is None:
             return None, cursor.micro_batches
         name, at = newest
@@ -97,9 +109,12 @@ class LastSave:
         )
 
     def take(
-        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline
+        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *, stops: bool = False
     ) -> SaveFailed | None:
-        """Every rank calls it at the same boundary. Returns why there is no snapshot of it."""
+        """Every rank calls it at the same boundary. Returns why there is no snapshot of it.
+
+        `stops`: the run goes on later, so the save may stay where the next attempt finds it.
+        """
         self._saver.protecting.give_way()
         self._wait(deadline)
         in_flight = self._saver.busy
@@ -107,6 +122,7 @@ class LastSave:
         left_s = _within(deadline)
         offer = Offer(left_s, self._outlook.save_s(), fallback=snapshot is not None)
         mine = {"stands": bool(snapshot) and not lost, "in_flight": in_flight, **vars(offer)}
+        mine |= self._means(reason) if stops and not in_flight else {}
         try:
             everyone = self._channel.gather("last save", mine, _limit(left_s))
         except NoAgreement as error:
@@ -114,6 +130,9 @@ class LastSave:
         if everyone[0]["stands"]:  # it commits, so its word counts
             return None
         why = IN_FLIGHT if any(other["in_flight"] for other in everyone) else ""
+        stays = not why and stops and self._choose(everyone) != LOCAL
+        if stays and self._keep(cursor, reason, take, deadline):
+            return None
         why = why or why_not_save([_offer(other) for other in everyone])
         if why:
             return self._skip(cursor, offer, why)
@@ -125,14 +144,55 @@ class LastSave:
             return self._skip(cursor, offer, "it was not committed when the time was over")
         return pending.error
 
+    def _means(self, reason: str) -> dict[str, Any]:
+        """What this rank can do besides saving to the run's place."""
+        saver = self._saver
+        ready = saver.arenas.are_ready and saver.arenas.are_two
+        memory_s = self._outlook.memory_s() if ready else None
+        others_s = saver.protecting.seconds
+        both = (memory_s, others_s)
+        machine_goes = stop_tier.takes_machine(reason, os.environ)
+        return {
+            "memory_s": memory_s,
+            "partner_s": None if None in both else sum(s for s in both if s is not None),
+            "machine_goes": machine_goes,
+            "place_goes": bool(machine_goes) and self._on_one_host,
+            "slower": saver.flushing.predicted(),
+        }
+
+    def _choose(self, everyone: Sequence[dict[str, Any]]) -> str:
+        """The tier, the same on all ranks: said, and kept for the record."""
+        lefts = [each["left_s"] for each in everyone if each["left_s"] is not None]
+        left_s, first = min(lefts, default=None), everyone[0]
+        choice = stop_tier.choose_tier(first["machine_goes"], left_s, stop_tier.ways_of(everyone))
+        self.chosen = choice.to_json(left_s)
+        if self._channel.world.rank == 0 and (left_s is not None or first["machine_goes"]):
+            took = "" if choice.predicted_s is None else f", in about {choice.predicted_s:.1f} s"
+            logger.info("the last save goes to %s%s: %s", choice.tier, took, choice.why)
+        return choice.tier if choice.tier in (MEMORY, PARTNER) else LOCAL
+
+    def _keep(self, cursor: Cursor, reason: str, take: Take, deadline: Deadline) -> bool:
+        """Take it to memory; False: it is not there, on any rank."""
+        assert self.chosen is not None
+        self._saver.protecting.prepare_last(others=self.chosen["tier"] == PARTNER)
+        pending = self._take(cursor, reason, take, deadline, in_memory=True)
+        if pending.error is None and pending.unprotected == "" and pending.snapshot is not None:
+            self._kept = pending.snapshot, cursor
+            return True
+        if self._channel.world.rank == 0:
+            logger.warning("it is not in %s: %s", self.chosen["tier"], pending.error or "too late")
+        self.chosen["failed"] = True
+        return False
+
     def _take(
-        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *, copied: bool = False
-    ) -> PendingSave:
-        pending = take(cursor, reason, copied=copied)
+        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *,
+        copied: bool = False, in_memory: bool = False,
+    ) -> PendingSave:  # fmt: skip
+        pending = take(cursor, reason, last=not copied, in_memory=in_memory)
         try:
             self._wait(deadline)
         finally:  # also when an alarm's exception ends the wait: the script may go on and write
-            if not pending.ended:
+            if not pending.ended and pending.unprotected is None:
                 self._saver.give_up()
         return pending
 

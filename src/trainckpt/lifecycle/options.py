@@ -10,7 +10,7 @@ import importlib
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 AUTO = "auto"
+LOCAL = "local"  # the run's place, among its tiers
 PATIENCE_S = 30.0
 NOTICES = ("aws", "gce", "azure", "nvml")  # besides signals, notice files and the wall time
 TOML_FILE = "trainckpt.toml"
@@ -32,12 +33,21 @@ _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 @dataclass(frozen=True)
 class Every:
-    """When to save unasked: after so many steps, so many seconds, or as measured; else never."""
+    """When to save unasked: after so many steps, so many seconds, or as measured; else never.
+
+    `tiers`: of slower tiers, by name or URL, how often each gets a copy, where that is not always.
+    """
 
     steps: int | None = None
     seconds: float | None = None
     text: str = "never"
     auto: bool = False
+    tiers: tuple[tuple[str, Every], ...] = ()
+
+    @property
+    def in_full(self) -> str:
+        """As it may be typed again."""
+        return ", ".join([self.text, *(f"{name}: {each.text}" for name, each in self.tiers)])
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class Options:
     """What the user chose.
 
     Attributes:
-        every: "100 steps", "10 min", "auto", or "never" (only at a stop and at the end).
+        every: "100 steps", "10 min", "auto", or "never" (only at a stop and at the end); and how
+            often slower tiers get a copy.
         keep_last: Usable snapshots kept; tagged ones are kept besides.
         stop_at: "micro-batch", "window", or "auto" (see lifecycle.stop_plan).
         grace: Seconds from a signal until this process is killed; None: nobody said.
@@ -160,9 +171,23 @@ def shown(value: object) -> str:
 
 
 def _parse_every(value: Any) -> Every:
+    """One interval, or with commas or as a table: the run's own, and those of tiers."""
     if isinstance(value, Every):
         return value
-    text = str(value).strip()
+    if isinstance(value, dict):
+        parts = [(str(name).strip(), str(each)) for name, each in value.items()]
+    else:
+        found = [part.rpartition(":") for part in str(value).split(",")]
+        parts = [(name.strip() if colon else LOCAL, each) for name, colon, each in found]
+    intervals = {name: _parse_interval(each) for name, each in parts}
+    if len(intervals) < len(parts) or not all(intervals):
+        raise ValueError(value)
+    own = intervals.pop(LOCAL, None) or _parse_interval(TABLE["every"][0])
+    return replace(own, tiers=tuple(intervals.items()))
+
+
+def _parse_interval(text: str) -> Every:
+    text = text.strip()
     if text in ("never", AUTO):
         return Every(text=text, auto=text == AUTO)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
@@ -200,7 +225,7 @@ def _optional_text(value: Any) -> str | None:
 
 def _parse_memory_every(value: Any) -> Every:
     every = _parse_every(value)
-    if every.seconds is not None or every.auto:
+    if every.seconds is not None or every.auto or every.tiers:
         raise ValueError(value)
     return every
 
@@ -287,7 +312,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 # name -> default, parser, what to type
 TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
-    "every": ("10 min", _parse_every, '"100 steps", "10 min", "auto" or "never"'),
+    "every": (
+        "10 min",
+        _parse_every,
+        '"100 steps", "10 min", "auto" or "never"; of tiers too: "10 steps, s3: 100 steps"',
+    ),
     "keep_last": (3, _number(1, 10**6), "a number from 1 on"),
     "stop_at": (
         "auto",

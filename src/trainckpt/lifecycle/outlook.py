@@ -74,6 +74,16 @@ class Outlook:
         now_bytes = weigh(self._registry, gradients=True).now
         return now_bytes * (self.pace.least_seconds_per_byte or 0.0)
 
+    def memory_s(self) -> float | None:
+        """How long a save to shared memory would take here and now; None: nothing was measured.
+
+        Nor where saves are encrypted: memory would hold them as they are.
+        """
+        per_byte = self.pace.copy_seconds_per_byte
+        if per_byte is None or self._options.encrypt_to:
+            return None
+        return per_byte * weigh(self._registry, gradients=True).now
+
     def tighten_after_s(self, seconds_left: float) -> float:
         """See `stop_plan.must_tighten_after_s`."""
         return stop_plan.must_tighten_after_s(self.facts(), seconds_left)

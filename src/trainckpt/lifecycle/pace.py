@@ -20,6 +20,7 @@ class Pace:
         self._saves: deque[float] = deque(maxlen=3)
         self._save_s: float | None = None
         self._stalls: deque[float] = deque(maxlen=5)
+        self._copies: deque[float] = deque(maxlen=3)
         self._last_s: float | None = None
 
     def reach(self, now_s: float) -> None:
@@ -41,6 +42,11 @@ class Pace:
     def stalled(self, seconds: float) -> None:
         """A save was staged, and training waited so long for it."""
         self._stalls.append(seconds)
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        """So long after a save was begun, all of it was in memory. Saving thread."""
+        if num_bytes > 0:
+            self._copies.append(seconds / num_bytes)
 
     def since_s(self, now_s: float) -> float | None:
         """How long ago the last boundary was reached or left; None before the first."""
@@ -70,3 +76,8 @@ class Pace:
     def least_seconds_per_byte(self) -> float | None:
         """Fastest of the last saves; None before the first."""
         return min(tuple(self._saves), default=None)
+
+    @property
+    def copy_seconds_per_byte(self) -> float | None:
+        """Slowest of the last saves, until all was in memory; None before the first."""
+        return max(tuple(self._copies), default=None)

@@ -32,6 +32,7 @@ class PendingSave:
         error: Why it failed, or None.
         not_durable: Why its last copy to the durable tier failed, or None.
         unprotected: "" once other hosts hold it too, or why they do not; None: not known yet.
+        is_asked: Whether anybody may wait for it: each slower tier gets it, whatever its interval.
         settle: Called by the training thread before it waits: some copies are made beside it.
     """
 
@@ -40,6 +41,7 @@ class PendingSave:
         self.error: SaveFailed | None = None
         self.not_durable: SaveFailed | None = None
         self.unprotected: str | None = None
+        self.is_asked = True
         self.settle: Callable[[], None] = lambda: None
         self._training_thread = training_thread or threading.get_ident()
         self._reached = REQUESTED

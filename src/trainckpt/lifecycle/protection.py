@@ -22,15 +22,13 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError, UnusableSnapshot
+from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import parity_file
 from trainckpt.format.digest import digest
 from trainckpt.format.names import sealed_file_name, shard_file_name
 from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.lifecycle.attach import RANKS_TIMEOUT_S
-from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.pending import NO_PARTNER
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.snapshot.protect import copy_files, make_parities
 from trainckpt.tiers import kept
@@ -41,11 +39,8 @@ if TYPE_CHECKING:
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
-    from trainckpt.lifecycle.arenas import Arenas
-    from trainckpt.lifecycle.pending import PendingSave
     from trainckpt.ranks.channel import Channel
     from trainckpt.snapshot.redundancy import CodedSet, Plan
-    from trainckpt.state.stage import Shard, Stream
     from trainckpt.tiers.memory import Arena
 
 STEP_S = 30.0  # for one round of a few megabytes
@@ -84,6 +79,10 @@ class Protection:
     def give_way(self) -> None:
         """Something more urgent needs the network, on all ranks alike."""
         self._in_way.set()
+
+    def take_way(self) -> None:
+        """What is kept now is the most urgent."""
+        self._in_way.clear()
 
     @property
     def gives_way(self) -> bool:
@@ -280,93 +279,6 @@ class Protection:
         for group in self._groups.values():
             group.close()
         self._groups = {}
-
-
-class Protecting:
-    """One rank's saver and its protection, where there is one.
-
-    Attributes:
-        protection: None: nothing was asked for.
-    """
-
-    protection: Protection | None = None
-
-    def __init__(self, arenas: Arenas, rank: int) -> None:
-        self._arenas, self._rank = arenas, rank
-        self._failures = 0
-
-    def give_way(self) -> None:
-        """A last save comes. All ranks alike."""
-        if self.protection is not None:
-            self.protection.give_way()
-
-    def room(self, num_bytes: int, *, in_memory: bool) -> Arena | None:
-        """Memory for this rank's encrypted file, if anybody is to keep it; None: there is none."""
-        protection = self.protection
-        if protection is None or not (in_memory or protection.plan.num_losses):
-            return None
-        return protection.room(num_bytes)
-
-    def protect(
-        self,
-        name: SnapshotName,
-        whole: Manifest | None,
-        shard: Shard | Stream,
-        pending: PendingSave,
-    ) -> None:
-        """Have other hosts keep what was committed."""
-        why = NO_PARTNER
-        if self.protection is not None and self.protection.plan.num_losses:
-            why = self._try(self.protection, name, whole, shard)
-        pending.protect(why)
-
-    def keep(
-        self,
-        name: SnapshotName,
-        whole: Manifest | None,
-        shard: Shard | Stream,
-        pending: PendingSave,
-    ) -> None:
-        """Keep in memory what is written nowhere else."""
-        assert self.protection is not None
-        before = self._arenas.newest
-        self._arenas.publish(name, shard_file_name(self._rank))
-        safe = shard if self._arenas.are_two or self.protection.has_sealed else None
-        if why := self._try(self.protection, name, whole, safe):
-            self._arenas.newest = before
-            pending.fail(SaveFailed(why))
-        else:
-            pending.protect()
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether a rank is gone that others are to keep things with."""
-        return self.protection is not None and self.protection.is_cut_off
-
-    def close(self, *, keep: bool) -> None:
-        """The attempt is over; `keep` what is held for others."""
-        if self.protection is not None:
-            self.protection.close(keep=keep)
-
-    def _try(
-        self, protection: Protection, name: SnapshotName, whole: Manifest | None,
-        shard: Shard | Stream | None,
-    ) -> str:  # fmt: skip
-        """Why it failed, or ""."""
-        try:
-            protection.protect(name, whole, getattr(shard, "memory", None))
-        except Unprotected as unprotected:
-            self._failures += not protection.gives_way
-            if protection.gives_way:
-                logger.debug("other hosts do not hold %s: %s", name, unprotected)
-            elif self._rank == 0 and (self._failures == 1 or self._failures % 10 == 0):
-                logger.warning("other hosts do not hold %s: %s (%d so far)", name, unprotected,
-                               self._failures)  # fmt: skip
-            return str(unprotected)
-        except Exception as error:  # noqa: BLE001 - the save stands, and training goes on
-            logger.warning("other hosts do not hold %s: %r", name, error)
-            return repr(error)
-        return ""
 
 
 def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.plans import Plans
-from trainckpt.lifecycle.protection import Protecting
+from trainckpt.lifecycle.protecting import Protecting
 from trainckpt.lifecycle.references import References
 from trainckpt.lifecycle.stale import Stale
 from trainckpt.lifecycle.writer import RANKS_TIMEOUT_S, Facts, Writer
@@ -43,7 +43,7 @@ from trainckpt.state.overlap import only_stepped
 from trainckpt.state.weight import shard_bytes, weigh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import TensorEntry
@@ -143,6 +143,7 @@ class Saver:
             may_skip: All skip it if on any rank the save before is far from being written.
             in_memory: It stays in the memory of the hosts, and is not written to the run's place.
         """
+        pending.is_asked = not may_skip
         behind = may_skip and self._is_behind()
         if not behind:
             self.wait()
@@ -308,7 +309,7 @@ class Saver:
         # background thread: no collectives here, only the store
         try:
             in_memory = self._in_memory
-            self._writer.write(manifest, shard, entries, self._copying.finish, in_memory=in_memory)
+            self._writer.write(manifest, shard, entries, self._finish, in_memory=in_memory)
             if in_memory:
                 self.protecting.keep(manifest.name, self._writer.whole, shard, pending)
                 self._cut_off = self.protecting.is_cut_off
@@ -334,6 +335,12 @@ class Saver:
                 pending.protect("it is the last, and committed")
             else:
                 self.protecting.protect(manifest.name, self._writer.whole, shard, pending)
+
+    def _finish(self) -> Iterator[int]:
+        yield from self._copying.finish()
+        begun_s, num_bytes = self._begun
+        if self.arenas.descriptor is not None:
+            self._pace.copied(num_bytes, time.monotonic() - begun_s)
 
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
         logger.warning("save %s failed, training goes on: %s", name, error.message)

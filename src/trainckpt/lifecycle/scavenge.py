@@ -42,7 +42,7 @@ from trainckpt.tiers import kept
 from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.parity_file import ParityHead
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 EXCHANGE_S = 60.0
+ALONE_WITHIN_S = 60.0
 MOST = 4  # snapshots of a host that are looked at
 
 
@@ -100,9 +101,29 @@ def scavenge(tier: Tier, channel: Channel, run: str, seats: Sequence[Seat]) -> S
     """
     channel = channel.scoped("scavenge")
     place = MemoryPlace.found(tier.url) if channel.world.rank in leaders(seats) else None
-    held = channel.gather("held", _snapshots(place), RANKS_TIMEOUT_S)
-    if not any(held):
-        return None
+    with _alone(place):
+        held = channel.gather("held", _snapshots(place), RANKS_TIMEOUT_S)
+        return _newest(tier, channel, run, held, place) if any(held) else None
+
+
+@contextlib.contextmanager
+def _alone(place: MemoryPlace | None) -> Iterator[None]:
+    """Nobody else brings what this host holds: the supervisor of the attempt before may."""
+    with contextlib.ExitStack() as stack:
+        if place is not None and _snapshots(place):
+            place.wait_fetched(ALONE_WITHIN_S)
+            with contextlib.suppress(OSError):
+                stack.enter_context(place.fetching())
+        yield
+
+
+def _newest(
+    tier: Tier,
+    channel: Channel,
+    run: str,
+    held: Sequence[Sequence[str]],
+    place: MemoryPlace | None,
+) -> SnapshotName | None:
     texts = sorted({text for each in held for text in each})
     wanted = together(
         channel, "wanted", lambda: _wanted(tier, channel, run, texts), RANKS_TIMEOUT_S

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle import launch, place
+from trainckpt.lifecycle.options import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.tiers.base import Tier
 
-LOCAL = "local"
 TIERS, DURABLE, COMMITS = "tiers", "durable", "tier_commits"  # in an attempt's record
+TROUBLE = "tier_trouble"  # there too: tier -> what its flusher has met
 WHERE = "where"  # the run's place, in an attempt's record
 RUN_FIELD = "{run}"
 _TAKEN = (LOCAL, "memory", "staged", "partner", "durable")
@@ -112,6 +113,13 @@ def newest_commits(records: Mapping[int, AttemptRecord]) -> dict[str, dict[int, 
             if isinstance(snapshot, str):
                 found.setdefault(name, {})[number] = snapshot
     return found
+
+
+def is_copy(records: Mapping[int, AttemptRecord], tier: Tier) -> bool:
+    """Whether this is one of the slower tiers of the run whose records it holds."""
+    here = where(tier)
+    return any(here == (url if "://" in url else os.path.abspath(url))  # noqa: PTH100
+               for _, url in _told(records))  # fmt: skip
 
 
 def _told(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:

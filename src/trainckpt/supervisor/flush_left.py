@@ -1,12 +1,14 @@
 """Flush what is left: `python -m trainckpt.supervisor.flush_left RUN ATTEMPT`, after the ranks.
 
-An attempt that was killed, or had no time, leaves its newest snapshot in the run's place alone.
-Whoever started it copies that to the slower tiers, in a process of its own, before it returns:
+An attempt that was killed, or had no time, leaves its newest snapshot in the run's place alone, or
+in this host's memory. Whoever started it copies that on, in a process of its own, before it
+returns:
 
     when      the attempt is over, and no other is started here: that one would do it itself
     who       the supervisor on the host of rank 0
     how long  until the grace is over that the first signal began; else until it is done. A further
               signal ends it
+    said      why, what, for how long, and what became of it, a line at a time
 
 What is not done then, the next attempt does. Nothing half-copied is ever taken for a copy.
 """
@@ -15,16 +17,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import place
+from trainckpt.lifecycle.options import LOCAL
 from trainckpt.lifecycle.place import PROVE_VARIABLE
 from trainckpt.lifecycle.slower import COMMITS, TIERS
-from trainckpt.snapshot import attempts, flush
+from trainckpt.lifecycle.stop_tier import MEMORY
+from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,24 +38,45 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.lifecycle.told import Told
     from trainckpt.supervisor.signals import Inbox
-    from trainckpt.tiers.base import Tier
 
 LOOK_S = 0.2
 LEAVE_S = 2.0  # before the grace is over
+SAID = "flush: "  # what the process says for people begins so; all else is a library's
+LONGEST_SAID = 500
 
 
-def lacking(record: AttemptRecord | None) -> list[str]:
-    """Names of the tiers that lack what the attempt committed last, as its record says. Pure."""
+@dataclass(frozen=True)
+class Left:
+    """What an attempt has left to do.
+
+    Attributes:
+        snapshot: Its newest, full name.
+        tiers: Names of those that lack it, `LOCAL` among them if it is in memory alone.
+        why: How the attempt ended.
+    """
+
+    snapshot: str
+    tiers: tuple[str, ...]
+    why: str
+
+
+def left_by(record: AttemptRecord | None) -> Left | None:
+    """What the attempt has left, as its record says; None: nothing. Pure."""
     if record is None:
-        return []
-    newest = (record.outcome or {}).get("snapshot") or record.newest_commit
+        return None
+    outcome = record.outcome or {}
+    newest = outcome.get("snapshot") or record.newest_commit
     name = SnapshotName.parse(newest) if newest else None
     if name is None or name.attempt != record.attempt:
-        return []
+        return None
     told, commits = record.facts.get(TIERS), record.facts.get(COMMITS)
     there = commits if isinstance(commits, dict) else {}
     names = [t.get("name") for t in told if isinstance(t, dict)] if isinstance(told, list) else []
-    return [n for n in names if isinstance(n, str) and there.get(n) != newest]
+    lacking = [n for n in names if isinstance(n, str) and there.get(n) != newest]
+    if MEMORY in (outcome.get("tiers") or ()):
+        lacking.insert(0, LOCAL)
+    why = f"{outcome.get('outcome') or 'over'} by {outcome.get('reason') or 'nobody knows what'}"
+    return Left(str(newest), tuple(lacking), why[:LONGEST_SAID]) if lacking else None
 
 
 def flush_left(
@@ -68,75 +95,82 @@ def flush_left(
         variables: The environment of the command.
         say: Told what is done.
     """
-    tiers = lacking(record)
+    left = left_by(record)
     first = next((told for told in ranks if told.rank == 0 and told.run), None)
-    if not tiers or first is None or record is None or PROVE_VARIABLE in variables:
+    if left is None or first is None or record is None or PROVE_VARIABLE in variables:
         return record
-    graces = [told.grace_s for told in ranks if told.grace_s is not None]
-    until_s = None
-    if inbox.first_s is not None and graces:
-        until_s = inbox.first_s + min(graces) - LEAVE_S
-    if say is not None:
-        say(f"copying the newest snapshot to {', '.join(tiers)}; a further signal ends that")
-    heard = inbox.count
+    say = say or _nothing
+    limit_s = _limit_s(ranks, inbox)
+    within = "" if limit_s is None else f"within {max(limit_s, 0.0):.0f} s, "
+    tiers = ", ".join(left.tiers)
+    say(
+        f"attempt {record.attempt} {left.why}: copying {left.snapshot}, which {tiers} "
+        f"lack{'s' if len(left.tiers) == 1 else ''}; {within}a further signal ends that"
+    )
     command = [sys.executable, "-m", __name__, first.run, str(record.attempt)]
+    code = -1
     with suppress(OSError):
         process = subprocess.Popen(
-            command, env=dict(variables), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            command, env=dict(variables), start_new_session=True, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        while process.poll() is None:
-            over = until_s is not None and time.monotonic() > until_s
-            if over or inbox.count > heard:
-                process.kill()
-            inbox.next(LOOK_S)
-        if say is not None and process.returncode != 0:
-            say("not all of it was copied: the next attempt does that, or `trainckpt flush`")
+        code = _attend(process, inbox, limit_s, say)
+    if code != 0:
+        say("not all of it was copied: the next attempt does that, or `trainckpt flush`")
     with suppress(TrainckptError):
         return attempts.read_attempts(place.open_other_place(first.run)).get(record.attempt, record)
     return record
 
 
-def main(arguments: list[str]) -> int:
-    """Copy the newest snapshot of that attempt; 0 if it is in every tier then."""
-    from trainckpt.lifecycle.everywhere import move, open_everywhere
-
-    try:
-        everywhere = open_everywhere(arguments[0])
-        number, done = int(arguments[1]), []
-        own = [c for c in everywhere.candidates() if c.usable and c.name.attempt == number]
-        if not own or own[0].manifest is None:
-            return 1
-        newest = own[0].manifest
-        slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.place]
-        for tier in slower:
-            if attempts.newest(everywhere.place) != number:
-                return 1  # a newer attempt copies what it begins from
-            with suppress(TrainckptError):
-                if not flush.holds(tier, newest.name):
-                    move(everywhere, newest, tier, everywhere.tiers)
-                done.append(tier.name)
-        _note(everywhere.place, number, str(newest.name), done)
-        for tier in slower:
-            if tier.name in done:
-                flush.mirror_records(everywhere.place, tier, {})
-    except (TrainckptError, OSError):
-        return 1
-    return 0 if len(done) == len(slower) and not everywhere.silent else 1
+def _limit_s(ranks: Sequence[Told], inbox: Inbox) -> float | None:
+    """What is left of the grace that the first signal began; None: nothing limits it."""
+    graces = [told.grace_s for told in ranks if told.grace_s is not None]
+    if inbox.first_s is None or not graces:
+        return None
+    return inbox.first_s + min(graces) - LEAVE_S - time.monotonic()
 
 
-def _note(tier: Tier, number: int, snapshot: str, done: Sequence[str]) -> None:
-    """The record says where the attempt's newest snapshot is now."""
-    record = attempts.read_attempts(tier)[number]
-    commits = record.facts.get(COMMITS)
-    known = dict(commits) if isinstance(commits, dict) else {}
-    facts = {**record.facts, COMMITS: {**known, **dict.fromkeys(done, snapshot)}}
-    outcome = record.outcome
-    if outcome is not None and outcome.get("snapshot") == snapshot:
-        before = [str(name) for name in outcome.get("tiers") or ()]
-        outcome = {**outcome, "tiers": [*before, *(n for n in done if n not in before)]}
-    attempts.replace(tier, record.with_(facts=facts, outcome=outcome))
+def _attend(
+    process: subprocess.Popen[str],
+    inbox: Inbox,
+    limit_s: float | None,
+    say: Callable[[str], None],
+) -> int:
+    """Until it has ended: say what it says, end it when it has to."""
+    until_s = None if limit_s is None else time.monotonic() + limit_s
+    heard, last = inbox.count, [""]
+
+    def listen() -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                if line.startswith(SAID):
+                    say(line.removeprefix(SAID).rstrip())
+                else:
+                    last[0] = line.strip() or last[0]
+
+    listener = threading.Thread(target=listen, name="trainckpt-flush-left", daemon=True)
+    listener.start()
+    ended = ""
+    while process.poll() is None:
+        over = until_s is not None and time.monotonic() > until_s
+        if not ended and (over or inbox.count > heard):
+            ended = "the time is over" if over else f"{inbox.first} came"
+            process.kill()
+        inbox.next(LOOK_S)
+    listener.join()  # nobody but the process has the other end
+    if ended:
+        say(ended)
+    elif process.returncode not in (0, 1):  # a bug of ours; what it did not do is done later
+        say(f"copying ended with {process.returncode}: {last[0][:LONGEST_SAID]}")
+    return process.returncode
+
+
+def _nothing(_: str) -> None:
+    """Nobody listens."""
 
 
 if __name__ == "__main__":
+    from trainckpt.supervisor.left_work import main
+
     sys.exit(main(sys.argv[1:]))

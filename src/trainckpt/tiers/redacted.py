@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 _USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
-_QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?\"']*)\?[^\s\"']*", re.IGNORECASE)
+_QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?\"']*?)(?:\?|%3F)[^\s\"']*", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:

@@ -1,0 +1,127 @@
+"""Protecting: one rank's saver and what other hosts keep for it (`protection`), or memory alone."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import SaveFailed
+from trainckpt.format.names import shard_file_name
+from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.pending import NO_PARTNER
+from trainckpt.lifecycle.protection import Unprotected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.lifecycle.arenas import Arenas
+    from trainckpt.lifecycle.pending import PendingSave
+    from trainckpt.lifecycle.protection import Protection
+    from trainckpt.state.stage import Shard, Stream
+    from trainckpt.tiers.memory import Arena
+
+
+class Protecting:
+    """One rank's saver and its protection, where there is one.
+
+    Attributes:
+        protection: None: nothing was asked for.
+        seconds: How long it took others to keep the last save; None: they have kept none.
+        on_this_host: Makes one by which others keep nothing.
+    """
+
+    protection: Protection | None = None
+    seconds: float | None = None
+    on_this_host: Callable[[], Protection] | None = None
+
+    def __init__(self, arenas: Arenas, rank: int) -> None:
+        self._arenas, self._rank = arenas, rank
+        self._failures = 0
+
+    def give_way(self) -> None:
+        """A last save comes. All ranks alike."""
+        if self.protection is not None:
+            self.protection.give_way()
+
+    def room(self, num_bytes: int, *, in_memory: bool) -> Arena | None:
+        """Memory for this rank's encrypted file, if anybody is to keep it; None: there is none."""
+        protection = self.protection
+        if protection is None or not (in_memory or protection.plan.num_losses):
+            return None
+        return protection.room(num_bytes)
+
+    def prepare_last(self, *, others: bool) -> None:
+        """The save that ends the attempt stays in memory; every rank alike, no save in flight.
+
+        Args:
+            others: Other hosts are to keep it as well.
+        """
+        if not others and self.on_this_host is not None:
+            self.protection = self.on_this_host()
+        if self.protection is not None:
+            self.protection.take_way()
+
+    def protect(
+        self,
+        name: SnapshotName,
+        whole: Manifest | None,
+        shard: Shard | Stream,
+        pending: PendingSave,
+    ) -> None:
+        """Have other hosts keep what was committed."""
+        why = NO_PARTNER
+        if self.protection is not None and self.protection.plan.num_losses:
+            why = self._try(self.protection, name, whole, shard)
+        pending.protect(why)
+
+    def keep(
+        self,
+        name: SnapshotName,
+        whole: Manifest | None,
+        shard: Shard | Stream,
+        pending: PendingSave,
+    ) -> None:
+        """Keep in memory what is written nowhere else."""
+        assert self.protection is not None
+        before = self._arenas.newest
+        self._arenas.publish(name, shard_file_name(self._rank))
+        safe = shard if self._arenas.are_two or self.protection.has_sealed else None
+        if why := self._try(self.protection, name, whole, safe):
+            self._arenas.newest = before
+            pending.fail(SaveFailed(why))
+        else:
+            pending.protect()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a rank is gone that others are to keep things with."""
+        return self.protection is not None and self.protection.is_cut_off
+
+    def close(self, *, keep: bool) -> None:
+        """The attempt is over; `keep` what is held for others."""
+        if self.protection is not None:
+            self.protection.close(keep=keep)
+
+    def _try(
+        self, protection: Protection, name: SnapshotName, whole: Manifest | None,
+        shard: Shard | Stream | None,
+    ) -> str:  # fmt: skip
+        """Why it failed, or ""."""
+        begun_s = time.monotonic()
+        try:
+            protection.protect(name, whole, getattr(shard, "memory", None))
+        except Unprotected as unprotected:
+            self._failures += not protection.gives_way
+            if protection.gives_way:
+                logger.debug("other hosts do not hold %s: %s", name, unprotected)
+            elif self._rank == 0 and (self._failures == 1 or self._failures % 10 == 0):
+                logger.warning("other hosts do not hold %s: %s (%d so far)", name, unprotected,
+                               self._failures)  # fmt: skip
+            return str(unprotected)
+        except Exception as error:  # noqa: BLE001 - the save stands, and training goes on
+            logger.warning("other hosts do not hold %s: %r", name, error)
+            return repr(error)
+        self.seconds = time.monotonic() - begun_s if protection.plan.num_losses else None
+        return ""

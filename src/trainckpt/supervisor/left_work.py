@@ -1,0 +1,141 @@
+"""What `flush_left` starts: bring an attempt's newest snapshot to where its record says it lacks.
+
+    from memory     to the run's place, and commit it there, if all its ranks were on this host
+    from the place  to each slower tier, nearest first
+
+It says on stdout what it does. No other attempt may have begun: that one does it all itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TrainckptError
+from trainckpt.lifecycle import place
+from trainckpt.lifecycle.everywhere import move, open_everywhere
+from trainckpt.lifecycle.options import LOCAL
+from trainckpt.lifecycle.slower import COMMITS
+from trainckpt.lifecycle.stop_tier import MEMORY
+from trainckpt.snapshot import attempts, flush
+from trainckpt.supervisor.flush_left import SAID, left_by
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.tiers.base import Tier
+    from trainckpt.tiers.places import Place
+
+SAY_EVERY_S = 5.0
+
+
+def main(arguments: list[str]) -> int:
+    """Copy the newest snapshot of that attempt; 0 if it is in every tier then."""
+    try:
+        return 0 if _flush(place.open_other_place(arguments[0]), int(arguments[1])) else 1
+    except (TrainckptError, OSError) as error:
+        _say(getattr(error, "message", None) or str(error))
+    return 1
+
+
+def _flush(tier: Place, number: int) -> bool:
+    tier.name = LOCAL
+    record = attempts.read_attempts(tier)[number]
+    left = left_by(record)
+    if left is None or attempts.newest(tier) != number:
+        return left is None
+    done = [LOCAL] if LOCAL in left.tiers and _bring(tier, number) == left.snapshot else []
+    everywhere = open_everywhere(tier.url)
+    own = [c for c in everywhere.candidates() if c.usable and c.name.attempt == number]
+    if own and own[0].manifest is not None:
+        slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.place]
+        done += [t.name for t in slower if _copy(everywhere, own[0].name, t, number)]
+        _note(everywhere.place, number, str(own[0].name), done)
+        for each in slower:
+            if each.name in done:
+                with suppress(TrainckptError):
+                    flush.mirror_records(everywhere.place, each, {})
+    for name, why in everywhere.silent.items():
+        _say(f"the tier {name} does not answer: {why}")
+    return set(left.tiers) <= set(done) and not everywhere.silent
+
+
+def _bring(tier: Place, number: int) -> str | None:
+    """From this host's memory to the run's place; the snapshot's name."""
+    from trainckpt.lifecycle.attach import Seat, own_view
+    from trainckpt.lifecycle.scavenge import scavenge
+    from trainckpt.ranks.channel import Alone
+    from trainckpt.ranks.world import World
+
+    record, run = attempts.read_attempts(tier)[number], attempts.run_id(tier)
+    hosts = record.facts.get("hosts")
+    if run is None or not isinstance(hosts, list) or len(set(hosts)) != 1:
+        _say("it lies in the memory of several hosts, which only the next attempt brings together")
+        return None
+    host = str(hosts[0])
+    begun_s = time.monotonic()
+    name = scavenge(tier, Alone(World(0, 1, 0, host)), run, [Seat(host, own_view())])
+    if name is None:
+        _say(f"memory holds nothing that is whole and newer than what {tier.url} has")
+        return None
+    _say(f"{name} was in memory, and is in {LOCAL} after {time.monotonic() - begun_s:.1f} s")
+    with suppress(TrainckptError):
+        attempts.replace(tier, record.with_(newest_commit=str(name)))
+    return str(name)
+
+
+def _copy(everywhere: Everywhere, name: SnapshotName, tier: Tier, number: int) -> bool:
+    """Whether the tier holds the snapshot now."""
+    if attempts.newest(everywhere.place) != number:
+        _say("another attempt has begun, and goes on with it")
+        return False
+    try:
+        if flush.holds(tier, name):
+            return True
+        manifest = next(c.manifest for c in everywhere.candidates() if c.name == name)
+        assert manifest is not None
+        begun_s = time.monotonic()
+        moved = move(everywhere, manifest, tier, everywhere.tiers, _progress(name, tier))
+    except TrainckptError as error:
+        _say(f"{name} is not in {tier.name}: {error.message}")
+        return False
+    took_s = time.monotonic() - begun_s
+    _say(f"{name} is in {tier.name}: {moved.num_bytes / 1e6:.1f} MB in {took_s:.1f} s")
+    return True
+
+
+def _progress(name: SnapshotName, tier: Tier) -> Callable[[int], None]:
+    """Says now and then how far it has come."""
+    done, said_s = [0], [time.monotonic()]
+
+    def tell(num_bytes: int) -> None:
+        done[0] += num_bytes
+        if time.monotonic() - said_s[0] > SAY_EVERY_S:
+            said_s[0] = time.monotonic()
+            _say(f"{name} to {tier.name}: {done[0] / 1e6:.1f} MB so far")
+
+    return tell
+
+
+def _note(tier: Tier, number: int, snapshot: str, done: Sequence[str]) -> None:
+    """The record says where the attempt's newest snapshot is now."""
+    record = attempts.read_attempts(tier)[number]
+    commits = record.facts.get(COMMITS)
+    known = dict(commits) if isinstance(commits, dict) else {}
+    there = dict.fromkeys([name for name in done if name != LOCAL], snapshot)
+    facts = {**record.facts, COMMITS: {**known, **there}}
+    outcome = record.outcome
+    if outcome is not None and outcome.get("snapshot") == snapshot:
+        before = [str(name) for name in outcome.get("tiers") or ()]
+        before = [name for name in before if name != MEMORY or LOCAL not in done]
+        outcome = {**outcome, "tiers": [*before, *(n for n in done if n not in before)]}
+    attempts.replace(tier, record.with_(facts=facts, outcome=outcome))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{SAID}{' '.join(line.split())}\n")
+    sys.stdout.flush()

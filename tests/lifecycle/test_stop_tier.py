@@ -1,0 +1,138 @@
+"""Where the save of a stop goes: the table of the decision, and a run with a short notice."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from tests.lifecycle.training import attempt, notice, record, usable
+from trainckpt.lifecycle.stop_tier import Way, choose_tier, takes_machine, ways_of
+from trainckpt.tiers.memory import MemoryPlace
+
+DISK = Way("local", outlives_machine=False, predicted_s=8.0)
+SHARED = Way("local", outlives_machine=True, predicted_s=8.0)
+NEW = Way("local", outlives_machine=True, predicted_s=None)
+MEMORY = Way("memory", outlives_machine=False, predicted_s=0.5)
+PARTNER = Way("partner", outlives_machine=True, predicted_s=2.0)
+STORE = Way("s3", outlives_machine=True, predicted_s=20.0)
+UNKNOWN = Way("s3", outlives_machine=True, predicted_s=None)
+ALL = [SHARED, MEMORY, PARTNER, STORE]
+GONE = "the machine is taken away"
+
+
+@pytest.mark.parametrize(
+    ("machine_goes", "left_s", "ways", "tier", "why"),
+    [
+        # the processes go: the place if there is time for it, else memory
+        ("", None, ALL, "local", "there is no deadline"),
+        ("", 30.0, ALL, "local", "that fits into the 30.0 s left"),
+        ("", 10.0, ALL, "local", "that fits into the 10.0 s left"),
+        ("", 9.9, ALL, "memory", "local would take about 8.0 s, and 9.9 s are left"),
+        ("", 9.9, [DISK, MEMORY], "memory", "local would take about 8.0 s, and 9.9 s are left"),
+        ("", 9.9, [SHARED, PARTNER], "partner", "local would take about 8.0 s, and 9.9 s are left"),
+        ("", 0.5, ALL, "local", "nothing else outlives that and fits into the 0.5 s left"),
+        ("", 9.9, [SHARED], "local", "nothing else outlives that and fits into the 9.9 s left"),
+        ("", 9.9, [NEW, MEMORY], "local", "no save was measured yet"),
+        # the machine goes: what lies on it alone does not count
+        (GONE, 30.0, ALL, "local", "that fits into the 30.0 s left"),
+        (GONE, 9.9, ALL, "partner", "local would take about 8.0 s, and 9.9 s are left"),
+        (GONE, 9.9, [SHARED, MEMORY], "local",
+         "the machine is taken away, and nothing else outlives that and fits into the 9.9 s left"),
+        (GONE, 30.0, [DISK, MEMORY, STORE], "s3",
+         "the machine is taken away: local may be lost with it"),
+        (GONE, 30.0, [DISK, PARTNER, STORE], "partner",
+         "the machine is taken away: local may be lost with it"),
+        (GONE, None, [DISK, MEMORY, STORE], "s3",
+         "the machine is taken away: local may be lost with it"),
+        (GONE, 20.0, [DISK, MEMORY, STORE], "local",
+         "the machine is taken away, and nothing else outlives that and fits into the 20.0 s left"),
+        (GONE, None, [DISK, UNKNOWN], "local",
+         "the machine is taken away, and nothing else outlives that"),
+    ],
+)  # fmt: skip
+def test_the_run_s_place_if_it_fits_else_the_fastest_that_outlives_the_cause(
+    machine_goes, left_s, ways, tier, why
+):
+    choice = choose_tier(machine_goes, left_s, ways)
+    assert (choice.tier, choice.why) == (tier, why)
+    assert choice.predicted_s == next(way for way in ways if way.tier == tier).predicted_s
+
+
+@pytest.mark.parametrize(
+    ("reason", "environment", "expected"),
+    [
+        ("SIGTERM", {}, ""),
+        ("trainckpt pause", {}, ""),
+        ("AWS spot interruption", {}, "the machine is taken away"),
+        ("GPU 0 is not well", {}, "the machine is taken away"),
+        ("SIGTERM", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "the pod takes its memory with it"),
+        ("SIGUSR1", {"SLURM_JOB_ID": "7"}, "the job may go on on other nodes"),
+    ],
+)
+def test_what_goes_with_a_stop_follows_from_its_reason_and_from_where_it_runs(
+    reason, environment, expected
+):
+    assert takes_machine(reason, environment) == expected
+
+
+def told(save_s=1.0, memory_s=None, partner_s=None, place_goes=False, slower=()):
+    return {"save_s": save_s, "memory_s": memory_s, "partner_s": partner_s,
+            "place_goes": place_goes, "slower": slower}  # fmt: skip
+
+
+def test_the_slowest_rank_counts_and_a_tier_that_one_rank_lacks_is_none():
+    both = [told(memory_s=0.1, partner_s=0.5), told(save_s=3.0, memory_s=0.2, partner_s=0.4)]
+    assert [(w.tier, w.predicted_s) for w in ways_of(both)] == [
+        ("local", 3.0), ("memory", 0.2), ("partner", 0.5)
+    ]  # fmt: skip
+    lacks = [told(memory_s=0.1, place_goes=True, slower=[["s3", 2.0], ["far", None]]), told()]
+    assert ways_of(lacks) == [
+        Way("local", outlives_machine=False, predicted_s=1.0),
+        Way("s3", outlives_machine=True, predicted_s=3.0),
+        Way("far", outlives_machine=True, predicted_s=None),
+    ]
+    assert ways_of([told(save_s=0.0)])[0].predicted_s is None
+
+
+def stop_on_a_slow_disk(run, **options):
+    """An attempt that is told to stop within two minutes, and whose saves have taken ten."""
+
+    def inside(ckpt, _):
+        if ckpt.cursor.micro_batches == 8:
+            ckpt._attempt.saver.wait()  # the one before: it would be measured, too
+            for _ in range(3):
+                ckpt._pace.saved(ckpt._outlook.facts().state_bytes, 600.0)
+            notice(run, 1, reason="maintenance", seconds_left=120)
+            until = time.monotonic() + 60
+            while not ckpt._agreement.has_open_round():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+    attempt(run, epochs=3, inside=inside, on_stop="return", stop_at="micro-batch", **options)
+
+
+def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_on_from_it(
+    tmp_path, caplog
+):
+    straight, _ = attempt(tmp_path / "straight", epochs=3)
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        stop_on_a_slow_disk(tmp_path / "run")
+    outcome = record(tmp_path / "run", 1)["outcome"]
+    newest = outcome["snapshot"]
+    assert newest.startswith("s4m")
+    assert (outcome["outcome"], outcome["tiers"], outcome["lost_micro_batches"]) == (
+        "stopped", ["memory"], 0
+    )  # fmt: skip
+    chosen = outcome["chosen"]
+    assert chosen["tier"] == "memory"
+    assert "local would take about" in chosen["why"]
+    assert chosen["predicted_s"] < chosen["seconds_left"] < 120
+    assert "the last save goes to memory, in about" in caplog.text
+    assert newest not in usable(tmp_path / "run")
+
+    parts, ckpt = attempt(tmp_path / "run", epochs=3)
+    assert str(ckpt._attempt.beginning.manifest.name) == newest
+    assert parts.state() == straight.state()
+    assert MemoryPlace.found(str(tmp_path / "run")) is None
