@@ -112,8 +112,8 @@ SAVED = {"every": "1 steps", "stop_at": "micro-batch"}
 
 
 def test_a_save_that_would_miss_the_deadline_is_not_begun_and_the_older_one_stands(start, tmp_path):
-    """The last saves took 2 s each, and 1.5 s are left."""
-    script = start(slow_from=1, slow_s=2.0, micro_s=0.05, accumulate=60,
+    """The last saves took 2 s each, and 1.5 s are left; nor is there memory to keep it in."""
+    script = start(slow_from=1, slow_s=2.0, micro_s=0.05, accumulate=60, memory=False,
                    options={**SAVED, "grace": "1.5 s"})  # fmt: skip
     script.until("saved s1~1.1")
     begun = script.signal()
