@@ -133,8 +133,8 @@ def test_whatever_fails_while_it_is_put_back_all_run_or_none_was_let_go():
         machine.fails = fails
         left = put_back(machine, together=True)
         assert not_running(machine) <= {*left.states}, (fails, left)
-        if not left.states:
-            assert not_running(machine) == set()
+        if len(fails) == 1 and FATAL not in fails.values():
+            assert left.states == {}, "what fails in passing is tried again"
         if any(state == "CHECKPOINTED" for state in machine.states.values()):
             assert "unlock" not in [name for name, _, _ in machine.calls], (fails, left)
         assert [p for p in left.problems if "CUDA_ERROR" not in p] == []

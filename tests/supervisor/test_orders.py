@@ -116,15 +116,17 @@ def test_only_what_failed_by_itself_is_started_again(verdict, again):
 
 
 def test_processes_may_be_dumped_instead_of_hearing_a_signal_unless_they_leave_already():
-    told = rank(0).told
+    told, term = rank(0).told, signal.SIGTERM
     deliver, pass_on = Order(orders.DELIVER, (100,), 15), Order(orders.PASS_ON)
     asked = Rank(replace(told, asked=True), 0.0, alive=True)
-    assert orders.may_be_dumped_instead(deliver, [rank(0)])
-    assert orders.may_be_dumped_instead(pass_on, [])
-    assert not orders.may_be_dumped_instead(deliver, [rank(1), asked])
-    assert not orders.may_be_dumped_instead(pass_on, [rank(0, "finished")])
+    assert orders.may_be_dumped_instead(deliver, [rank(0)], term)
+    assert orders.may_be_dumped_instead(deliver, [rank(0)], signal.SIGINT)
+    assert orders.may_be_dumped_instead(pass_on, [], term)
+    assert not orders.may_be_dumped_instead(pass_on, [], signal.SIGINT)
+    assert not orders.may_be_dumped_instead(deliver, [rank(1), asked], term)
+    assert not orders.may_be_dumped_instead(pass_on, [rank(0, "finished")], term)
     for what in (orders.KILL, orders.END, orders.NOTHING):
-        assert not orders.may_be_dumped_instead(Order(what), [])
+        assert not orders.may_be_dumped_instead(Order(what), [], term)
 
 
 def test_a_signal_does_not_say_that_the_host_is_lost_but_a_pod_is(tmp_path, monkeypatch):

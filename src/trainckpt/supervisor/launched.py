@@ -157,7 +157,9 @@ class Launched:
             number, ranks, ours=self._ours or self._imported(), interrupts=self._inbox.interrupts
         )
         name = signal.Signals(number).name
-        if orders.may_be_dumped_instead(order, ranks) and self._dumped_instead(name, number, ranks):
+        if orders.may_be_dumped_instead(order, ranks, number) and self._dumped_instead(
+            name, number, ranks
+        ):
             return
         if order.what == orders.DELIVER:
             if not self._signal:

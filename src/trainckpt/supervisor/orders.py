@@ -92,14 +92,16 @@ def about_signal(number: int, ranks: Sequence[Rank], *, ours: bool, interrupts: 
     return Order(PASS_ON)  # the training is over; what the script does now is its own
 
 
-def may_be_dumped_instead(order: Order, ranks: Sequence[Rank]) -> bool:
+def may_be_dumped_instead(order: Order, ranks: Sequence[Rank], number: int) -> bool:
     """Whether a signal may lead to a dump of the processes, which then never hear of it.
 
-    Ranks that have a notice of their own are leaving already.
+    Ranks that have a notice of their own are leaving already. Whoever presses Ctrl-C at a command
+    without a Checkpointer wants it to end.
     """
     if any(rank.told.asked for rank in ranks):
         return False
-    return order.what == DELIVER or (order.what == PASS_ON and not ranks)
+    without = order.what == PASS_ON and not ranks and number != signal.SIGINT
+    return order.what == DELIVER or without
 
 
 def deadline_after_s(ranks: Sequence[Rank]) -> float | None:
