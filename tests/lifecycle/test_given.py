@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.state.helpers import bits
 from trainckpt import Checkpointer
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.shard_file import PAGE_BYTES
+from trainckpt.tiers.memory import MemoryPlace
 
 WIDTH = 512  # a moment of 1 MiB, read past the page cache
 
@@ -55,11 +57,15 @@ def saved(tmp_path_factory):
     return place, expected
 
 
-@pytest.fixture
-def resumed(saved, tmp_path):
-    """Its objects after `resume`, before the first boundary; without what memory holds."""
+@pytest.fixture(params=["disk"])
+def resumed(saved, tmp_path, request):
+    """Its objects after `resume`, before the first boundary; with or without what memory holds."""
     place = tmp_path / "run"
     shutil.copytree(saved[0], place)
+    if request.param == "memory":
+        memory = MemoryPlace.of(str(place)).root
+        kept = MemoryPlace.found(str(saved[0])).root
+        shutil.copytree(kept, memory, ignore=shutil.ignore_patterns("place"), dirs_exist_ok=True)
     model, optimizer = objects(1)
     ckpt = attach(place, model, optimizer)
     yield place, ckpt, model, optimizer
@@ -114,6 +120,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("resumed", ["disk", "memory"], indirect=True)
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_the_script_changes_before_it_trains_is_as_it_was_saved(resumed, saved, change):
     _, ckpt, model, optimizer = resumed
@@ -136,6 +143,21 @@ def test_it_is_the_memory_that_was_read_to_and_what_nobody_changed_is_not_read_a
     ckpt.boundary()
     assert moments_of(model, optimizer)["exp_avg"] is moment
     assert state_of(model, optimizer) == saved[1]
+
+
+@pytest.mark.parametrize("resumed", ["memory"], indirect=True)
+def test_what_lies_in_the_host_s_memory_is_copied_never_live(resumed, saved):
+    place, _, model, optimizer = resumed
+    assert state_of(model, optimizer) == saved[1]
+    shared = [
+        range(*(int(end, 16) for end in line.split()[0].split("-")))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(MemoryPlace.found(str(place)).root) in line
+    ]
+    assert shared, "it was not read from memory"
+    moments = moments_of(model, optimizer)
+    live = [model[0].weight.data_ptr(), moments["exp_avg"].data_ptr()]
+    assert not [where for where in live for mapped in shared if where in mapped]
 
 
 def test_what_was_changed_and_cannot_be_read_again_ends_the_attempt(resumed):

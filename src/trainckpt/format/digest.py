@@ -19,21 +19,21 @@ PLACEHOLDER = "0" * NUM_HEX
 
 
 class Verified(NamedTuple):
-    """Bytes that were verified where they were read to, and a digest of all of them."""
+    """Bytes that were verified where they lie, with the digests that they matched.
+
+    Attributes:
+        block: Bytes of each digest; the last may be of fewer.
+    """
 
     address: int
     num_bytes: int
-    digest: bytes  # `raw`
+    block: int
+    digests: str
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
     """Digest of one block of bytes."""
     return xxhash.xxh3_128(data).hexdigest()
-
-
-def raw(data: bytes | bytearray | memoryview) -> bytes:
-    """As `digest`, 16 bytes."""
-    return xxhash.xxh3_128(data).digest()
 
 
 def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:

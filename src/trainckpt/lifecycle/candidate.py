@@ -31,6 +31,7 @@ from trainckpt.lifecycle.read_together import offers, read_together
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.verify import files_of
+from trainckpt.state.warm import WarmMemory, made_anew
 from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
 
@@ -100,9 +101,10 @@ def read_candidate(
         try:
             if scope == "near":
                 load = partial(_admitted, opened, ladder, run, name)
-                fetch_together(opened, ladder, place, part, hosts or [""], name, load)
+                fetch_together(opened, ladder, place, part, hosts or [""], name, load, read.warm)
             results = _read(read, part, name)
         finally:
+            read.warm_memory.end()
             near.close()
         reasons = list(dict.fromkeys(r["message"] for r in results if r["kind"] != "ok"))
         from_memory = any(r["near"] for r in results)
@@ -177,6 +179,7 @@ class _Read:
         manifest: The candidate's, once it was read.
         saved: This rank's state of it, once it is complete.
         num_threads: That may copy at once.
+        warm_memory: For what is copied from this host's memory.
     """
 
     def __init__(
@@ -190,12 +193,17 @@ class _Read:
         name: SnapshotName,
     ) -> None:
         self.num_threads = 1
+        self.warm_memory = WarmMemory()
         self._opened, self._ladder = opened, ladder
         self.manifest: Manifest | None = None
         self.saved: Saved | None = None
         self._reading: Reading | None = None
         self._tier, self._world, self._registry = tier, world, registry
         self._run, self._name = run, name
+
+    def warm(self, manifest: Manifest) -> None:
+        """What is read comes to the host's memory: have this rank's own made meanwhile."""
+        self.warm_memory.begin(made_anew(self._registry, manifest.tensors))
 
     def alone(self) -> dict[str, Any]:
         """What no other rank needs a part of; and what to read together."""
@@ -219,7 +227,7 @@ class _Read:
         self.manifest = self._opened.admit(self.manifest)  # unproven until then
         self._reading, self.saved = read_state(
             self._tier, self.manifest, self._registry, self._world,
-            later=self._opened, num_threads=self.num_threads,
+            later=self._opened, num_threads=self.num_threads, warm=self.warm_memory,
         )  # fmt: skip
         exact = self._reading.targets.exact
         return {"kind": "ok", "exact": exact, "offers": offers(self._reading)}

@@ -94,6 +94,7 @@ def fetch_together(
     hosts: Sequence[str],
     name: SnapshotName,
     load: Callable[[], Manifest],
+    warm: Callable[[Manifest], None] = lambda _: None,
 ) -> None:
     """Bring what all ranks need into the memory of all hosts. Every rank calls it.
 
@@ -107,6 +108,7 @@ def fetch_together(
         hosts: Of each rank.
         name: Of the snapshot.
         load: Reads the snapshot's manifest; told of its errors is who reads it afterwards.
+        warm: Called before anything is read, if all of it will be in this host's memory.
     """
     me = channel.world.rank
     local = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
@@ -120,6 +122,8 @@ def fetch_together(
     if place is not None and len(hosts) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
             manifest = _worth_it(ladder, place, load())
+    if manifest is not None:
+        warm(manifest)
     if len(local) < len(hosts) and _between_hosts(source, ladder, place, channel, hosts, manifest):
         return
     if place is not None and manifest is not None and len(local) > 1:

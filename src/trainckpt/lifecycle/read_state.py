@@ -23,6 +23,7 @@ from trainckpt.state.destination import Destination
 from trainckpt.state.given import Given, Proofs
 from trainckpt.state.stage import parse_values
 from trainckpt.state.targets import find_targets
+from trainckpt.state.warm import WarmMemory
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -47,6 +48,7 @@ class Reading:
         shared: What is left; empty: everything was read, and compared.
         again: Reads what the script changes before training goes on.
         num_threads: That may copy at once.
+        warm: Memory for what is copied.
     """
 
     reader: Reader
@@ -57,6 +59,7 @@ class Reading:
     destination: Destination
     again: Reader
     num_threads: int = 1
+    warm: WarmMemory = field(default_factory=WarmMemory)
     shared: list[SharedRead] = field(default_factory=list)
 
     def read_alone(self, names: set[str]) -> None:
@@ -90,8 +93,9 @@ class Reading:
             worlds=(manifest.world, self.world.size),
             left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
             proofs=(proofs := Proofs(self.reader.verified)),
-            given=Given(tensors, proofs, self._read_again),
+            given=Given(tensors, proofs, self._read_again, self.destination.borrowed),
             num_threads=self.num_threads,
+            warm=self.warm,
         )
         apply.check(self.registry, saved, str(manifest.name))
         return saved
@@ -112,6 +116,7 @@ def read_state(
     *,
     later: Readable | None = None,
     num_threads: int = 1,
+    warm: WarmMemory | None = None,
 ) -> tuple[Reading, Saved | None]:
     """Read and verify what this rank needs and no other rank needs a part of.
 
@@ -122,6 +127,7 @@ def read_state(
         world: This rank.
         later: Where to read what the script changes before training goes on, if not from `tier`.
         num_threads: That may copy at once.
+        warm: Memory for what is copied.
 
     Returns:
         The reading, and what it read if nothing is left: compared with the live objects.
@@ -131,7 +137,7 @@ def read_state(
         UnusableSnapshot: anything is missing or damaged.
         TierUnavailable: the tier refused.
     """
-    reader, donor = Reader(tier, manifest, proves=True), world.rank % manifest.world
+    reader, donor = Reader(tier, manifest, num_threads=num_threads), world.rank % manifest.world
     first = Destination({VALUES: None})
     reader.read({VALUES: None}, first, donor=donor)
     values = parse_values(first.finish({})[VALUES])
@@ -149,7 +155,8 @@ def read_state(
     destination = Destination(targets.wanted)
     again = reader if later is None else reader.from_tier(later)
     reading = Reading(
-        reader, registry, world, values, targets, destination, again, num_threads
+        reader, registry, world, values, targets, destination, again, num_threads,
+        warm or WarmMemory(),
     )  # fmt: skip
     if targets.layouts and world.size > 1 and exchange.is_there():
         sharing = Sharing(manifest, reader.planner, world.rank)

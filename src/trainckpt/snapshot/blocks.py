@@ -61,16 +61,30 @@ class Load(NamedTuple):
         """In the file."""
         return self.place.first_byte + self.first
 
+    @property
+    def digests(self) -> str:
+        """Of its blocks, one after the other."""
+        block = self.place.region.bytes_per_digest or 1
+        at = self.first // block * digest.NUM_HEX
+        end = at + max(1, -(-(self.last - self.first) // block)) * digest.NUM_HEX
+        return self.place.region.digest[at:end]
+
+    @property
+    def verified(self) -> Verified | None:
+        """What `take` has verified, if it is all of it, and large."""
+        if self.into is None or len(self.into) < PROVED_FROM_BYTES:
+            return None
+        where, block = address(self.into), self.place.region.bytes_per_digest
+        return Verified(where, len(self.into), block, self.digests) if where is not None else None
+
     def take(self, data: memoryview) -> None:
         """Verify what was read, and put it where it belongs, if it is not there.
 
         Raises:
             UnusableSnapshot: a block does not match its digest.
         """
-        region, block = self.place.region, self.place.region.bytes_per_digest or 1
-        at = self.first // block * digest.NUM_HEX
-        end = at + max(1, -(-(self.last - self.first) // block)) * digest.NUM_HEX
-        if digest.digests_by_block(data, block) != region.digest[at:end]:
+        region = self.place.region
+        if digest.digests_by_block(data, region.bytes_per_digest or 1) != self.digests:
             raise UnusableSnapshot(
                 f"{self.place.key}: {region.key[:100]} does not match its digest"
             )
@@ -111,12 +125,11 @@ class Batch:
     """Loads that are read together; used by one thread.
 
     Attributes:
-        verified: What was read straight to its place, and is large; if that is wanted.
+        verified: What was read straight to its place, and is large.
     """
 
-    def __init__(self, tier: Readable, *, proves: bool = False) -> None:
+    def __init__(self, tier: Readable) -> None:
         self.verified: list[Verified] = []
-        self._proves = proves
         self._tier = tier
         self._key = ""
         self._parts: list[tuple[int, memoryview]] = []
@@ -157,17 +170,11 @@ class Batch:
             for load, at in of_parts[number]:
                 size = load.last - load.first
                 load.take(data if size == len(data) else data[at : at + size])
-                self._prove(load)
+                if (verified := load.verified) is not None:
+                    self.verified.append(verified)
 
         if parts:
             self._tier.read_parts(self._key, parts, take)
-
-    def _prove(self, load: Load) -> None:
-        """While others read, so it takes no time: on any thread."""
-        if self._proves and load.into is not None and len(load.into) >= PROVED_FROM_BYTES:
-            where = address(load.into)
-            if where is not None:
-                self.verified.append(Verified(where, len(load.into), digest.raw(load.into)))
 
     def _add_small(self, load: Load) -> None:
         if self._small:

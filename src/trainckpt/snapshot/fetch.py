@@ -10,10 +10,12 @@ So what a fetch brings is only ever nearer, and one that fails costs nothing.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
-from trainckpt.tiers.memory import MemoryTaken
+from trainckpt.tiers.memory import RESERVED_BYTES, MemoryTaken
+from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Readable
     from trainckpt.tiers.memory import Arena, MemoryPlace
 
-PART_BYTES = 16 << 20
+PART_BYTES = 8 << 20
 NUMBERS = range(2)  # arenas of a rank among which one is taken
 MOSTLY = 0.5  # of a snapshot's bytes that several ranks need, for which fetching together pays
 
@@ -95,9 +97,25 @@ def _arena(place: MemoryPlace, rank: int) -> Arena | None:
 
 
 def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
-    num_bytes = file.content.num_bytes
-    arena.reserve(num_bytes)
-    key, memory = f"{folder}/{file.name}", arena.memory
-    parts = [(at, memory[at : at + PART_BYTES]) for at in range(0, num_bytes, PART_BYTES)]
-    tier.read_parts(key, parts, lambda _: None)
+    """While one part of it is read, memory for the next is made sure of."""
+    num_bytes, key = file.content.num_bytes, f"{folder}/{file.name}"
+    reserving = arena.reserving(num_bytes)
+    try:
+        with Workers(1, "trainckpt-reserve") as ahead:
+            ends = range(RESERVED_BYTES, num_bytes + RESERVED_BYTES, RESERVED_BYTES)
+            for _ in ends:
+                ahead.submit(partial(next, reserving))
+            for end, left in zip(ends, reversed(range(len(ends))), strict=True):
+                ahead.settle(left)
+                part = arena.memory[end - RESERVED_BYTES : end]
+                _read(tier, key, end - RESERVED_BYTES, part)
+    except OSError:
+        arena.empty()
+        raise
     arena.publish(folder, file.name)
+
+
+def _read(tier: Readable, key: str, first_byte: int, into: memoryview) -> None:
+    steps = range(0, len(into), PART_BYTES)
+    parts = [(first_byte + at, into[at : at + PART_BYTES]) for at in steps]
+    tier.read_parts(key, parts, lambda _: None)

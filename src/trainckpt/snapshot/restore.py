@@ -8,6 +8,7 @@ the same way. The live objects are not touched here.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from trainckpt.format import digest, names, shard_file
 from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory
+from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
+    from trainckpt.snapshot.blocks import Load
     from trainckpt.snapshot.restore_plan import Read
     from trainckpt.tiers.base import Readable
 
@@ -74,12 +77,12 @@ class Reader:
     Attributes:
         manifest: Of the snapshot.
         planner: Of this manifest.
-        verified: What it has read straight to its place, if it `proves`: who only reads, and never
-            asks whether memory is still what was read, need not pay for a second digest.
+        verified: What it has verified where it lies now, of what is large.
     """
 
-    def __init__(self, tier: Readable, manifest: Manifest, *, proves: bool = False) -> None:
-        self._tier, self._proves = tier, proves
+    def __init__(self, tier: Readable, manifest: Manifest, *, num_threads: int = 1) -> None:
+        """`num_threads`: that may verify at once what already lies in this host's memory."""
+        self._tier, self._num_threads = tier, num_threads
         self.manifest = manifest
         self.planner = Planner(manifest)
         self._files: dict[int, tuple[dict[str, Region], dict[str, Found]]] = {}
@@ -107,31 +110,40 @@ class Reader:
             for _, of_file in groupby(reads, key=lambda read: read.file)
             for place, read in self._look_up(list(of_file))
         ]
-        batch, puts = Batch(self._tier, proves=self._proves), list[Put]()
+        lent: list[Load] = []
+        batch, puts = Batch(self._tier), list[Put]()
         for place, read in found:
             part = read.part or place.region.box
-            if self._borrow(place, part, destination):
+            if borrowed := self._borrow(place, part, destination):
+                lent += borrowed
                 continue
             put = _add(batch, place, part, destination)
             puts += [put] if put is not None else []
             if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
                 puts = _put(batch, puts, destination)
         _put(batch, puts, destination)
+        self._verify(lent)
         self.verified += batch.verified
 
-    def _borrow(self, place: Found, part: Box, destination: Destination) -> bool:
-        """Verify a whole region where it lies in this host's memory, if it does."""
+    def _borrow(self, place: Found, part: Box, destination: Destination) -> list[Load]:
+        """Take a whole region where it lies in this host's memory; what is to be verified there."""
         region = place.region
         lend: Lend | None = getattr(self._tier, "lend", None)
         if lend is None or part != region.box or region.num_bytes < BORROWED_FROM_BYTES:
-            return False
+            return []
         lent = lend(place.key, place.first_byte, region.num_bytes)
         if lent is None or not destination.borrow(region, part, lent):
-            return False
-        for load in loads(place, 0, region.num_bytes, lent):
-            assert load.into is not None
-            load.take(load.into)
-        return True
+            return []
+        return list(loads(place, 0, region.num_bytes, lent))
+
+    def _verify(self, lent: Sequence[Load]) -> None:
+        """Errors as `read`."""
+        with Workers(self._num_threads, "trainckpt-verify") as workers:
+            for load in lent:
+                assert load.into is not None
+                workers.submit(partial(load.take, load.into))
+            workers.settle()
+        self.verified += [load.verified for load in lent if load.verified is not None]
 
     def from_tier(self, tier: Readable) -> Reader:
         """One that reads from another tier, and has the headers that this one has read."""

@@ -17,7 +17,8 @@ import torch.distributed
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
 from trainckpt.state import sharded, values
-from trainckpt.state.given import Proofs
+from trainckpt.state.given import Proofs, has_memory
+from trainckpt.state.warm import WarmMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,6 +133,7 @@ class Saved:
         given: Those of `tensors` that are live themselves; None: each is copied.
         is_again: It was applied before, so most of it is there.
         num_threads: That may copy at once.
+        warm: Memory for what is copied.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -146,12 +148,14 @@ class Saved:
     given: Given | None = None
     is_again: bool = False
     num_threads: int = 1
+    warm: WarmMemory = field(default_factory=WarmMemory)
 
     def without_state(self) -> Saved:
         """What is still to be known of it when it has been applied."""
         return replace(
-            self, tensors={}, values={}, shapes={}, wraps={}, proofs=Proofs(), given=None
-        )
+            self, tensors={}, values={}, shapes={}, wraps={}, proofs=Proofs(), given=None,
+            warm=WarmMemory(),
+        )  # fmt: skip
 
     def copy(self, name: str, live: torch.Tensor, copies: Copies) -> None:
         """Let a live tensor become what was saved under a name; of the same shape."""
@@ -184,7 +188,7 @@ class Saved:
         found = self.tensors[name]
         if self.given is not None and self.given.give(name):
             return found
-        fresh = torch.empty_like(found)
+        fresh = self.warm.take(name, found)
         copies.add(fresh, found)
         return fresh
 
@@ -200,6 +204,8 @@ class Saved:
         if self.given is not None and name in self.given:
             return found is live
         if (live.dtype, live.shape, live.stride()) != (found.dtype, found.shape, found.stride()):
+            return False
+        if live.is_cpu and not has_memory(live):
             return False
         self.copy(name, live, copies)
         return True

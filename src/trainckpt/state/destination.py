@@ -26,10 +26,15 @@ if TYPE_CHECKING:
 
 
 class Destination:
-    """Where a restore puts what it reads: fresh CPU memory for one box of each tensor."""
+    """Where a restore puts what it reads: fresh CPU memory for one box of each tensor.
+
+    Attributes:
+        borrowed: Tensors that lie where they were found.
+    """
 
     def __init__(self, wanted: Mapping[str, Box | None]) -> None:
         """`wanted`: tensor -> box; None: the whole of it."""
+        self.borrowed: set[str] = set()
         self._wanted = wanted
         self._tensors: dict[str, torch.Tensor] = {}
         self._true: dict[str, str] = {}
@@ -59,6 +64,7 @@ class Destination:
         self._tensors[name] = torch.frombuffer(data, dtype=TYPES[region.dtype]).view(box.shape)
         self._filled[name] = self._tensors[name].numel()
         self._true[name] = region.true_dtype
+        self.borrowed.add(name)
         return True
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:

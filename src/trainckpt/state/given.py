@@ -2,8 +2,8 @@
 
 State is applied twice, on resuming and at the first boundary, and what the script has changed in
 between must be as it was saved again. Of a tensor that was copied, what was read is still there. Of
-a given one only digests are, taken when it was verified: while its bytes match them nothing is to
-be done, and else it is read once more.
+a given one only digests are, those that it was verified by: while its bytes match them nothing is
+to be done, and else it is read once more.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Proof(NamedTuple):
             return False
         moved = tensor.data_ptr() - self.address
         return all(
-            digest.raw(at_address(tile.address + moved, tile.num_bytes)) == tile.digest
+            digest.digests_by_block(at_address(tile.address + moved, tile.num_bytes), tile.block)
+            == tile.digests
             for tile in self.tiles
         )
 
@@ -71,10 +72,17 @@ class Given:
         tensors: All that were read; one that cannot be mended is replaced there.
         proofs: What of it was verified where it lies.
         again: Reads tensors once more, into fresh memory; raises as the first reading.
+        lent: Those that lie in memory which is not this rank's own.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], proofs: Proofs, again: Again) -> None:
-        self._tensors, self._proofs, self._again = tensors, proofs, again
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        proofs: Proofs,
+        again: Again,
+        lent: Collection[str] = (),
+    ) -> None:
+        self._tensors, self._proofs, self._again, self._lent = tensors, proofs, again, lent
         self._given: dict[str, Proof] = {}  # in the order of their memory
 
     def give(self, name: str) -> bool:
@@ -83,7 +91,8 @@ class Given:
         What is aligned as torch aligns its own memory computes what that would compute.
         """
         tensor = self._tensors[name]
-        proof = None if name in self._given else self._proofs.of(tensor)
+        cannot_be = name in self._given or name in self._lent
+        proof = None if cannot_be else self._proofs.of(tensor)
         if proof is None or tensor.data_ptr() % LINE_BYTES:
             return False
         self._given[name] = proof
@@ -121,8 +130,12 @@ class Given:
 
 
 def _lies_in_one_run(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can be looked at by their address: it may have given up its memory."""
-    if not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
-        return False
+    """Whether its bytes can be looked at by their address."""
+    dense = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
+    return dense and has_memory(tensor)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor has not given up its memory."""
     behind = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
     return tensor.untyped_storage().nbytes() >= behind

@@ -27,6 +27,8 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 logger = logging.getLogger("trainckpt")
 
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+
 
 class Direct:
     """Whether O_DIRECT is still tried in one place.
@@ -83,6 +85,16 @@ def address(block: memoryview) -> int | None:
 def at_address(where: int, num_bytes: int) -> memoryview:
     """The memory that lies there; whoever asks keeps it."""
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(where)).cast("B")
+
+
+def populate(block: memoryview) -> None:
+    """Have the system make this memory now, without the interpreter's lock, so that whoever writes
+    to it need not wait. `block` begins at a page. Where that cannot be asked for, the writer waits.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None, use_errno=True)
+        where, size = ctypes.c_void_p(address(block)), ctypes.c_size_t(len(block))
+        libc.madvise(where, size, ctypes.c_int(_POPULATE_WRITE))
 
 
 def copy(into: memoryview, data: memoryview) -> None:

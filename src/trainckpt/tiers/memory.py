@@ -16,7 +16,7 @@ alone, a reader shares what it reads with other readers, and whoever finds it ta
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import hashlib
 import mmap
 import os
@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.tiers.direct import populate
 from trainckpt.tiers.held import Held, Locked
 from trainckpt.tiers.private import is_private, make_private, must_be_private
 
@@ -42,7 +43,7 @@ _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - what is made in it is private, and ch
 _OWNER, _ARENAS, _SNAPSHOTS, _FETCHING = "place", "arenas", "snapshots", "fetching"
 _LOOK_AGAIN_S = 0.02
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: page tables ahead of the copy, since Linux 5.14
+RESERVED_BYTES = 64 << 20  # made sure at a time
 _STORE_KEPT_S = 3 * 24 * 3600.0  # how long the memory of a run in an object store is kept, unused
 _ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches through the same tmpfs
 
@@ -248,25 +249,54 @@ class Arena:
         Raises:
             OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then. Or it is taken.
         """
+        parts = self.reserving(num_bytes)
+        try:
+            for _ in parts:
+                pass
+        except OSError:
+            self.empty()
+            raise
+
+    def reserving(self, num_bytes: int) -> Iterator[int]:
+        """The same, a part at a time: how many bytes of `memory` are there by now.
+
+        Raises:
+            OSError: as `reserve`. If a part is not there, whoever still writes to those before
+                has to end first, and is then to call `empty`.
+        """
         # Again: whoever in this process has read it has given up the process's lock on closing it.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.retract()
-        status = os.fstat(self._descriptor)
-        if status.st_size > num_bytes:
+        return self._reserve(num_bytes)
+
+    def _reserve(self, num_bytes: int) -> Iterator[int]:
+        status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
+        # Asked for in parts, too much would be found out only when there is none left for others.
+        if num_bytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize > 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if status.st_size != num_bytes:
             os.ftruncate(self._descriptor, num_bytes)
-        if status.st_size < num_bytes or status.st_blocks * 512 < status.st_size:
-            try:  # looks at every page, also of what it has reserved before
-                os.posix_fallocate(self._descriptor, 0, num_bytes)
-            except OSError:
-                os.ftruncate(self._descriptor, 0)  # half of it is of no use to anybody
-                raise
-        if self._mapping is None or len(self._mapping) < num_bytes:
+        is_there = status.st_size >= num_bytes and status.st_blocks * 512 >= status.st_size
+        is_mapped = self._mapping is not None and len(self._mapping) >= num_bytes
+        if not is_mapped:
             self.memory = memoryview(b"")
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
             with contextlib.suppress(OSError):  # a loader worker needs no page of it
                 self._mapping.madvise(mmap.MADV_DONTFORK)
-            _populate(self._mapping)
+        assert self._mapping is not None
         self.memory = memoryview(self._mapping)[:num_bytes]
+        for first in range(0, num_bytes, RESERVED_BYTES):
+            size = min(RESERVED_BYTES, num_bytes - first)
+            if not is_there:  # looks at every page, also of what it has reserved before
+                os.posix_fallocate(self._descriptor, first, size)
+            if not is_mapped:
+                populate(self.memory[first : first + size])
+            yield first + size
+
+    def empty(self) -> None:
+        """Give back what was reserved: half of it is of no use to anybody."""
+        self.memory, self._mapping = memoryview(b""), None
+        os.ftruncate(self._descriptor, 0)
 
     def publish(self, folder: str, name: str) -> None:
         """Let the bytes be found as this file of a snapshot. They must not change any more."""
@@ -373,13 +403,3 @@ def _try_lock(path: Path, *, remove: bool = False) -> bool:
     except OSError:
         return False
     return True
-
-
-def _populate(mapping: mmap.mmap) -> None:
-    """Fill the page tables now, without the interpreter's lock; where it cannot, the copy does."""
-    with contextlib.suppress(AttributeError, OSError):
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(
-            ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), ctypes.c_int(_POPULATE_WRITE)
-        )

@@ -1,0 +1,78 @@
+"""Warm memory: fresh memory of this process, made while what belongs there is still being read.
+
+The system hands out memory page by page and clears each: for a large state that takes as long as
+copying it several times over. What is read into the host's memory, for all of its ranks, is copied
+from there to each rank's own; so the ranks have that memory made meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainckpt.tiers.direct import memory, populate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainckpt.format.manifest import TensorEntry
+    from trainckpt.state.registry import Registry
+
+FROM_BYTES = 64 << 10  # of a tensor; what is smaller shares its pages with others
+STEP_BYTES = 16 << 20  # made at a time: no more than that goes on once it is stopped
+
+
+class WarmMemory:
+    """Memory for some tensors, by name; empty until `begin`."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, memoryview] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, sizes: Mapping[str, int]) -> None:
+        """Have so many bytes made for each tensor, by a thread; once."""
+        self._thread = threading.Thread(
+            target=self._make, args=(dict(sizes),), name="trainckpt-warm", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Make no more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def take(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """A tensor without content for `like`, in memory that was made if there is some."""
+        made = self._made.pop(name, None)
+        if made is None or len(made) != like.nbytes or not like.is_contiguous():
+            return torch.empty_like(like)
+        return torch.frombuffer(made, dtype=like.dtype).view(like.shape)
+
+    def _make(self, sizes: Mapping[str, int]) -> None:
+        for name, num_bytes in sizes.items():
+            fresh = memory(num_bytes)
+            for at in range(0, num_bytes, STEP_BYTES):
+                if self._stop.is_set():
+                    return
+                populate(fresh[at : at + STEP_BYTES])
+            self._made[name] = fresh
+
+
+def made_anew(registry: Registry, entries: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Bytes of the tensors that a resume makes anew, rather than copying them to live ones.
+
+    Args:
+        registry: The live objects.
+        entries: The snapshot's tensors.
+    """
+    of_optimizers = tuple(f"{optimizer.name}/" for optimizer in registry.optimizers)
+    return {
+        name: entry.num_bytes
+        for name, entry in entries.items()
+        if name.startswith(of_optimizers) and entry.num_bytes >= FROM_BYTES
+        and (entry.layout is None or not entry.layout.dividing)
+    }  # fmt: skip
