@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,13 @@ os.environ["TRAINCKPT_MEMORY"] = MEMORY
 
 def pytest_sessionstart():
     Path(MEMORY).mkdir(mode=0o700, exist_ok=True)
+
+
+def pytest_collection_finish():
+    """Have the server that tests fork their ranks from started by nobody else: one that a loader
+    needs first is born with the job's signals blocked, and so is all that is forked from it."""
+    if "tests.ranks.processes" in sys.modules:
+        forkserver.ensure_running()
 
 
 def pytest_sessionfinish():
