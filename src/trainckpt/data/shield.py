@@ -13,7 +13,7 @@ worker_init_fn alone leaves the milliseconds before it runs.
 
 For spawn and forkserver, multiprocessing's resource tracker must run first: starting it unblocks
 SIGTERM and SIGINT in the parent. It and the fork server are born under the mask as well; the loss
-of the fork server would end its workers. (One started earlier, by others, is not protected; and what
+of the fork server would end its workers. (One started earlier, by others, is not protected; what
 others have it start later is born with the signals blocked, and has to unblock them.)
 
 A shielded worker ignores `terminate()`. So `adopt` makes torch's own shut-down end with SIGKILL,

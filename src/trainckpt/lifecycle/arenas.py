@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainckpt.lifecycle.options import Budget
-    from trainckpt.tiers.memory import Arena
+    from trainckpt.tiers.arena import Arena
 
 MAX_ARENAS = 2
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones

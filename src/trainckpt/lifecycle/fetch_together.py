@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.channel import Channel
+    from trainckpt.tiers.arena import Arena
     from trainckpt.tiers.base import Readable, Tier
     from trainckpt.tiers.ladder import Ladder
-    from trainckpt.tiers.memory import Arena, MemoryPlace
+    from trainckpt.tiers.memory import MemoryPlace
 
 FETCHED_WITHIN_S = 120.0
 FETCHED_FROM_BYTES = 8 << 20  # what is smaller is read sooner than it is shared

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.channel import Channel
     from trainckpt.snapshot.redundancy import CodedSet, Plan
-    from trainckpt.tiers.memory import Arena
+    from trainckpt.tiers.arena import Arena
 
 STEP_S = 30.0  # for one round of a few megabytes
 BARRIER_S = 60.0  # beyond what the longest file takes at the slowest

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
     from trainckpt.snapshot.save_sealed import Seal
     from trainckpt.state.kinds.tracked_file import TrackedFile
+    from trainckpt.tiers.arena import Arena
     from trainckpt.tiers.base import Tier
-    from trainckpt.tiers.memory import Arena
 
 RANKS_TIMEOUT_S = 600.0
 

@@ -14,15 +14,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
-from trainckpt.tiers.memory import RESERVED_BYTES, MemoryTaken
+from trainckpt.tiers.arena import RESERVED_BYTES
+from trainckpt.tiers.memory import MemoryTaken
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.tiers.arena import Arena
     from trainckpt.tiers.base import Readable
-    from trainckpt.tiers.memory import Arena, MemoryPlace
+    from trainckpt.tiers.memory import MemoryPlace
 
 PART_BYTES = 8 << 20
 NUMBERS = range(2)  # arenas of a rank among which one is taken

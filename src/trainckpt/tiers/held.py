@@ -1,4 +1,4 @@
-"""Held: a shard file in this host's memory, as a reader has it. The mirror of `memory.Arena`."""
+"""Held: a shard file in this host's memory, as a reader has it. The mirror of `arena.Arena`."""
 
 from __future__ import annotations
 

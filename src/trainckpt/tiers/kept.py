@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from trainckpt.tiers.memory import Arena, MemoryPlace
+    from trainckpt.tiers.arena import Arena
+    from trainckpt.tiers.memory import MemoryPlace
 
 MANIFEST = "manifest.json"
 

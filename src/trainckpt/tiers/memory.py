@@ -16,16 +16,14 @@ alone, a reader shares what it reads with other readers, and whoever finds it ta
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import mmap
 import os
 import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.tiers.direct import populate
+from trainckpt.tiers.arena import SNAPSHOTS, Arena
 from trainckpt.tiers.held import Held, Locked
 from trainckpt.tiers.private import is_private, make_private, must_be_private
 
@@ -40,10 +38,9 @@ if TYPE_CHECKING:
 ROOT_VARIABLE = "TRAINCKPT_MEMORY"  # another tmpfs than /dev/shm, or "none"
 NONE = "none"
 _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - what is made in it is private, and checked to be ours
-_OWNER, _ARENAS, _SNAPSHOTS, _FETCHING = "place", "arenas", "snapshots", "fetching"
+_OWNER, _ARENAS, _FETCHING = "place", "arenas", "fetching"
 _LOOK_AGAIN_S = 0.02
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-RESERVED_BYTES = 64 << 20  # made sure at a time
 _STORE_KEPT_S = 3 * 24 * 3600.0  # how long the memory of a run in an object store is kept, unused
 _ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches through the same tmpfs
 
@@ -164,7 +161,7 @@ class MemoryPlace:
     def folders(self) -> list[str]:
         """Snapshots of which anything is held: `snapshots/...`, sorted."""
         with contextlib.suppress(OSError):
-            return sorted(f"{_SNAPSHOTS}/{p.name}" for p in (self.root / _SNAPSHOTS).iterdir())
+            return sorted(f"{SNAPSHOTS}/{p.name}" for p in (self.root / SNAPSHOTS).iterdir())
         return []
 
     def forget(self, folders: Iterable[str]) -> None:
@@ -226,125 +223,6 @@ class MemoryPlace:
                     yield path, int(rank)
 
 
-class Arena:
-    """Memory of one rank, written again and again.
-
-    Attributes:
-        path: Its file.
-        memory: What may be written, once it was reserved.
-    """
-
-    def __init__(self, place: MemoryPlace, path: Path, descriptor: int) -> None:
-        self.path = path
-        self.memory = memoryview(b"")
-        self._place = place
-        self._descriptor = descriptor
-        self._mapping: mmap.mmap | None = None
-
-    def reserve(self, num_bytes: int) -> None:
-        """Make `memory` that long, and sure to be there.
-
-        What it held is lost: its names are taken away first, so that nobody finds half of it.
-
-        Raises:
-            OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then. Or it is taken.
-        """
-        parts = self.reserving(num_bytes)
-        try:
-            for _ in parts:
-                pass
-        except OSError:
-            self.empty()
-            raise
-
-    def reserving(self, num_bytes: int) -> Iterator[int]:
-        """The same, a part at a time: how many bytes of `memory` are there by now.
-
-        Raises:
-            OSError: as `reserve`. If a part is not there, whoever still writes to those before
-                has to end first, and is then to call `empty`.
-        """
-        # Again: whoever in this process has read it has given up the process's lock on closing it.
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.retract()
-        return self._reserve(num_bytes)
-
-    def _reserve(self, num_bytes: int) -> Iterator[int]:
-        status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
-        # Asked for in parts, too much would be found out only when there is none left for others.
-        if num_bytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize > 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if status.st_size != num_bytes:
-            os.ftruncate(self._descriptor, num_bytes)
-        is_there = status.st_size >= num_bytes and status.st_blocks * 512 >= status.st_size
-        is_mapped = self._mapping is not None and len(self._mapping) >= num_bytes
-        if not is_mapped:
-            self.memory = memoryview(b"")
-            self._mapping = mmap.mmap(self._descriptor, num_bytes)
-            with contextlib.suppress(OSError):  # a loader worker needs no page of it
-                self._mapping.madvise(mmap.MADV_DONTFORK)
-        assert self._mapping is not None
-        self.memory = memoryview(self._mapping)[:num_bytes]
-        for first in range(0, num_bytes, RESERVED_BYTES):
-            size = min(RESERVED_BYTES, num_bytes - first)
-            if not is_there:  # looks at every page, also of what it has reserved before
-                os.posix_fallocate(self._descriptor, first, size)
-            if not is_mapped:
-                populate(self.memory[first : first + size])
-            yield first + size
-
-    def empty(self) -> None:
-        """Give back what was reserved: half of it is of no use to anybody."""
-        self.memory, self._mapping = memoryview(b""), None
-        os.ftruncate(self._descriptor, 0)
-
-    def publish(self, folder: str, name: str) -> None:
-        """Let the bytes be found as this file of a snapshot. They must not change any more."""
-        target = self._place.root / folder
-        must_be_private(target.parent)
-        must_be_private(target)
-        path = target / name
-        path.unlink(missing_ok=True)
-        os.link(self.path, path)
-
-    def retract(self) -> None:
-        """Take back every name but its own."""
-        status = os.fstat(self._descriptor)
-        if status.st_nlink > 1:
-            for path in self._place.names_of(status.st_ino):
-                path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # if it was the last of its snapshot
-
-    def holds(self) -> list[str]:
-        """Folders of the snapshots as part of which the bytes can be found."""
-        status = os.fstat(self._descriptor)
-        if status.st_nlink == 1:
-            return []
-        return [f"{_SNAPSHOTS}/{p.parent.name}" for p in self._place.names_of(status.st_ino)]
-
-    @property
-    def descriptor(self) -> int:
-        """Of its file, while it is open."""
-        return self._descriptor
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Reserved, whether mapped or not."""
-        return os.fstat(self._descriptor).st_blocks * 512
-
-    def close(self) -> None:
-        """Let others have it. The bytes stay."""
-        self.memory, self._mapping = memoryview(b""), None
-        os.close(self._descriptor)
-
-    def remove(self) -> None:
-        """Give the memory back."""
-        self.retract()
-        self.path.unlink(missing_ok=True)
-        self.close()
-
-
 def reclaim() -> None:
     """Give back the memory of runs whose place is gone."""
     root = _user_folder(make=False)
@@ -363,7 +241,7 @@ def _is_gone(folder: Path) -> bool:
     owner = (folder / _OWNER).read_bytes()
     if b"://" not in owner:
         return not os.path.lexists(owner)
-    used = max(path.stat().st_mtime for path in (folder, folder / _SNAPSHOTS) if path.exists())
+    used = max(path.stat().st_mtime for path in (folder, folder / SNAPSHOTS) if path.exists())
     return time.time() - used > _STORE_KEPT_S  # nobody asks a store for this
 
 
