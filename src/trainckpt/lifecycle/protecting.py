@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.pending import PendingSave
     from trainckpt.lifecycle.protection import Protection
     from trainckpt.state.stage import Shard, Stream
-    from trainckpt.tiers.memory import Arena
+    from trainckpt.tiers.arena import Arena
 
 
 class Protecting:
