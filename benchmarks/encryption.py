@@ -1,10 +1,11 @@
 """What encryption costs: saves of one state, encrypted and not, in turn.
 
 One process, with two runs of the same model and optimizer, which differ in `encrypt_to` alone. Each
-round takes one save of each, in alternating order. Training is a step that waits, as it would for a
-GPU, so the second core is free. `stall_s` is how much longer the window with the save took than the
-median of those without; `durable_s` is from the call to the commit, fsynced. Then a resume of each,
-files not in the page cache and nothing in shared memory: `restore_s`.
+round takes one save of each, in alternating order. Training is one rank of one thread whose steps
+wait, as they would for a GPU: that, on a machine of two cores, is what a free core means here.
+`stall_s` is how much longer the window with the save took than the median of those without;
+`durable_s` is from the call to the commit, fsynced. Then a resume of each, files not in the page
+cache and nothing in shared memory: `restore_s`.
 
     python -m benchmarks.encryption --json benchmarks/results/encryption.json
 
@@ -31,6 +32,7 @@ from trainckpt.encryption import keys
 
 STEP_S = 0.02
 STEPS = 10  # of a window
+LEAST = 5  # rounds that are measured
 KINDS = ("plain", "encrypted")
 
 
@@ -58,7 +60,7 @@ class Parts:
                 self.optimizer.state[parameter]["momentum_buffer"].add_(1e-3)
 
 
-def window(ckpt, save):
+def window(ckpt, optimizer, save):
     """Seconds of some steps, at whose first boundary a save is taken; and until that is durable."""
     durable, waiting, begun = [], None, time.perf_counter()
 
@@ -72,6 +74,7 @@ def window(ckpt, save):
             waiting.start()
         ckpt.boundary()
         time.sleep(STEP_S)
+        optimizer.step()  # changes nothing without gradients; what is copied beside waits for it
     took = time.perf_counter() - begun
     if waiting is not None:
         waiting.join()
@@ -81,8 +84,8 @@ def window(ckpt, save):
 def one_save(ckpt, parts):
     """Stall and durable_s of one save, with windows without one beside it."""
     parts.change()
-    without = [window(ckpt, save=False)[0] for _ in range(2)]
-    took, durable = window(ckpt, save=True)
+    without = [window(ckpt, parts.optimizer, save=False)[0] for _ in range(2)]
+    took, durable = window(ckpt, parts.optimizer, save=True)
     return took - statistics.median(without), durable[0]
 
 
@@ -120,7 +123,10 @@ def measure(arguments, folder):
     found = {kind: {"stall_s": [], "durable_s": [], "restore_s": []} for kind in KINDS}
     for ckpt in runs.values():
         ckpt.resume()
+    begun = time.perf_counter()
     for number in range(arguments.warm_up + arguments.rounds):
+        if number >= arguments.warm_up + LEAST and time.perf_counter() - begun > arguments.limit_s:
+            break
         for kind in KINDS if number % 2 else reversed(KINDS):
             stall, durable = one_save(runs[kind], parts)
             if number >= arguments.warm_up:
@@ -141,7 +147,8 @@ def main():
     parser.add_argument("--gigabytes", type=float, default=0.6)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--resumes", type=int, default=3)
-    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="no more rounds after so long")
     parser.add_argument("--folder", default=None)
     parser.add_argument("--json", default=None)
     arguments = parser.parse_args()
@@ -149,7 +156,7 @@ def main():
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(arguments, Path(folder))
     rows = [
-        {"kind": kind, "gigabytes": arguments.gigabytes, "rounds": arguments.rounds,
+        {"kind": kind, "gigabytes": arguments.gigabytes, "rounds": len(of_kind["durable_s"]),
          **{name: statistics.median(values) for name, values in of_kind.items() if values},
          "samples": of_kind}
         for kind, of_kind in found.items()
@@ -172,6 +179,9 @@ def main():
     if arguments.json:
         machine = {
             "cores": os.cpu_count(),
+            "ranks": 1,
+            "compute_threads": 1,
+            "steps": f"wait {STEP_S} s each",
             "machine": platform.machine(),
             "torch": torch.__version__,
         }

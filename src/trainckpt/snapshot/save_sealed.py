@@ -1,9 +1,10 @@
 """Save sealed: a rank's shard file, encrypted while it is written. The mirror of `opened`.
 
+    wait      until all is copied, since training may wait for that
     encrypt   blocks of chunks, by two threads, from where the file lies in memory to one of a few
               buffers: that is all the memory it takes. Or to memory for all of it, where it stays:
               what other hosts are to keep
-    write     one block after the other, while the next ones are encrypted
+    write     several blocks at a time, while the next ones are encrypted
     digest    of what is written, meanwhile; it says nothing of what was encrypted
 
 Everything is encrypted once: what fails is begun anew, with another key.
@@ -20,7 +21,7 @@ from trainckpt.encryption.sealed_file import TAG_BYTES, Layout, Place, Sealer
 from trainckpt.format import digest, names
 from trainckpt.format.encryption import Plain
 from trainckpt.format.manifest import FileEntry
-from trainckpt.tiers.direct import address, copy, memory
+from trainckpt.tiers.direct import copy, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,9 +31,11 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.save import InMemory
     from trainckpt.tiers.base import Tier
 
-BLOCK_BYTES = 16 << 20  # of one write: several chunks, and several requests to a disk
-NUM_BUFFERS = 3
+BLOCK_BYTES = 8 << 20  # of one write: several chunks, one request to a disk
 NUM_SEALERS = 2
+NUM_AHEAD = 3  # blocks that are encrypted or waited for
+NUM_WRITTEN = 4  # blocks on their way to a disk
+NUM_BUFFERS = NUM_AHEAD + NUM_WRITTEN - 1
 
 
 class Seal(NamedTuple):
@@ -83,7 +86,7 @@ def write_sealed(
             key, num_bytes = f"{name.folder}/{file.name}", file.layout.stored_bytes
             if into is None:
                 assert tier is not None
-                tier.write(key, file.digested(blocks), num_bytes)
+                tier.write(key, file.digested(blocks), num_bytes, NUM_WRITTEN)
             elif tier is not None:
                 tier.write_parts(key, num_bytes, file.parts(blocks))
             else:
@@ -137,17 +140,21 @@ class _SealedFile:
         head: Future[bytes],
         into: memoryview | None,
     ) -> Iterator[memoryview]:
-        """The file's blocks, in order; each for a moment, or where it stays in `into`."""
+        """The file's blocks, in order; where they stay in `into`, or each until `NUM_WRITTEN` more
+        were asked for."""
+        for _ in copied:  # training may wait for that, and to encrypt takes the cores it needs
+            pass
+        complete.set()
         body = data[self.layout.head_bytes :]
         size, buffers = min(BLOCK_BYTES, len(body)), list[memoryview]()
         if into is None:
             buffers = [memory(size) for _ in range(NUM_BUFFERS)]
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
-            for at in _as_copied(data, copied, complete, self.layout.head_bytes):
+            for at in range(0, len(body), BLOCK_BYTES):
                 buffer = into[at:] if into else buffers[at // BLOCK_BYTES % NUM_BUFFERS]
                 waiting.append(sealers.submit(self._seal, body, at, buffer))
-                if len(waiting) == NUM_BUFFERS:
+                if len(waiting) == NUM_AHEAD:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -230,16 +237,3 @@ class _SealedFile:
         found[layout.head_bytes :] = self._sealer.tail()
         self._behind = digest.digest(found)
         return found
-
-
-def _as_copied(
-    data: memoryview, copied: Iterable[int], complete: threading.Event, head_bytes: int
-) -> Iterator[int]:
-    """Where each block of the body begins, as soon as it is complete in memory."""
-    at, begin, size = 0, (address(data) or 0) + head_bytes, len(data) - head_bytes
-    for behind in copied:
-        while at + BLOCK_BYTES <= behind - begin:
-            yield at
-            at += BLOCK_BYTES
-    complete.set()
-    yield from range(at, size, BLOCK_BYTES)

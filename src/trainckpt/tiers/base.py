@@ -4,7 +4,8 @@ Any mix of calls, from several threads. Keys are relative paths with `/`.
 
     write    new bytes under a new key. When it returns they survive a power cut. Not atomic:
              nothing may refer to the key before `write` returned. Each block is done with when the
-             next is asked for. With `num_bytes`, their number, space is made for them first.
+             next is asked for; with `held`, when so many others behind it were asked for, so that
+             several are on their way. With `num_bytes`, space is made for so many bytes first.
     write_parts  as `write`, of so many bytes that come as (first byte, memory), in any order, each
              byte once; all that memory must stay as it is until the call returns. If it fails, or
              what gives the parts raises, there is no key.
@@ -49,7 +50,7 @@ class Tier(Readable, Protocol):
     """One place for bytes, with a speed and a lifetime."""
 
     def write(
-        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None
+        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
     ) -> None: ...
     def write_parts(
         self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]

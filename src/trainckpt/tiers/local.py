@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
+from collections import deque
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING
@@ -43,12 +44,14 @@ class LocalTier:
         self._spares = Spares(self.root, self.disk)
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
-    def write(self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None) -> None:
+    def write(
+        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+    ) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
         path = self._path(key)
         with translated("write", path):
             self._make_folders(path.parent)
-            self._write_file(path, blocks, num_bytes)
+            self._write_file(path, blocks, num_bytes, held)
             self.disk.sync_folder(path.parent)
 
     def write_parts(
@@ -207,16 +210,19 @@ class LocalTier:
         self._durable.add(folder)
 
     def _write_file(
-        self, path: Path, blocks: Iterable[memoryview], num_bytes: int | None = None
+        self, path: Path, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
     ) -> None:
+        marks = deque[int]()
         at, is_spare = 0, num_bytes is not None and self._spares.take(path)
         with new_file(self.disk, path, self._direct, is_spare=is_spare) as file:
             if num_bytes is not None:
                 file.reserve(num_bytes)
             for block in blocks:
                 file.put(at, block)
-                file.settle()  # whoever gives the blocks may use the memory again
                 at += len(block)
+                marks.append(file.mark())
+                if len(marks) == held:  # whoever gives the blocks may use that memory again
+                    file.settle_to(marks.popleft())
             if num_bytes is not None:
                 file.must_hold(num_bytes)
 

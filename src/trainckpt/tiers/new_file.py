@@ -62,6 +62,14 @@ class NewFile:
         """Return when all that was put is written, and its memory may change."""
         self._workers.settle()
 
+    def mark(self) -> int:
+        """What was put so far, for `settle_to`."""
+        return self._workers.num_asked
+
+    def settle_to(self, mark: int) -> None:
+        """Return when all that was put before this mark is written."""
+        self._workers.settle_first(mark)
+
     def must_hold(self, num_bytes: int) -> None:
         """Refuse what was put if it is not so many bytes, each once.
 

@@ -105,9 +105,11 @@ class ObjectStoreTier:
 
     # ---- write
 
-    def write(self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None) -> None:
+    def write(
+        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+    ) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
-        del num_bytes  # nothing can be reserved here
+        del num_bytes, held  # nothing can be reserved here; what comes is copied
         path = self._new(key)
         size = 2 * self._calls.limits.part_bytes  # how many there will be is not known
         parts = uploads.gathered(blocks, size)

@@ -29,11 +29,14 @@ class Workers:
         )
         self._changed = threading.Condition()
         self._asked = self._done = 0
+        self._left: set[int] = set()  # numbers of the calls that are not made yet
         self._errors: dict[int, BaseException] = {}
         self._over = False
 
     def submit(self, call: Callable[[], object]) -> None:
         """Make this call on one of the threads, after those asked for before."""
+        with self._changed:
+            self._left.add(self._asked)
         self._queue.put((self._asked, call))
         self._asked += 1
         if len(self._threads) < min(self._num, self._asked - self._done):
@@ -49,6 +52,18 @@ class Workers:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._asked - self._done <= left)
+        if self._errors:
+            raise self._errors[min(self._errors)]
+
+    @property
+    def num_asked(self) -> int:
+        """How many calls were asked for so far."""
+        return self._asked
+
+    def settle_first(self, number: int) -> None:
+        """Return when the first so many calls are made, or raise as `settle`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left or min(self._left) >= number)
         if self._errors:
             raise self._errors[min(self._errors)]
 
@@ -77,4 +92,5 @@ class Workers:
                 self._errors[number] = error
             with self._changed:
                 self._done += 1
+                self._left.discard(number)
                 self._changed.notify_all()
