@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test slurm criu check bench campaign clean
+.PHONY: demo test test-long slurm criu check bench campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,7 +21,10 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev slurm criu
 	$(BIN)/python -m compileall -q src tests examples
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations 15
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations 15
+
+test-long: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 -m long
 
 # By apt, where this is root; otherwise the tests that need it are skipped.
 slurm:

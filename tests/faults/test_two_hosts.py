@@ -56,7 +56,7 @@ def test_node_local_directories_are_refused_by_both_hosts_with_the_line_to_add(b
     assert [content(host, host.own) for host in both] == [[], []]  # and nothing was left there
 
 
-@pytest.mark.parametrize("has_run", [0, 1])
+@pytest.mark.parametrize("has_run", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_run_that_one_host_alone_sees_is_refused_and_not_begun_anew(both, marks, has_run):
     place = both[0].own / "x"
     script = f"from trainckpt import Checkpointer\nwith Checkpointer({str(place)!r}): pass"

@@ -57,8 +57,9 @@ def lost(begun, tmp_path):
 
 @pytest.mark.parametrize(
     ("when", "how", "code"),
-    [("reading", "SIGSEGV", 139), ("reading", "SIGKILL", 137), ("applying", "SIGABRT", 134),
-     ("applying", "3", 3)],
+    [("reading", "SIGSEGV", 139), ("applying", "SIGABRT", 134),
+     pytest.param("reading", "SIGKILL", 137, marks=pytest.mark.long),
+     pytest.param("applying", "3", 3, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_after_two_deaths_the_third_attempt_takes_the_older_one_and_says_so(lost, when, how, code):
     run = lost / "run"
