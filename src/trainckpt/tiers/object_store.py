@@ -26,6 +26,7 @@ from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapsh
 from trainckpt.tiers import exclusive, s3_client, uploads
 from trainckpt.tiers.calls import Calls, Limits
 from trainckpt.tiers.object_client import ObjectClient
+from trainckpt.tiers.own_random import give_own_randomness
 from trainckpt.tiers.redacted import redacted
 from trainckpt.tiers.refusals import BEYOND, TAKEN, meaning
 from trainckpt.tiers.workers import Workers
@@ -75,6 +76,7 @@ def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier
         raise ConfigurationError(
             f"{shown}: {redacted(str(error))}", hint="name a directory, or s3://bucket/run"
         ) from error
+    give_own_randomness()
     root = root.strip("/")
     if not root:
         raise ConfigurationError(f"{shown} names no bucket", hint="name one: s3://bucket/run")
