@@ -3,6 +3,7 @@
 RUN/run.json                          the run's record: its id
 RUN/attempts/<n>.json                 one record an attempt
 RUN/notices/<attempt>-<id>.json       notices to a live attempt
+RUN/survivors/<attempt>/              how those agreed on a save whose ranks had died
 RUN/snapshots/<id>~<a>.<q>/           one snapshot: attempt a, sequence number q
     rank00000.safetensors ...         shard files
     manifest.json                     its existence is the commit
@@ -19,6 +20,7 @@ RUN_RECORD = "run.json"
 ATTEMPTS = "attempts"
 NOTICES = "notices"
 SNAPSHOTS = "snapshots"
+SURVIVORS = "survivors"
 MANIFEST = "manifest.json"
 
 _FOLDER = re.compile(r"s([0-9]{1,15})(?:m([0-9]{1,15}))?~([0-9]{1,9})\.([0-9]{1,9})")

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.resume_hooks import AnyHook
-    from trainckpt.ranks.agreement import Due
 
 _made = itertools.count(1)  # names the keys of each Checkpointer of a process
 
@@ -178,7 +177,9 @@ class Checkpointer:
         if self._attempt is None or self._attempt.departure.left:
             return
         if self._boundary():
-            self._attempt.departure.finish(self._position.cursor, self._take_last)
+            cursor = self._position.cursor
+            self._requests.take_put_off(self._attempt.saver, cursor, waits=True)
+            self._attempt.departure.finish(cursor, self._take_last)
 
     # ---- loops
 
@@ -272,7 +273,8 @@ class Checkpointer:
         yield
 
     def save(self, tag: str | None = None, wait: str | None = None) -> PendingSave:
-        """Ask for a snapshot, taken at the next boundary that all ranks agree on.
+        """Ask for a snapshot, taken at the next boundary that all ranks agree on; at a later one
+        if the save before it hangs (`put_off`). Training does not wait for that.
 
         Called by all ranks or by one: the n-th call of any rank asks for the same save.
 
@@ -322,6 +324,9 @@ class Checkpointer:
             self._seldom(evaluation=evaluation)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         attempt.begin_window(position, resumable=resumable and not evaluation)
+        if resumable and self._requests.put_off:
+            self._requests.take_put_off(attempt.saver, position.cursor)
+            self._pace.leave(time.monotonic())
         if resumable and policy.due_by_steps(position.step, position.micro):
             attempt.saver.save(position.cursor, policy.reason, (), PendingSave(), **policy.how)
             self._pace.leave(time.monotonic())
@@ -334,7 +339,8 @@ class Checkpointer:
             if due.action == "stop":
                 attempt.departure.stop(position.cursor, due.reason, self._take_last)
                 return False
-            self._take_requested(position.cursor, due)
+            self._requests.take(attempt.saver, position.cursor, due)
+            self._agreement.close_round(due.round)
             self._pace.leave(time.monotonic())
         if self._agreement.has_skipped():
             self._requests.drop(self._agreement.skipped())
@@ -372,12 +378,6 @@ class Checkpointer:
     def _take_last(self, cursor: Cursor, reason: str, **how: bool) -> PendingSave:
         attempt = self._must_have_resumed()
         return attempt.saver.save(cursor, reason, (), PendingSave(), **how)
-
-    def _take_requested(self, cursor: Cursor, due: Due) -> None:
-        pending, tags = self._requests.taken(due.number), (due.tag,) if due.tag else ()
-        saver, asked = self._must_have_resumed().saver, due.number is not None
-        saver.save(cursor, due.reason, tags, pending, may_skip=not asked)
-        self._agreement.close_round(due.round)
 
     # ---- small things
 

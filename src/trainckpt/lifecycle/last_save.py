@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 RANKS_TIMEOUT_S = 600.0
 LOOK_AGAIN_S = 0.25
 LEAVE_S = 0.2  # of what is left, for the record and the way out
+TIDY_WITHIN_S = 5.0  # a deadline is not met for the sake of what is to be pruned
 IN_FLIGHT = "the save before it was still being written"
 
 
@@ -70,7 +71,7 @@ class LastSave:
 
     def wait(self, limit_s: float) -> None:
         """Return when no save is in flight, or after `limit_s` seconds."""
-        self._saver.wait(limit_s)
+        self._saver.join(limit_s)
 
     def release_memory(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next one."""
@@ -115,6 +116,14 @@ class LastSave:
 
         `stops`: the run goes on later, so the save may stay where the next attempt finds it.
         """
+        failure = self._take_or_skip(cursor, reason, take, deadline, stops=stops)
+        left_s = _within(deadline)
+        self._saver.wait(None if left_s is None else min(left_s, TIDY_WITHIN_S))
+        return failure
+
+    def _take_or_skip(
+        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *, stops: bool
+    ) -> SaveFailed | None:
         self._saver.protecting.give_way()
         self._wait(deadline)
         in_flight = self._saver.busy
@@ -202,8 +211,8 @@ class LastSave:
             left_s = _within(deadline)
             if left_s == 0.0:
                 return
-            self._saver.wait(LOOK_AGAIN_S if left_s is None else min(left_s, LOOK_AGAIN_S))
-        self._saver.wait()
+            self._saver.join(LOOK_AGAIN_S if left_s is None else min(left_s, LOOK_AGAIN_S))
+        self._saver.join()
 
     def _skip(self, cursor: Cursor, offer: Offer, why: str) -> SaveFailed:
         self.skipped = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +31,7 @@ class PendingSave:
         snapshot: Full name of the snapshot, once it is staged.
         error: Why it failed, or None.
         not_durable: Why its last copy to the durable tier failed, or None.
+        put_off: Why it could not be begun at its boundary and will be at a later one, or "".
         unprotected: "" once other hosts hold it too, or why they do not; None: not known yet.
         is_asked: Whether anybody may wait for it: each slower tier gets it, whatever its interval.
         settle: Called by the training thread before it waits: some copies are made beside it.
@@ -41,6 +42,7 @@ class PendingSave:
         self.error: SaveFailed | None = None
         self.not_durable: SaveFailed | None = None
         self.unprotected: str | None = None
+        self.put_off = ""
         self.is_asked = True
         self.settle: Callable[[], None] = lambda: None
         self._training_thread = training_thread or threading.get_ident()
@@ -53,7 +55,8 @@ class PendingSave:
 
         Raises:
             SaveFailed: it did not commit; older snapshots stand. Of "durable": it was committed,
-                and copying it failed; that may be tried again, so wait again.
+                and copying it failed; that may be tried again, so wait again. On the training
+                thread also while it is put off (`put_off`): train on, and wait again.
             ConfigurationError: an unknown moment, or one that can only be reached at a later
                 boundary while this is the thread that has to get there.
             TimeoutError: not reached within `timeout_s` seconds.
@@ -68,10 +71,7 @@ class PendingSave:
             self.settle()
         with self._changed:
             if self._reached == REQUESTED and self.error is None and self._is_training_thread():
-                raise ConfigurationError(
-                    "this save is taken at the next boundary, which this thread would never reach",
-                    hint="keep the handle, and wait after the next batch was asked for",
-                )
+                raise self._not_taken_yet()
             wanted = MOMENTS[moment]
             over = self._changed.wait_for(
                 lambda: self._reached >= wanted or self._why_not(wanted) is not None, timeout_s
@@ -84,6 +84,15 @@ class PendingSave:
         if why_not is not None:
             raise why_not
         return self
+
+    def _not_taken_yet(self) -> TrainckptError:
+        if self.put_off:
+            hint = "train on, and wait again: it is taken as soon as that one is through"
+            return SaveFailed(f"not taken yet: {self.put_off}", hint=hint)
+        return ConfigurationError(
+            "this save is taken at the next boundary, which this thread would never reach",
+            hint="keep the handle, and wait after the next batch was asked for",
+        )
 
     def _why_not(self, wanted: int) -> SaveFailed | None:
         return self.error or (self.not_durable if wanted == DURABLE else None)
@@ -115,7 +124,7 @@ class PendingSave:
     def reach(self, state: int, snapshot: str | None = None) -> None:
         """The save has come as far as `state`."""
         with self._changed:
-            self._reached = max(self._reached, state)
+            self._reached, self.put_off = max(self._reached, state), ""
             self.snapshot = snapshot or self.snapshot
             self._changed.notify_all()
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
 
-NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save that should be there so soon is waited for so long
+NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save that should be there so soon is waited for so long, once
 HOLD_S = 60.0  # a step waits so long for the state before it to be kept by others
 COMPARED_EVERY = 8  # saves after which replicas are compared byte by byte, not by samples
 
@@ -118,6 +118,7 @@ class Saver:
         self._sequence = 0
         self._in_memory = self._is_last = False  # the save in flight
         self._cut_off = False  # the last save found a rank gone
+        self._is_patient = True  # the last save that was waited for came in time
         self._thread: threading.Thread | None = None
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
 
@@ -130,6 +131,7 @@ class Saver:
         *,
         last: bool = False,
         may_skip: bool = False,
+        asked: bool = False,
         in_memory: bool = False,
     ) -> PendingSave:
         """Take a snapshot now. Every rank calls it at the same boundary.
@@ -141,12 +143,13 @@ class Saver:
             pending: Is moved on.
             last: Nothing need be copied: the caller changes nothing before `wait` or `give_up`.
             may_skip: All skip it if on any rank the save before is far from being written.
+            asked: Then it is put off, not skipped, and `pending` says so.
             in_memory: It stays in the memory of the hosts, and is not written to the run's place.
         """
         pending.is_asked = not may_skip
         behind = may_skip and self._is_behind()
         if not behind:
-            self.wait()
+            self.join()
         begun_s = time.monotonic()
         self._sequence += 1
         self._in_memory, self._is_last = in_memory, last
@@ -156,7 +159,10 @@ class Saver:
                 shard, shared, attempt = self._stage(cursor, last=last, behind=behind)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
-            self._skip(pending, name, str(skipped))
+            if asked:
+                pending.put_off = str(skipped)
+            else:
+                self._skip(pending, name, str(skipped))
             return pending
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._writer.tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
@@ -181,16 +187,21 @@ class Saver:
         )
         self._thread.start()
         if isinstance(shard, stage.Stream) and not last:
-            self.wait()  # no memory for a copy: the tensors must not change meanwhile
+            self.join()  # no memory for a copy: the tensors must not change meanwhile
         return pending
 
-    def wait(self, limit_s: float | None = None) -> None:
+    def join(self, limit_s: float | None = None) -> None:
         """Return when no save is in flight, or after `limit_s` seconds. Training thread."""
         self._copying.settle()
         if self._thread is not None:
             self._thread.join(limit_s)
             if not self._thread.is_alive():
                 self._thread = None
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """As `join`; and when what older saves have left is pruned, or after `limit_s` more."""
+        self.join(limit_s)
+        self._writer.tidying.wait(limit_s)
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next one."""
@@ -221,21 +232,24 @@ class Saver:
         """
         if not (self.holds_steps and self._in_memory):
             return
-        self.wait(HOLD_S)
+        self.join(HOLD_S)
         if self._cut_off:
             self.holds_steps = False
             logger.warning("another rank is gone: no step is taken that nobody keeps")
             time.sleep(HOLD_S)  # whoever ends this process does it meanwhile
 
     def _is_behind(self) -> bool:
-        """Whether the save in flight will take a while. One that is nearly there is waited for."""
+        """Whether the save in flight will take a while. One that is nearly there is waited for,
+        once: what is late then may be so for minutes, in a place that hangs.
+        """
         if self.holds_steps and self._in_memory:
-            self.wait(HOLD_S)
-        if self.busy:
+            self.join(HOLD_S)
+        if self.busy and self._is_patient:
             begun_s, num_bytes = self._begun
             predicted_s = num_bytes * (self._pace.seconds_per_byte or 0.0)
             if predicted_s - (time.monotonic() - begun_s) < NEARLY_S:
-                self.wait(PATIENCE_S)
+                self.join(PATIENCE_S)
+                self._is_patient = not self.busy
         return self.busy
 
     def _skip(self, pending: PendingSave, name: SnapshotName, why: str) -> None:
@@ -328,6 +342,7 @@ class Saver:
                 logger.info("saved %s (%s)", manifest.name, manifest.reason)
             begun_s, num_bytes = self._begun
             self._pace.saved(num_bytes, time.monotonic() - begun_s)
+            self._is_patient = True
             pending.reach(COMMITTED)
             self.flushing.committed(manifest, pending, num_bytes)
             self._writer.tidy(manifest.name)

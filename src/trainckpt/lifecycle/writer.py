@@ -3,7 +3,8 @@
     write the file, fsync                every rank
     report its receipt and its tensors   every rank
     commit when all have reported        rank 0
-    tell all: "durable"; prune           rank 0
+    tell all: "durable"                  rank 0
+    record it, and prune (`tidying`)     rank 0, while the next save may begin
 
 No collectives in here, only the store: training goes on meanwhile.
 """
@@ -22,8 +23,8 @@ from trainckpt.format.manifest import Files, Manifest, TensorEntry
 from trainckpt.format.strict import canonical
 from trainckpt.lifecycle import save_keys
 from trainckpt.lifecycle.log import logger
-from trainckpt.snapshot import catalog, prune
-from trainckpt.snapshot.attempts import newest, read_attempts
+from trainckpt.lifecycle.tidying import Tidying
+from trainckpt.snapshot import prune
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import (
     Receipt,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 RANKS_TIMEOUT_S = 600.0
+TIDY_WITHIN_S = 5.0  # whoever stops waits so long for old snapshots to be pruned
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Writer:
 
     Attributes:
         whole: Rank 0: the manifest of the last save on which all have reported.
+        tidying: What follows a commit, on rank 0.
     """
 
     whole: Manifest | None = None
@@ -102,17 +105,15 @@ class Writer:
         """
         self._sealing, self._room = sealing, room
         self._tier = tier
-        self._being_read = being_read
+        self.tidying = Tidying(tier, facts, log, being_read)
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
         self._keys = save_keys.SaveKeys(self._background)
         self._files = files
         self._facts = facts
-        self._log = log
         self._beside = WriteBeside()
         self._tables: tuple[Any, str] = None, ""  # what was published last, and its name
-        self._superseded = False
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
@@ -245,15 +246,15 @@ class Writer:
             ).start()
 
     def tidy(self, name: SnapshotName) -> None:
-        """After the commit of `name`, which nobody waits for any more: record it, and prune."""
+        """After the commit of `name`: record it and prune, while the next save may begin."""
         self._keys.read(name.sequence)
         if self._rank == 0:
-            self._log.change(newest_commit=str(name))
-            self._prune()
+            self.tidying.after(name)
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; unless `keep`, the run too: no file will be written over."""
         self._beside.close()
+        self.tidying.wait(TIDY_WITHIN_S if keep else None)
         if self._rank == 0 and not keep:
             with contextlib.suppress(TrainckptError):
                 self._tier.clear_spares()
@@ -346,30 +347,3 @@ class Writer:
         rank = self._rank
         key = save_keys.report(sequence, rank) if rank else save_keys.verdict(sequence)
         self._background.put(key, message)
-
-    def _prune(self) -> None:
-        try:
-            if self._is_superseded():
-                return  # a newer attempt decides what is kept
-            attempts = read_attempts(self._tier)
-            candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
-            prune.prune_by_policy(
-                self._tier, candidates, keep_last=self._facts.keep_last,
-                attempt=self._facts.attempt, keep=self._being_read(), unless=self._is_superseded,
-                reuse=True,
-            )  # fmt: skip
-        except TrainckptError as error:
-            logger.warning("old snapshots could not be pruned: %s", error.message)
-
-    def _is_superseded(self) -> bool:
-        """Whether a newer attempt of the run has begun; said once."""
-        newer = newest(self._tier)
-        if newer <= self._facts.attempt:
-            return False
-        if not self._superseded:
-            self._superseded = True
-            logger.warning(
-                "attempt %d of this run has begun: what this one, attempt %d, saves from now on "
-                "is a branch that no resume takes unasked", newer, self._facts.attempt,
-            )  # fmt: skip
-        return True
