@@ -68,7 +68,7 @@ class Farm:
         _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
         self._holders, self._ranks, self._boots = {}, [], itertools.count(1)
-        self._ends = {}
+        self._started, self._ends = [], {}
         self._pipe, there = context.Pipe()
         self._forker = context.Process(target=_fork, args=(there,), daemon=True)
         self._forker.start()
@@ -119,7 +119,7 @@ class Farm:
         for rank, number in enumerate(numbers):
             variables = {
                 "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": len(numbers), "LOCAL_WORLD_SIZE": 1,
-                "MASTER_ADDR": self.address(numbers[0]), "MASTER_PORT": 29400,
+                "MASTER_ADDR": self.address(numbers[0]), "MASTER_PORT": 29400 + len(self._started),
                 "GLOO_SOCKET_IFNAME": "link0", "RES_OPTIONS": "timeout:1 attempts:1",
                 "TRAINCKPT_MEMORY": self.own, **environment,
             }  # fmt: skip
@@ -127,19 +127,24 @@ class Farm:
             self._ranks.append((number, self._ask(
                 "start", self._holders[number].pid, program, arguments, log, told
             )))  # fmt: skip
+        self._started += [rank for _, rank in self._ranks]
         return [rank for _, rank in self._ranks]
 
     def kill(self):
-        """All ranks, at once; the hosts stay."""
+        """All ranks of the last start, at once; the hosts stay."""
         self._kill([rank for _, rank in self._ranks])
 
     def ends(self):
         """Exit codes of all ranks."""
         return [self._end(rank) for _, rank in self._ranks]
 
-    def ends_but(self, number):
-        """Exit codes of all ranks but this one, which may never end by itself."""
-        return [self._end(rank) for at, (_, rank) in enumerate(self._ranks) if at != number]
+    def ends_but(self, numbers):
+        """Exit codes of all ranks but these, which may never end by themselves."""
+        return [self._end(rank) for at, (_, rank) in enumerate(self._ranks) if at not in numbers]
+
+    def end(self, rank):
+        """Exit code of this process, also of one that an earlier `start` returned."""
+        return self._end(rank)
 
     @property
     def all_run(self):
@@ -164,7 +169,7 @@ class Farm:
         return self._pipe.recv()
 
     def down(self):
-        self.kill()
+        self._kill(self._started)
         self._pipe.close()
         self._forker.join(LIMIT_S)
         for number in list(self._holders):

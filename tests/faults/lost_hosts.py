@@ -94,7 +94,8 @@ def play(hosts, case, folder, expected):
     marks, log = folder / "marks", folder / "log"
     keys = sealing(folder) if case.sealed else {}
     environment = {
-        **SAVING, **keys, "TRAINCKPT_EVERY": case.every, "TRAINCKPT_REDUNDANCY": case.redundancy,
+        "TEST_STEP_S": "0", **SAVING, **keys,
+        "TRAINCKPT_EVERY": case.every, "TRAINCKPT_REDUNDANCY": case.redundancy,
     }  # fmt: skip
     hosts.start(range(SIZE), kept.train, folder / "run", LAST, marks, log=log, **environment)
     until_s = time.monotonic() + LIMIT_S

@@ -1,7 +1,8 @@
 """Cases of ranks that die: python -m tests.faults.survivors --cases 30 --seed 1
 
-Each trains on four hosts without saving anything, kills or stops one rank at a random instant, lets
-the others save and leave, goes on with all four, and is compared with the run that lost nobody.
+Each trains on four hosts without saving anything, kills or stops one rank at a random instant, or
+two, lets the others save and leave, goes on with all four, and is compared with the run that lost
+nobody. A rank that was stopped may wake when the others have left, or when the run has gone on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults import farm, kept
@@ -26,15 +27,26 @@ ITEMS = SIZE * kept.BATCH * kept.STEPS_AN_EPOCH
 EXACT, MARKED = ": bitwise\n", ": same data, not bitwise\n"
 
 
+LEFT, WENT_ON = "when the others have left", "when the run has gone on"
+
+
 @dataclass(frozen=True)
 class Case:
-    """Who dies, how and when; whether partners keep what is its own; whether it is encrypted."""
+    """Who dies, how and when; whether partners keep what is its own; whether it is encrypted; and
+    when it wakes again.
+    """
 
     partners: bool
-    lost: int
+    lost: tuple[int, ...]
     stops: bool = False
     delay_s: float = 0.0
     sealed: bool = False
+    wakes: str = ""
+
+    @property
+    def is_exact(self):
+        """Whether there is a partner left of each that is lost."""
+        return self.partners and not any((rank + 1) % SIZE in self.lost for rank in self.lost)
 
 
 @dataclass(frozen=True)
@@ -46,10 +58,15 @@ class Result:
     log: str
 
 
-def drawn(seed, *, partners):
+def drawn(seed, *, partners, two=False):
     """A case."""
     dice = random.Random(seed)
-    return Case(partners, dice.randrange(SIZE), dice.random() < 0.3, dice.uniform(0, 0.6))
+    lost, stops = (dice.randrange(SIZE),), dice.random() < 0.3
+    case = Case(partners, lost, stops, dice.uniform(0, 0.6))
+    wakes = dice.choice(["", LEFT, WENT_ON]) if stops else ""
+    if two:
+        lost = tuple(sorted(dice.sample(range(SIZE), 2)))
+    return replace(case, lost=lost, wakes=wakes)
 
 
 def straight(hosts, folder):
@@ -67,7 +84,7 @@ def play(hosts, case, folder, expected):
     environment = {
         "TRAINCKPT_EVERY": "never", "TRAINCKPT_SURVIVORS": "8 s",
         "TRAINCKPT_REDUNDANCY": "partner" if case.partners else "none",
-        "TEST_STEP_S": "0.03",  # so that it does not end before somebody looks
+        "TEST_STEP_S": "0.03",
     }  # fmt: skip
     keys = sealing(folder) if case.sealed else {}
     ranks = hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, marks, log=log,
@@ -78,10 +95,15 @@ def play(hosts, case, folder, expected):
         assert time.monotonic() < until_s, log.read_text()
         time.sleep(0.01)
     time.sleep(case.delay_s)
-    os.kill(ranks[case.lost], signal.SIGSTOP if case.stops else signal.SIGKILL)
+    for rank in case.lost:
+        os.kill(ranks[rank], signal.SIGSTOP if case.stops else signal.SIGKILL)
     codes = hosts.ends_but(case.lost)
     assert all(code not in (0, None) for code in codes), (codes, log.read_text())
-    hosts.kill()
+    asleep = [ranks[rank] for rank in case.lost] if case.wakes else []
+    if case.wakes == LEFT:
+        wake(hosts, asleep, folder)
+    elif not asleep:
+        hosts.kill()
     before = noted(marks)
     done = last_step(before)
     assert done < len(steps(expected[0])), "it went on to its end"
@@ -89,15 +111,32 @@ def play(hosts, case, folder, expected):
     hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, again, log=log,
                 TRAINCKPT_EVERY="never", **keys)  # fmt: skip
     assert hosts.ends() == [0] * SIZE, log.read_text()
-    assert (EXACT if case.partners else MARKED) in log.read_text(), log.read_text()
+    if case.wakes == WENT_ON:
+        wake(hosts, asleep, folder)
+    assert (EXACT if case.is_exact else MARKED) in log.read_text(), log.read_text()
+    assert not any((folder / "run" / "survivors").iterdir()), "they are needed no more"
     after = noted(again)
     (began,) = {facts["began"]["step"] for facts in after.values()}
     each_sample_once(before, after, began, expected)
-    if case.partners:
+    if case.is_exact:
         assert all(steps(facts)[-1] >= began for facts in before.values()), (before, began)
         same(before, expected)
         same(after, expected)
     return Result(done, began, log.read_text())
+
+
+def wake(hosts, asleep, folder):
+    """It finds that it was taken for dead, and leaves; what there is stays as it is."""
+    before = written(folder / "run" / "snapshots")
+    for rank in asleep:
+        os.kill(rank, signal.SIGCONT)
+    assert 0 not in [hosts.end(rank) for rank in asleep]
+    assert written(folder / "run" / "snapshots") == before
+
+
+def written(folder):
+    """Path -> bytes of all files."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def last_step(facts):
@@ -137,6 +176,7 @@ def main():
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without-partners", action="store_true")
+    parser.add_argument("--two", action="store_true", help="die at once")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no case after so long")
     options = parser.parse_args()
     begun_s, lost = time.monotonic(), []
@@ -147,7 +187,7 @@ def main():
             for seed in range(options.seed, options.seed + options.cases):
                 if time.monotonic() - begun_s > options.limit_s:
                     break
-                case = drawn(seed, partners=not options.without_partners)
+                case = drawn(seed, partners=not options.without_partners, two=options.two)
                 inside = folder / str(seed)
                 inside.mkdir()
                 found = play(hosts, case, inside, expected)

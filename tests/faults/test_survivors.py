@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.farm import farm, why_not
-from tests.faults.survivors import EXACT, MARKED, SIZE, Case, play, straight
+from tests.faults.survivors import EXACT, LEFT, MARKED, SIZE, WENT_ON, Case, play, straight
 from trainckpt.lifecycle.survival import says_that_a_rank_is_gone
 
 
@@ -25,9 +25,11 @@ def expected(four, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(partners=True, lost=2, sealed=True), Case(partners=True, lost=0, stops=True)],
+    [Case(partners=True, lost=(0, 2), sealed=True),
+     Case(partners=True, lost=(0,), stops=True, wakes=LEFT),
+     Case(partners=True, lost=(2,), stops=True, wakes=WENT_ON)],
     ids=str,
-)
+)  # fmt: skip
 def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     four, expected, tmp_path, case
 ):
@@ -39,7 +41,7 @@ def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
 
 
 def test_without_partners_it_is_marked_and_every_sample_is_seen_once(four, expected, tmp_path):
-    found = play(four, Case(partners=False, lost=1), tmp_path, expected)
+    found = play(four, Case(partners=False, lost=(1,)), tmp_path, expected)
     assert 0 < found.began <= found.done
     assert "), same data, not bitwise" in found.log
     assert MARKED in found.log

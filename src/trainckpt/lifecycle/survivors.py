@@ -12,7 +12,9 @@
     survivors/<attempt>/decision.json      3
     survivors/<attempt>/wrote-<rank>.json  4
 
-No collective, and nothing of the store. Once an attempt, by whichever thread comes first.
+No collective, and nothing of the store. Once an attempt, by whichever thread comes first. A rank
+that was taken for dead and wakes later does what the others have decided; once a newer attempt has
+begun it does nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from trainckpt.format.manifest import Files, Manifest
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.log import logger
+from trainckpt.snapshot.attempts import newest
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import Receipt, write_shard
 from trainckpt.snapshot.survive import Decision, Has, decide
@@ -98,7 +101,7 @@ class Survivors:
         self.moments = moments
         self._tier, self._rank, self._world, self._facts = tier, rank, world, facts
         self._sequence, self._waits, self._seals = sequence, waits_for_own, seals
-        self._folder = f"survivors/{facts.attempt}"
+        self._folder = f"{names.SURVIVORS}/{facts.attempt}"
         self._once = threading.Lock()
         self._done = False
         self._saved: Saved | None = None
@@ -125,6 +128,7 @@ class Survivors:
         if self._waits:
             self._wait_for_step()
         self.moments.freeze()
+        self._must_be_newest()
         held = {has.place: (moment, has) for moment, has in self._look()}
         told = {"sequence": self._sequence(), "has": [has.to_json() for _, has in held.values()]}
         self._tell(f"{self._rank}.json", told)
@@ -146,6 +150,12 @@ class Survivors:
         if cursor is None:
             return None
         return Saved(str(name), cursor, not (decision.lost or decision.carried))
+
+    def _must_be_newest(self) -> None:
+        """What is saved later no resume would take, and its name may be that of what was saved."""
+        newer = newest(self._tier)
+        if newer > self._facts.attempt:
+            raise SaveFailed(f"attempt {newer} of this run has begun already")
 
     def _wait_for_step(self) -> None:
         until_s = time.monotonic() + STEP_ENDS_S
@@ -232,6 +242,7 @@ class Survivors:
             writer=f"trainckpt {VERSION}", window=cursor, lost=decision.lost,
             carried=decision.carried,
         )  # fmt: skip
+        self._must_be_newest()
         commit(self._tier, manifest if self._seals is None else self._seals.manifest(manifest))
         how = "" if not (decision.lost or decision.carried) else ", same data, not bitwise"
         logger.warning("saved %s (%s)%s", name, manifest.reason, how)
