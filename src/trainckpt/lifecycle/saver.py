@@ -146,7 +146,7 @@ class Saver:
             asked: Then it is put off, not skipped, and `pending` says so.
             in_memory: It stays in the memory of the hosts, and is not written to the run's place.
         """
-        pending.is_asked = not may_skip
+        pending.is_asked = asked or not may_skip
         behind = may_skip and self._is_behind()
         if not behind:
             self.join()
