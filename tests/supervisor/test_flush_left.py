@@ -59,8 +59,7 @@ def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(tm
     (tmp_path / "mount").unlink()
     end, said = ended(tmp_path / "run", 2)
     assert said[0] == first
-    assert re.fullmatch(rf"{newest} is in far: 0.0 MB in [0-9.]+ s", said[1])
-    assert len(said) == 2
+    assert re.fullmatch(rf"{newest} is in far: 0.0 MB in [0-9.]+ s", said[-1])
     assert usable(tier) == [newest]
     assert end.record.outcome["tiers"] == ["local", "far"]
     assert record(tier, 2)["outcome"] == record(tmp_path / "run", 2)["outcome"]
@@ -82,7 +81,7 @@ def test_what_is_in_memory_alone_is_brought_to_the_place_and_from_there_to_the_t
         f"attempt 1 stopped by maintenance: copying {newest}, which local, far"
     )
     assert said[1].startswith(f"{newest} was in memory, and is in local after ")
-    assert said[2].startswith(f"{newest} is in far: ")
+    assert said[-1].startswith(f"{newest} is in far: ")
     assert end.record.outcome["tiers"] == ["local", "far"]
     assert end.record.newest_commit == newest
     assert usable(run)[-1] == usable(far)[-1] == newest
@@ -114,7 +113,7 @@ def test_a_killed_run_s_newest_snapshot_is_in_the_store_when_its_supervisor_retu
     assert said[0] == (
         f"attempt 1 killed by {why}: copying {newest}, which s3 lacks; a further signal ends that"
     )
-    assert [line.partition(":")[0] for line in said[1:]] == [f"{newest} is in s3"]
+    assert said[-1].startswith(f"{newest} is in s3: ")
     assert end.record.outcome["tiers"] == ["local", "s3"]
     store = open_object_store(url)
     assert store.list("snapshots") == [newest]
