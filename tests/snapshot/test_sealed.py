@@ -21,9 +21,10 @@ from trainckpt.encryption.sealed_file import (
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
 from trainckpt.format.names import SnapshotName
-from trainckpt.snapshot import opened
+from trainckpt.snapshot import opened, save_sealed
 from trainckpt.snapshot.save_sealed import BLOCK_BYTES, Seal, stream_sealed, write_sealed
 from trainckpt.tiers.direct import address
+from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
 
 NAME, KEY = SnapshotName.parse("s2~1.1"), bytes(range(32))
@@ -130,6 +131,28 @@ def test_it_is_encrypted_when_all_is_copied_since_training_may_wait_for_that(tie
     entry = write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
     assert waiting == [[]] * 5
     assert read_all(tier, entry) == data
+
+
+class Held(Disk):
+    """The file's first block is on its way until the fourth is."""
+
+    def __init__(self):
+        super().__init__()
+        self.fourth = threading.Event()
+
+    def write(self, path, descriptor, block, first_byte):
+        if first_byte == 3 * CHUNK_BYTES:
+            self.fourth.set()
+        if first_byte == 0 and path.suffix == ".safetensors":
+            assert self.fourth.wait(60)
+        super().write(path, descriptor, block, first_byte)
+
+
+def test_several_blocks_are_written_at_once_and_none_is_overwritten_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(save_sealed, "BLOCK_BYTES", CHUNK_BYTES)
+    tier = LocalTier(tmp_path, Held())
+    data = content(HEAD + 15 * CHUNK_BYTES)  # each buffer is used several times
+    assert read_all(tier, write(tier, data)) == data
 
 
 @pytest.mark.parametrize("piece", [1000, CHUNK_BYTES, 3 * CHUNK_BYTES - 1])
