@@ -1,58 +1,24 @@
-"""The example in a micro-batch that is far longer than the deadline: dumped, resumed, exact."""
+"""The example, dumped inside a micro-batch far longer than the deadline, and at boundaries."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import contextlib
 import os
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.process_dump.campaign import Run, wait_for
+from tests.process_dump.campaign import wait_for
+from tests.process_dump.example import Example, dumped_at_a_boundary
+from trainckpt.cli import dumps
+from trainckpt.format.dump import DumpRecord
 from trainckpt.lifecycle.place import open_directory
-from trainckpt.snapshot import attempts
 
-SCRIPT = Path(__file__).parent / "held_example.py"
 HELD_S, DEADLINE_S = 11.0, 10.0
-
-
-def flags(folder, **more):
-    given = {
-        "steps": 6, "accumulate": 2, "parallel": "ddp", "seed": 3, "save-every": 2, "workers": 1,
-        "dropout": 0.1, "batch-size": 2, "size": "small", "run": folder / "run",
-        "trace": folder / "trace", **more,
-    }  # fmt: skip
-    return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
-
-
-class Example(Run):
-    """The example names its run itself."""
-
-    def __init__(self, folder, **variables):
-        folder.mkdir()
-        super().__init__(folder, script=SCRIPT, **variables)
-
-    def start(self, *options):
-        return self._launch(
-            "run", *options, "--nproc", "2", "--", str(self.script), *flags(self.folder)
-        )
-
-    def trace(self):
-        """What the ranks have left of it, the places of each rank merged."""
-        found = {}
-        for path in sorted((self.folder / "trace").iterdir()):
-            if path.name.startswith("rank"):
-                for line in path.read_text().splitlines():
-                    entry = json.loads(line)
-                    place = (path.name, entry["step"], entry["micro"])
-                    assert found.setdefault(place, line) == line
-            elif path.name.startswith("final"):
-                found[path.name] = path.read_text()
-        return dict(sorted(found.items(), key=str))
-
-    def records(self):
-        return attempts.read_attempts(open_directory(self.run))
 
 
 @pytest.fixture(scope="module")
@@ -101,25 +67,59 @@ def test_it_is_dumped_and_merges_to_the_reference(criu_here, held, reference):
     assert second.newest_commit.split("~")[1].startswith("2."), "its snapshots are of attempt 2"
 
 
-def test_a_dump_whose_images_are_cut_short_gives_way_to_the_snapshot(criu_here, held, reference):
-    """By `pause`; `resume` says why, and launches the command again."""
-    done = held.pause("--deadline", f"{DEADLINE_S:g}s")
-    assert done.returncode == 0, done.stdout + done.stderr + held.said()
-    told = json.loads(done.stdout)
-    assert (told["outcome"], told["kind"]) == ("stopped", "dump"), told
-    assert told["snapshot"].startswith("dump~1.")
-    assert "pause: dump: the next boundary is saved in about" in done.stderr
-    assert held.wait() == 75
-    held.hold.unlink()
-    (images,) = Path(held.run).glob("dumps/*/images")
-    largest = max(images.iterdir(), key=lambda path: path.stat().st_size)
-    os.truncate(largest, largest.stat().st_size // 2)
+# ---- at a boundary, with loader workers, and a connection to the outside
 
-    assert held.resume().wait() == 0, held.said()
-    assert f"no dump is restored: {images.parent.name}: the image {largest.name} has" in held.said()
-    assert held.trace() == reference
-    records = held.records()
-    assert records[2].parent == images.parent.name
-    assert records[2].outcome["outcome"] == "failed"
-    assert records[3].parent == "s2~1.1"
-    assert records[3].outcome["outcome"] == "finished"
+
+@contextlib.contextmanager
+def its_host(name, path):
+    """A dump's record as if it had been taken on another host."""
+    before = path.read_bytes()
+    record = DumpRecord.load(before, path.name)
+    path.write_bytes(replace(record, host=replace(record.host, name=name)).dump())
+    yield
+    path.write_bytes(before)
+
+
+def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, reference, capsys):
+    """Brought back; then of one dump the snapshot it relies on is damaged, and one is lost, and has
+    an image cut short: `resume` says why, and launches the command again."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    with contextlib.ExitStack() as stack:
+        outside = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        port = outside.getsockname()[1]
+        run = stack.enter_context(Example(tmp_path / "x", HOLD=hold, OUTSIDE=port))
+        run.start()
+        first = dumped_at_a_boundary(run, hold)
+        assert first["snapshot"].startswith("s3~1.")
+
+        run.resume()
+        second = dumped_at_a_boundary(run, hold)
+        assert second["snapshot"].startswith("s4~2."), "its snapshots are of attempt 2"
+        for path in (Path(run.run) / "snapshots" / second["snapshot"]).glob("*.safetensors"):
+            with path.open("r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                file.write(bytes(path.stat().st_size // 2))
+
+        run.resume()
+        third = dumped_at_a_boundary(run, hold)
+        assert f"no dump is restored: {second['name']} was brought back, but" in run.said()
+        hold.unlink()
+
+        images = Path(run.run) / "dumps" / third["name"] / "images"
+        with its_host("elsewhere", images.parent / "dump.json"):
+            asked = argparse.Namespace(run=run.run, at=None, nproc=None, dumps=None)
+            assert dumps.restored(open_directory(run.run), asked, ([], ".", 2), None) is None
+            said = capsys.readouterr().err
+            assert f"{third['name']} is not restored: it was taken on elsewhere, this is" in said
+        largest = max(images.iterdir(), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+        assert run.resume().wait() == 0, run.said()
+        assert f"no dump is restored: {third['name']}: the image {largest.name} has" in run.said()
+        assert run.trace() == reference
+    records = run.records()
+    parents = [records[number].parent for number in sorted(records)]
+    assert parents[1:3] == [first["name"], second["name"]]
+    assert parents[4:] == [third["name"], third["snapshot"]]
+    how = [records[number].outcome["outcome"] for number in sorted(records)]
+    assert how == ["stopped", "stopped", "killed", "stopped", "failed", "finished"]

@@ -8,8 +8,10 @@ import pytest
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
+from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
+from trainckpt.lifecycle.old_dumps import old_dumps, remove
 from trainckpt.process_dump import restore
 from trainckpt.tiers.local import LocalTier
 
@@ -42,7 +44,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         {"told": {"../x": "y"}}, {"told": {"x": 1}}, {"images": [{"name": "a", "num_bytes": 1}]},
         {"images": [{"name": "../a", "num_bytes": 1, "digest": "0" * 32}]},
         {"written": [{"path": "log", "num_bytes": 1}]}, {"written": [{"path": "/l"}]},
-        {"written": ["/log"]}, {"host": "here"}, {"world": -1}, {"run": None},
+        {"written": ["/log"]}, {"snapshot": "x"}, {"dropped": -1},
+        {"host": "here"}, {"world": -1}, {"run": None},
     ],
 )  # fmt: skip
 def test_a_record_that_says_something_else_is_refused(change):
@@ -87,3 +90,29 @@ def test_a_file_that_has_grown_is_cut_back_and_what_came_later_is_kept(tmp_path)
     path.unlink()
     with pytest.raises(UnusableSnapshot, match="is gone"):
         restore.cut_back(WrittenFile(str(path), 9), attempt=6)
+
+
+def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):
+    """Not of the newest, not of what is being brought back."""
+    tier, names = LocalTier(tmp_path), [DumpName(1, 4), DumpName(2, 7), DumpName(3, 1)]
+    for name in names:
+        (tmp_path / name.folder / "images").mkdir(parents=True)
+        (tmp_path / name.folder / "images" / "core-1.img").write_bytes(b"abc")
+        tier.replace(name.record, replace(RECORD, name=name).dump())
+    records = {1: AttemptRecord(1, None), 2: AttemptRecord(2, "s4~1.2")}
+    found = old_dumps(tier, records)
+    assert [(o.name, o.num_bytes) for o in found] == [(names[0], 3)]
+    assert found[0].reason == "attempt 2 began later"
+    records[3] = AttemptRecord(3, "dump~2.7")
+    assert [old.name for old in old_dumps(tier, records)] == [names[0]], "2.7 is being restored"
+    records[3] = AttemptRecord(3, "dump~2.7", outcome={"outcome": "failed"}, newest_commit="s9~3.2")
+    found = old_dumps(tier, records)
+    assert [(str(o.name), o.reason) for o in found] == [
+        ("dump~1.4", "attempt 3 began later"),
+        ("dump~2.7", "attempt 3 went on from it and failed"),
+        ("dump~3.1", "s9~3.2 was committed later"),
+    ]
+    for old in found:
+        remove(tier, old)
+    assert old_dumps(tier, records) == []
+    assert restore.names_in(tier) == sorted(names, reverse=True)

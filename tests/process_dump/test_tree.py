@@ -79,9 +79,10 @@ def test_a_connection_is_a_stranger_unless_both_ends_are_in_the_tree():
             accepted, peer = server.accept()
             with accepted:
                 assert other.stdout.readline() == b"connected\n"
-                shown = f"127.0.0.1:{peer[1]}"
+                shown = f"127.0.0.1:{peer[1]} (process {ME})"
                 assert shown in tree.look([ME]).strangers
-                assert f"127.0.0.1:{address[1]}" in tree.look([other.pid]).strangers
+                held = f"127.0.0.1:{address[1]} (process {other.pid})"
+                assert held in tree.look([other.pid]).strangers
                 assert shown not in tree.look([ME, other.pid]).strangers
             other.stdin.close()
 
@@ -101,7 +102,7 @@ def test_what_criu_cannot_dump_is_named(target, why):
     look = Look((Held(1, 0, target),), frozenset({"pipe:[17]"}), ("10.0.0.1:443",), (99,))
     told = why_not(look)
     assert told[0] == "process 99 has left the tree of the command"
-    assert told[1] == "a connection to 10.0.0.1:443, outside the command"
+    assert told[1] == "a connection outside the command, to 10.0.0.1:443"
     assert "process 1: " in told[2]
     assert why in told[2]
 

@@ -228,3 +228,24 @@ def test_the_time_left_is_counted_from_when_the_round_was_opened():
     assert agreement.at_boundary().seconds_left == 18.0
     now[0] = 200.0
     assert agreement.at_boundary().seconds_left == 0.0
+
+
+def test_a_stop_that_is_undone_is_no_more_known_and_later_rounds_stand():
+    """Rank A has acted on round 2, rank B on round 1 and hears of round 2 only afterwards."""
+    a = after(3, stop(1, 2, mode="micro-batch"), stop(2, 2))
+    b = after(3, stop(1, 2, mode="micro-batch"))
+    assert (a.at_boundary().round, b.at_boundary().round) == (2, 1)
+    for agreement in (a, b):
+        agreement.forget_stop(2)
+    b.open_round(2)
+    b.decided(stop(2, 2))
+    for agreement in (a, b):
+        agreement.open_round(3)
+        agreement.decided(save(3, 9))
+        passed, due = boundaries_until_due(agreement)
+        assert (passed, due.action, due.round) == (6, "save", 3)
+        agreement.close_round(3)
+        agreement.open_round(4)
+        agreement.decided(stop(4, 9, mode="window"))
+        assert agreement.at_boundary(window_end=False) is None, "the mode is the new stop's"
+        assert agreement.at_boundary(window_end=True).round == 4

@@ -114,3 +114,16 @@ def test_a_stop_that_came_too_late_for_its_round_is_asked_for_again():
     assert wishes.to_bring(()) is None
     wishes.settle(saved(1, failed=True))
     assert wishes.to_bring(()) == STOP
+
+
+def test_after_a_stop_was_undone_the_same_stop_is_a_new_one():
+    wishes = wanting(STOP)
+    wishes.asked(1, STOP)
+    wishes.settle(Decision(1, "stop", 0, seconds_left=5.0))
+    wishes.add(STOP)
+    assert wishes.to_bring(()) is None
+    wishes.forget_stop()
+    wishes.add(SAVE)
+    assert wishes.to_bring(()) == SAVE
+    wishes.add(STOP)
+    assert wishes.to_bring(()) == STOP

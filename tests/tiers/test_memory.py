@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,31 @@ def test_it_outlives_the_process_that_wrote_it(place, tmp_path):
     )  # fmt: skip
     held = place.held(FOLDER, FILE, 5000)
     assert bytes(held.data) == b"y" * 5000
+    held.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_process_that_is_forked_has_nothing_of_what_is_held(place):
+    """A loader's worker outlives the file's name."""
+    arena = filled(place, b"x" * 10_000)
+    arena.publish(FOLDER, FILE)
+    arena.close()
+    held = place.held(FOLDER, FILE)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+            found += Path("/proc/self/maps").read_text().splitlines()
+            os.write(writing, b"held" if any(FILE in line for line in found) else b"nothing")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 10) == b"nothing"
+    os.close(reading)
+    os.close(writing)
+    assert FILE in Path("/proc/self/maps").read_text()
+    assert bytes(held.data) == b"x" * 10_000
     held.close()
 
 

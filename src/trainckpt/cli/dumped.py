@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.names import SnapshotName
+from trainckpt.format.names import MANIFEST, SnapshotName
+from trainckpt.lifecycle.old_dumps import why_superseded
 from trainckpt.process_dump import restore
 from trainckpt.process_dump.host import this_host
 from trainckpt.snapshot import attempts
@@ -48,23 +49,17 @@ def _look(tier: Place, run: str, name: DumpName, records: dict[int, AttemptRecor
     except UnusableSnapshot as error:
         return Dump(name, None, error.message)
     used = _used(name, records)
-    why = used or _why_not(name, records) or restore.why_not(record, this_host())
-    return Dump(name, record, why, bool(used))
+    why = why_superseded(name, records) or restore.why_not(record, this_host())
+    return Dump(name, record, why or _lacks(tier, record), used)
 
 
-def _used(name: DumpName, records: dict[int, AttemptRecord]) -> str:
-    for number, record in sorted(records.items()):
-        if record.parent == str(name):
-            how = (record.outcome or {}).get("outcome")
-            return f"attempt {number} went on from it{f' and {how}' if how else ''}"
-    return ""
+def _used(name: DumpName, records: dict[int, AttemptRecord]) -> bool:
+    return any(record.parent == str(name) for record in records.values())
 
 
-def _why_not(name: DumpName, records: dict[int, AttemptRecord]) -> str:
-    later = max(records, default=0)
-    if later > name.attempt:
-        return f"attempt {later} began later"
-    newest = SnapshotName.parse(records[later].newest_commit or "") if later in records else None
-    if newest is not None and (newest.attempt, newest.sequence) > (name.attempt, name.sequence):
-        return f"{newest} was committed later"
-    return ""
+def _lacks(tier: Place, record: DumpRecord) -> str:
+    """What was not dumped is in a snapshot."""
+    name = SnapshotName.parse(record.snapshot)
+    if name is None or tier.size(f"{name.folder}/{MANIFEST}") is not None:
+        return ""
+    return f"the snapshot {name}, which holds what it lacks, is gone"

@@ -68,6 +68,7 @@ def restored(
     arguments: argparse.Namespace,
     command: tuple[list[str], str, int],
     inbox: Inbox,
+    max_restarts: int = 0,
 ) -> Ended | None:
     """How the newest dump ended that was brought back; None: there is none, or it cannot be."""
     if not isinstance(tier, LocalTier) or arguments.at or arguments.nproc:
@@ -88,6 +89,7 @@ def restored(
             tier, record, NamedRun(arguments.run, argv, cwd, nproc), {**facts, **before}, how,
             output=sys.stderr if arguments.json else None,
             has_agent=before["launch"].get("kind") != PYTHON or nproc > 1,
+            max_restarts=max_restarts,
         )  # fmt: skip
         return supervise_restored(dumped, inbox)
     except TrainckptError as error:

@@ -1,8 +1,8 @@
 """pause: stop a live run at a checkpoint that all its ranks agree on, and wait for it.
 
     find      the newest attempt without an outcome whose heartbeat is young
-    ask       its supervisor, where the command has no Checkpointer or a dump was asked for: it
-              chooses between a dump and a stop, and dumps
+    ask       its supervisor, where the command has no Checkpointer, a dump was asked for, or there
+              is a deadline: it chooses between a dump, a stop, and both, and dumps
     tell      a notice file for that attempt, in the run's place; its ranks look once a second
     wait      until its record has an outcome, then shortly for its heartbeat to be gone
     report    what was saved where, and the exit code that says so
@@ -74,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='give the run so long to stop, such as "30s" (default: wait without limit)',
     )
     parser.add_argument(
-        "--dump", action="store_true", help="dump the processes, where that is possible"
+        "--dump",
+        action="store_true",
+        help="dump the processes, where that is possible, after the checkpoint is saved",
     )
 
 
@@ -89,7 +91,7 @@ def execute(arguments: argparse.Namespace) -> int:
     world = live.facts.get("world")
     ranks = f", ranks: {world}," if isinstance(world, int) else ""
     try:
-        notice = _tell(tier, live, arguments.deadline)
+        notice = _tell(tier, live, arguments.deadline, dump=arguments.dump)
         _say(
             f"attempt {live.attempt} of {tier.url}{ranks} is told to stop at the next boundary "
             "that all its ranks reach"
@@ -130,6 +132,7 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
         error = {"error": sentence, "code": code, "hint": hint} if code else {}
         facts = {key: outcome.get(key) for key in KEYS}
         more = {"run": tier.url, "attempt": record.attempt, "reason": outcome.get("reason")}
+        more |= {"no_dump": outcome["no_dump"]} if "no_dump" in outcome else {}
         show.document({**facts, **more, **error})
     elif code:
         print(f"error: {sentence}\nnext: {hint}", file=sys.stderr)
@@ -141,7 +144,7 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
 def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
     """A sentence, the exit code, and what to type next."""
     how, snapshot = outcome.get("outcome"), outcome.get("snapshot")
-    lost = outcome.get("lost_micro_batches") or 0
+    lost, undumped = outcome.get("lost_micro_batches") or 0, outcome.get("no_dump")
     who, again = f"attempt {attempt}", f"trainckpt resume {tier.url}"
     where = f"{snapshot} in {tier.url} ({', '.join(outcome.get('tiers') or ['?'])})"
     if how == FINISHED:
@@ -160,7 +163,8 @@ def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, i
     if lost:
         why = f"{who} stopped, but its last save failed: {where} stands, micro-batches lost: {lost}"
         return why, SaveFailed.exit_code, f"see the run's own log, then {again}"
-    return f"{who} stopped: saved {where}", 0, ""
+    no_dump = f"; not dumped: {undumped}" if undumped else ""
+    return f"{who} stopped: saved {where}{no_dump}", 0, ""
 
 
 def _dumped(

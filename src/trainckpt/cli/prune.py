@@ -1,4 +1,7 @@
-"""prune: delete the checkpoints that the retention policy no longer keeps, and dead files."""
+"""prune: delete the checkpoints that the retention policy no longer keeps, and dead files.
+
+Among them images of process dumps that no resume brings back.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from trainckpt.lifecycle import heartbeat
 from trainckpt.lifecycle import place as places
 from trainckpt.lifecycle.choice import KEEP_LAST, READING
 from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.old_dumps import old_dumps, remove
 from trainckpt.lifecycle.options import read_options
 from trainckpt.snapshot import attempts, catalog, prune, sweep
 from trainckpt.tiers import memory
@@ -113,7 +117,21 @@ def _prune(
         done = _delete(everywhere.place, tier, rows, kept_files, newest)
     gone = {row["name"] for row in rows[:done]}
     kept = [str(c.name) for c in candidates if str(c.name) not in gone]
-    return rows[:done], kept, done == len(rows)
+    is_whole, rows = done == len(rows), rows[:done]
+    if is_whole and tier is everywhere.place:
+        rows += _prune_dumps(everywhere, dry_run=dry_run)
+    return rows, kept, is_whole
+
+
+def _prune_dumps(everywhere: Everywhere, *, dry_run: bool) -> list[dict[str, Any]]:
+    """Images that no resume brings back."""
+    old = old_dumps(everywhere.place, everywhere.records)
+    for dump in old if not dry_run else ():
+        remove(everywhere.place, dump)
+    where = everywhere.place.name
+    return [
+        {"name": str(d.name), "tier": where, "reason": d.reason, "bytes": d.num_bytes} for d in old
+    ]
 
 
 def _live(tier: Place, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from trainckpt.supervisor.command import take_max_restarts, torchrun_command
 from trainckpt.supervisor.early_stop import ask_to_be_queued_again
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
 from trainckpt.supervisor.signals import Inbox
-from trainckpt.supervisor.supervise import supervise
+from trainckpt.supervisor.supervise import RESTART_VARIABLE, supervise
 
 if TYPE_CHECKING:
     import argparse
@@ -72,13 +73,18 @@ def execute(arguments: argparse.Namespace) -> int:
     with Inbox() as inbox:
         dumped = None
         if not elsewhere:
-            dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox)
-        if dumped is not None:
+            dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox, restarts)
+        if dumped is not None and not dumped.again:
             ask_to_be_queued_again(dumped, inbox)
             return report(dumped, as_json=arguments.json)
+        environment, done = _variables(facts, arguments, given, elsewhere), 0
+        if dumped is not None:
+            done, restarts = 1, restarts - 1
+            environment[RESTART_VARIABLE] = "1"
+            say(f"{dumped.why}; started again, not from the dump: that is used up")
         ended = supervise(
             full,
-            environment=_variables(facts, arguments, given, elsewhere),
+            environment=environment,
             cwd=cwd,
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
@@ -89,6 +95,7 @@ def execute(arguments: argparse.Namespace) -> int:
             run=None if elsewhere else tier.url,
             dumpable=dumps.dumpable(arguments, say),
         )
+        ended = replace(ended, restarts=ended.restarts + done)
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
 

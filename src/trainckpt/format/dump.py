@@ -16,13 +16,14 @@ from typing import Any
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.format.digest import is_digest
-from trainckpt.format.names import check_file_name
+from trainckpt.format.names import SnapshotName, check_file_name
 
 DUMPS, IMAGES, RECORD = "dumps", "images", "dump.json"
 KIND = "dump"
 EXACT = "bitwise"  # the very processes go on
 MAX_BYTES = 16_000_000
 MAX_PID = 2**22
+_LEAN = ("snapshot", "dropped")  # of which records of older versions know nothing
 _FOLDER = re.compile(r"dump~([0-9]{1,9})\.([0-9]{1,9})")
 
 
@@ -143,6 +144,8 @@ class DumpRecord:
         reason: Why it was taken.
         gpus: What was on GPUs; None: nothing.
         mapped: Files that have to be as they were: they are no part of the images.
+        snapshot: Full name of the one that holds what the images lack, or "".
+        dropped: So many bytes.
     """
 
     name: DumpName
@@ -160,6 +163,8 @@ class DumpRecord:
     reason: str
     gpus: GpuState | None = None
     mapped: tuple[MappedFile, ...] = ()
+    snapshot: str = ""
+    dropped: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -179,6 +184,10 @@ class DumpRecord:
             raise UnusableSnapshot(f"{what}: {str(body['name'])[:60]!r} names no dump")
         texts = {k: str(strict.field(body, k, str, what))
                  for k in ("run", "criu", "folder", "reason")}  # fmt: skip
+        lean = {"snapshot": "", "dropped": 0, **{k: body[k] for k in _LEAN if k in body}}
+        snapshot = str(strict.field(lean, "snapshot", str, what))
+        if snapshot and SnapshotName.parse(snapshot) is None:
+            raise UnusableSnapshot(f"{what}: {snapshot[:60]!r} names no snapshot")
         created = body.get("created")
         if not isinstance(created, (int, float)) or isinstance(created, bool):
             raise UnusableSnapshot(f"{what}: created is {str(created)[:60]!r}")
@@ -192,7 +201,7 @@ class DumpRecord:
             written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
             gpus=_gpus(body.get("gpus"), what),
             mapped=tuple(_mapped(f, what) for f in body.get("mapped") or ()),
-            **texts,
+            snapshot=snapshot, dropped=strict.count(lean, "dropped", what), **texts,
         )  # fmt: skip
 
 

@@ -45,6 +45,10 @@ class Announced:
                 logger.info("%s: stopping at the next boundary that all ranks reach", notice.reason)
         return notices
 
+    def forget(self) -> None:
+        """What was stopped for is undone: the same reason is said again. Any thread."""
+        self._said = set()
+
     def stop(self) -> None:
         """See `NoticeSource`."""
         self._source.stop()

@@ -104,6 +104,11 @@ class Arenas:
         return bool(self._open) or len(self._private) > 0
 
     @property
+    def private(self) -> memoryview:
+        """What is no shared memory; nothing is kept in it between saves."""
+        return self._private
+
+    @property
     def descriptor(self) -> int | None:
         """Of the file that holds the save in flight; None if it is no file."""
         return self._filled.descriptor if self._filled is not None else None

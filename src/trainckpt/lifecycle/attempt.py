@@ -28,16 +28,18 @@ from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.initial import Initial, read_initial
 from trainckpt.lifecycle.interval import PRIOR_S, interval_s, mean_time_between_failures_s
 from trainckpt.lifecycle.last_save import LastSave
+from trainckpt.lifecycle.lean import Lean
 from trainckpt.lifecycle.load import put
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.policy import Policy
 from trainckpt.lifecycle.reach import Reach
 from trainckpt.lifecycle.reasons import other_state, own_objects, said_by_objects
+from trainckpt.lifecycle.rest import Rest
 from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
 from trainckpt.lifecycle.saver import Saver
 from trainckpt.lifecycle.slower import WHERE, Slower, open_slower, where
 from trainckpt.lifecycle.survival import set_up as survive
-from trainckpt.lifecycle.told import CLAIMED
+from trainckpt.lifecycle.told import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.snapshot.opened import Opener
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.arrival import Arrival
     from trainckpt.lifecycle.data_world import DataWorld
+    from trainckpt.lifecycle.hooks import Hooks
     from trainckpt.lifecycle.last_words import LastWords
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.outlook import Outlook
@@ -96,6 +99,7 @@ class Crew:
     problems: list[str]
     last_words: LastWords
     files: TrackedFiles
+    hooks: Hooks
     data_world: DataWorld | None = None
 
     @cached_property
@@ -186,6 +190,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         crew.options, crew.channel, crew.tier, crew.registry, facts, saver, departure, hosts, seals
     )
     departure.survival = survival
+    if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
+        departure.rest = _rest(crew, facts, saver, lean=survival is None)
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
@@ -332,6 +338,18 @@ def _interval(crew: Crew, beginning: Beginning) -> Callable[[], float]:
         return found
 
     return seconds
+
+
+def _rest(crew: Crew, facts: Facts, saver: Saver, *, lean: bool) -> Rest:
+    """Who lets the processes be dumped at a stop.
+
+    Args:
+        lean: Nothing else reads the state while the training thread rests.
+    """
+    drops = Lean(crew.tier, facts.run, crew.world.rank, crew.registry, saver.rest)
+    return Rest(
+        crew.channel, crew.hooks, facts.number, crew.watch, crew.teller, drops if lean else None
+    )
 
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:

@@ -33,6 +33,7 @@ from trainckpt.lifecycle import launch, place, recorder
 from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
 from trainckpt.lifecycle.data_world import take_data_world
+from trainckpt.lifecycle.hooks import Hooked, Hooks
 from trainckpt.lifecycle.last_words import LastWords
 from trainckpt.lifecycle.log import logger, prepare
 from trainckpt.lifecycle.options import TABLE, read_options
@@ -41,7 +42,6 @@ from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pending import PendingSave
 from trainckpt.lifecycle.position import Position
 from trainckpt.lifecycle.requests import Requests
-from trainckpt.lifecycle.resume_hooks import ResumeHooks
 from trainckpt.lifecycle.told import Teller
 from trainckpt.lifecycle.tracked_files import TrackedFiles
 from trainckpt.lifecycle.watch import Watch
@@ -56,12 +56,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.cursor import Cursor
-    from trainckpt.lifecycle.resume_hooks import AnyHook
 
 _made = itertools.count(1)  # names the keys of each Checkpointer of a process
 
 
-class Checkpointer:
+class Checkpointer(Hooked):
     """Saves and resumes one training run, exactly, at any micro-batch.
 
     Args:
@@ -96,7 +95,7 @@ class Checkpointer:
         self._position = Position(self.options.accumulate)
         self._registry = registry = Registry()
         self._files = TrackedFiles(registry)
-        self._hooks, self._pace = ResumeHooks(), Pace()
+        self._hooks, self._pace = Hooks(), Pace()
         self._outlook = Outlook(self.options, self._registry, self._position, self._pace)
         self._arrival = Arrival(self._registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
@@ -122,7 +121,7 @@ class Checkpointer:
             self.options, self._tier, self._world, channel, self._registry, self._position,
             self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
             self._loaders, self._problems, LastWords(self._tier, self._world.rank), self._files,
-            data_world,
+            self._hooks, data_world,
         )  # fmt: skip
         self._attempt: Attempt | None = None
 
@@ -243,13 +242,6 @@ class Checkpointer:
         """
         self._files.track(file)
 
-    def on_resume(self, hook: AnyHook) -> AnyHook:
-        """Decorator: call `hook(cursor, lost)` once state was applied, if a snapshot was resumed.
-
-        `lost` micro-batches were trained after it and are trained again; None if unknown.
-        """
-        return self._hooks.add(hook)
-
     def boundary(self) -> bool:
         """Call before fetching each micro-batch, in loops without a tracked loader.
 
@@ -336,11 +328,11 @@ class Checkpointer:
         while (
             due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
         ) is not None:
-            if due.action == "stop":
-                attempt.departure.stop(position.cursor, due.reason, self._take_last)
+            if due.action == "save":
+                self._requests.take(attempt.saver, position.cursor, due)
+                self._agreement.close_round(due.round)
+            elif not attempt.departure.stop(position.cursor, due, self._take_last):
                 return False
-            self._requests.take(attempt.saver, position.cursor, due)
-            self._agreement.close_round(due.round)
             self._pace.leave(time.monotonic())
         if self._agreement.has_skipped():
             self._requests.drop(self._agreement.skipped())

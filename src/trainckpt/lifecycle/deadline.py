@@ -53,7 +53,7 @@ class Deadline:
         self._lock = threading.Lock()
         self._ends_s: float | None = None
         self._timer: threading.Timer | None = None
-        self._is_met = False
+        self._is_met = self._is_held = False
 
     def tighten(self, seconds_left: float | None) -> None:
         """So much is left; an earlier deadline stands."""
@@ -66,9 +66,27 @@ class Deadline:
                 return
             self._ends_s = ends_s
             self._cancel()
-            self._timer = threading.Timer(within_s, self._on_missed)
-            self._timer.daemon = True
-            self._timer.start()
+            if not self._is_held:
+                self._begin(within_s)
+
+    def hold(self) -> None:
+        """What it was kept for is saved: until `go_on` nobody is ended."""
+        with self._lock:
+            self._is_held = True
+            self._cancel()
+
+    def go_on(self) -> None:
+        """It counts again; where it has passed, what is left gets a moment."""
+        with self._lock:
+            if self._is_held and self._ends_s is not None and not self._is_met:
+                self._begin(max(self._ends_s - time.monotonic(), MOST_MARGIN_S))
+            self._is_held = False
+
+    def forget(self) -> None:
+        """The stop was undone: there is no deadline until the next one."""
+        with self._lock:
+            self._ends_s = None
+            self._cancel()
 
     def left_s(self) -> float | None:
         """What may still be used; negative once it is over; None without a deadline."""
@@ -80,6 +98,11 @@ class Deadline:
         with self._lock:
             self._is_met = True
             self._cancel()
+
+    def _begin(self, within_s: float) -> None:
+        self._timer = threading.Timer(within_s, self._on_missed)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _cancel(self) -> None:
         if self._timer is not None:

@@ -1,6 +1,7 @@
 """Departure: the ways an attempt ends, and what it leaves behind.
 
-    stop      all ranks agreed: snapshot, record, barrier, workers killed, `Stopped`
+    stop      all ranks agreed: snapshot; the processes may be dumped here, and go on later
+              (`rest`); else record, barrier, workers killed, `Stopped`
     finish    the script is done: final snapshot, barrier, record
     abandon   an exception: the final count is published, so that others need not wait for this
               rank; record. No barrier, no snapshot: the state may be anything
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.last_save import LastSave, Take
     from trainckpt.lifecycle.options import Options
     from trainckpt.lifecycle.requests import Requests
+    from trainckpt.lifecycle.rest import Rest
     from trainckpt.lifecycle.survival import Survival
     from trainckpt.lifecycle.told import Teller
     from trainckpt.lifecycle.watch import Watch
+    from trainckpt.ranks.agreement import Due
     from trainckpt.ranks.channel import Channel
 
 
@@ -59,6 +62,7 @@ class Departure:
         stopped: True if it ended by an agreed stop.
         exactness: Of the resume this attempt began with, for the record.
         survival: Told that the attempt ends: whoever leaves in order is not lost.
+        rest: Who lets the processes be dumped at a stop; None: nobody.
         log: The attempt's record.
     """
 
@@ -77,6 +81,7 @@ class Departure:
         self.left = self.stopped = False
         self.exactness = EXACT
         self.survival: Survival | None = None
+        self.rest: Rest | None = None
         self.log = log
         self._options = options
         self._channel = channel
@@ -95,11 +100,21 @@ class Departure:
         """The snapshot this attempt began from; it stands until a newer one is committed."""
         self._last_save.parent = (snapshot, cursor) if snapshot else None
 
-    def stop(self, cursor: Cursor, reason: str, take: Take) -> None:
-        """All ranks stop here. Raises `Stopped`, or returns with `on_stop="return"`."""
-        self._survived()
+    def stop(self, cursor: Cursor, due: Due, take: Take) -> bool:
+        """All ranks stop here. Raises `Stopped`, or returns False with `on_stop="return"`.
+
+        Returns True where the processes were dumped here, and have come back: training goes on.
+        """
+        reason, may_rest = due.reason, self.rest is not None and self.rest.is_asked
+        if not may_rest:
+            self._survived()
         self._last_save.take(cursor, reason, take, self._watch.deadline, stops=True)
         snapshot, lost = self._last_save.standing(cursor)
+        if self.rest is not None and self.rest.here(due.round, None if lost else snapshot):
+            self._channel = self._last_save.go_on(self._channel)
+            return True
+        if may_rest:
+            self._survived()
         self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
         if self._channel.world.rank == 0:
             where = f"saved {snapshot}" if not lost else f"{snapshot} stands, {lost} are lost"
@@ -114,7 +129,7 @@ class Departure:
         self._ask_to_be_queued_again(reason)
         self._stop_watching()
         if self._options.on_stop == "return":
-            return
+            return False
         exit_soon(self._code, EXIT_AFTER_S)
         raise Stopped(self._code, snapshot, reason)
 
@@ -192,6 +207,8 @@ class Departure:
             outcome["skipped"] = self._last_save.skipped
         if self._last_save.chosen:
             outcome["chosen"] = self._last_save.chosen
+        if self.rest is not None and self.rest.why_not:
+            outcome["no_dump"] = self.rest.why_not
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
         self._teller.tell(state=LEFT, how=how, exit_code=code)
         kubernetes.last_word(os.environ, outcome)

@@ -54,7 +54,7 @@ class DumpChoice:
 
 def choose(facts: DumpFacts) -> DumpChoice:
     """The choice. Pure."""
-    against = _against(facts)
+    against = _against(facts, facts.dump_s)
     if not facts.instrumented:
         if facts.changes:
             return DumpChoice(NOTHING, f"there is no Checkpointer, and {facts.changes}")
@@ -69,6 +69,7 @@ def choose(facts: DumpFacts) -> DumpChoice:
         why = f"a boundary can be reached and saved{when}{left}"
         if not facts.asked:
             return DumpChoice(SNAPSHOT, why)
+        against = _against(facts, (facts.boundary_s or 0.0) + facts.dump_s)
         if against:
             return DumpChoice(SNAPSHOT, f"{why}; no dump on top: {against}")
         return DumpChoice(BOTH, f"{why}; then a dump on top, as asked for")
@@ -88,16 +89,21 @@ def _is_reachable(facts: DumpFacts) -> bool:
     return facts.boundary_s <= facts.seconds_left
 
 
-def _against(facts: DumpFacts) -> str:
-    """The first thing that speaks against a dump, or ""."""
+def is_too_late(dump_s: float, left_s: float) -> str:
+    """Why a dump would not be in time, or ""."""
+    if dump_s <= left_s:
+        return ""
+    return f"a dump would take about {dump_s:.1f} s of the {max(left_s, 0.0):.1f} s left"
+
+
+def _against(facts: DumpFacts, needed_s: float) -> str:
+    """The first thing that speaks against a dump that is there after `needed_s`, or ""."""
     if facts.why_no_dump:
         return facts.why_no_dump
     if facts.hosts > 1:
         return f"the ranks run on {facts.hosts} hosts"
     if not facts.host_returns:
         return "nobody says that this host will come back"
-    if facts.seconds_left is not None and facts.dump_s > facts.seconds_left:
-        return (
-            f"a dump would take about {facts.dump_s:.1f} s of the {facts.seconds_left:.1f} s left"
-        )
+    if facts.seconds_left is not None and needed_s > facts.seconds_left:
+        return is_too_late(facts.dump_s, facts.seconds_left - (needed_s - facts.dump_s))
     return ""

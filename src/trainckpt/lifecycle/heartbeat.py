@@ -48,7 +48,7 @@ class Heartbeat:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = 0
-        self._said = False
+        self._said = self._keep = False
 
     def start(self) -> None:
         """Write it now and from now on, from another thread. Never blocks, never fails."""
@@ -58,11 +58,14 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="trainckpt-heartbeat", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """The attempt is over: remove the file. Waits 2 s at most; may be repeated.
+    def stop(self, *, keep: bool = False) -> None:
+        """The attempt is over: remove the file, unless another one writes it too (`keep`).
+
+        Waits 2 s at most; may be repeated.
 
         A forked child has the object but not the thread: nothing happens there.
         """
+        self._keep = keep
         self._stopping.set()
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join(STOP_WITHIN_S)
@@ -77,7 +80,8 @@ class Heartbeat:
                 self._say(error)
             self._stopping.wait(self._every_s)
         with contextlib.suppress(OSError, TrainckptError):
-            self._tier.remove(self._key)
+            if not self._keep:
+                self._tier.remove(self._key)
 
     def _beat(self, data: bytes) -> None:
         if isinstance(self._tier, LocalTier):

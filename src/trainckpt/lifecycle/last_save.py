@@ -48,7 +48,7 @@ IN_FLIGHT = "the save before it was still being written"
 
 
 class LastSave:
-    """Takes it, once.
+    """Takes it, once for each stop.
 
     Attributes:
         parent: Full name and cursor of the snapshot this attempt began from.
@@ -192,6 +192,13 @@ class LastSave:
             logger.warning("it is not in %s: %s", self.chosen["tier"], pending.error or "too late")
         self.chosen["failed"] = True
         return False
+
+    def go_on(self, channel: Channel) -> Channel:
+        """The stop was undone, so another last save will come. Returns fresh keys for all ranks."""
+        self.skipped = self.chosen = self._kept = None
+        self._saver.protecting.take_way()
+        self._channel = channel.scoped("went on")
+        return self._channel
 
     def _take(
         self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *,

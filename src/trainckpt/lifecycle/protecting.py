@@ -45,6 +45,11 @@ class Protecting:
         if self.protection is not None:
             self.protection.give_way()
 
+    def take_way(self) -> None:
+        """It was not the last one after all. All ranks alike, at a boundary."""
+        if self.protection is not None:
+            self.protection.take_way()
+
     def room(self, num_bytes: int, *, in_memory: bool) -> Arena | None:
         """Memory for this rank's encrypted file, if anybody is to keep it; None: there is none."""
         protection = self.protection

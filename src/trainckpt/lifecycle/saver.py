@@ -211,6 +211,11 @@ class Saver:
             self.arenas.close(keep=keep)
             self._writer.close(keep=keep)
 
+    def rest(self) -> memoryview:
+        """No save comes for a while. Returns memory in which nothing is kept."""
+        self._writer.rest()
+        return self.arenas.private
+
     def give_up(self) -> None:
         """The save in flight must not be committed any more, unless all is written already."""
         self._writer.give_up()

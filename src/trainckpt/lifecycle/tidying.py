@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.old_dumps import old_dumps, remove
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
 
@@ -78,6 +79,8 @@ class Tidying:
         if self._is_superseded():
             return  # a newer attempt decides what is kept
         attempts = read_attempts(self._tier)
+        for old in old_dumps(self._tier, attempts):
+            remove(self._tier, old)
         candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
         prune.prune_by_policy(
             self._tier, candidates, keep_last=self._facts.keep_last,

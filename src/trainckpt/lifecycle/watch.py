@@ -80,6 +80,7 @@ class Watch:
         )
         self._early.start()
         self._started = False
+        self._sources: list[Announced] = []
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
     def start(self, attempt: int, *, is_first: bool) -> None:
@@ -94,6 +95,7 @@ class Watch:
         encrypts = bool(self._options.encrypt_to)
         others += [PaceTeller(self._outlook.pace, world.rank, encrypts=encrypts)]
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
+        self._sources = sources
         if is_first:
             self._heartbeat = Heartbeat(self._tier, attempt)
             self._heartbeat.start()
@@ -120,6 +122,13 @@ class Watch:
     def check(self) -> None:
         """At each boundary: put the signals' descriptor back if somebody took it."""
         self._signals.check()
+
+    def forget_stop(self, round_: int) -> None:
+        """The stop of this round was undone, on all ranks: the processes have come back there."""
+        self.deadline.forget()
+        for source in self._sources:
+            source.forget()
+        self.watcher.forget_stop(round_)
 
     def end(self) -> None:
         """Listen no more; no other rank waits for this one. May be repeated."""

@@ -245,6 +245,10 @@ class Writer:
                 target=self._beside.start, name="trainckpt-beside", daemon=True
             ).start()
 
+    def rest(self) -> None:
+        """Nothing is written for a while: nobody need be beside us."""
+        self._beside.rest()
+
     def tidy(self, name: SnapshotName) -> None:
         """After the commit of `name`: record it and prune, while the next save may begin."""
         self._keys.read(name.sequence)

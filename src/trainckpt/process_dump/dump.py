@@ -54,6 +54,7 @@ class Order:
         logs: Files that the tree appends to and that the supervisor alone reads: not cut back.
         reason: Why.
         gpus: What the tree has on GPUs, if anything.
+        snapshot, dropped: What the memory lacks, as of a record.
     """
 
     program: Path
@@ -66,6 +67,8 @@ class Order:
     logs: tuple[Path, ...] = ()
     reason: str = ""
     gpus: GpuTree | None = None
+    snapshot: str = ""
+    dropped: int = 0
 
 
 def estimate_s(num_bytes: int) -> float:
@@ -222,6 +225,7 @@ def _record(
         folder=str(order.folder), told=told, images=images, written=tuple(written),
         reason=order.reason, gpus=order.gpus.state if order.gpus is not None else None,
         mapped=tuple(_mapped(tree.processes(order.root))),
+        snapshot=order.snapshot, dropped=order.dropped,
     )  # fmt: skip
 
 

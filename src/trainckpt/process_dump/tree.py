@@ -57,7 +57,7 @@ class Look:
     Attributes:
         held: Its descriptors.
         outside: Targets that other processes have open: pipes, and files for writing.
-        strangers: Addresses of peers that are not in the tree.
+        strangers: Addresses of peers that are not in the tree, and which process is connected.
         strays: Processes of this launch that left the tree.
     """
 
@@ -79,7 +79,7 @@ def why_not(look: Look, *, gpus: bool = False) -> list[str]:
         gpus: What it has on GPUs is set aside before.
     """
     found = [f"process {pid} has left the tree of the command" for pid in look.strays]
-    found += [f"a connection to {peer}, outside the command" for peer in look.strangers]
+    found += [f"a connection outside the command, to {peer}" for peer in look.strangers]
     held = [each for each in look.held if not (gpus and each.target.startswith(GPU_FILES))]
     found += [f"process {each.pid}: {why}" for each in held if (why := _why_not(each, look))]
     return list(dict.fromkeys(found))
@@ -235,11 +235,11 @@ class _Net:
 
 
 def _strangers(pids: Iterable[int], held: Iterable[Held]) -> list[str]:
-    inodes = {match[2] for each in held if (match := _INODE.match(each.target))}
+    inodes = {match[2]: each.pid for each in held if (match := _INODE.match(each.target))}
     root = next(iter(pids), None)
     pairs = _Net.of(root).pairs if root is not None and inodes else {}
     return [
-        _shown(remote) for (local, remote), inode in pairs.items()
+        f"{_shown(remote)} (process {inodes[inode]})" for (local, remote), inode in pairs.items()
         if inode in inodes and pairs.get((remote, local)) not in inodes
     ]  # fmt: skip
 

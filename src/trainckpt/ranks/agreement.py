@@ -5,7 +5,8 @@ boundary until that round is decided, and then acts at its first boundary with p
 
     main      at_boundary -> None            go on: the boundary is passed
                           -> Due save        snapshot, close_round, at_boundary again
-                          -> Due stop        quiesce, snapshot, leave; the boundary is not passed
+                          -> Due stop        quiesce, snapshot, leave; the boundary is not passed.
+                                             Or forget_stop, on all ranks, and at_boundary again
     watcher   open_round (before it publishes), decided (after it has read the decision)
 
 From the last look at the open rounds to `passed += 1` the lock is held; a count raised outside
@@ -75,6 +76,7 @@ class Agreement:
         self._open: dict[int, _Open] = {}
         self._skipped: list[Decision] = []
         self._first_stop: int | None = None
+        self._forgotten = 0  # stops up to this round are undone
         self._stop_mode: Mode | None = None  # of all decided stops: a later one never loosens it
         self._broken: NoAgreement | None = None
 
@@ -105,6 +107,23 @@ class Agreement:
         """The save of this round was taken."""
         with self._lock:
             self._open.pop(round_, None)
+
+    def forget_stop(self, round_: int) -> None:
+        """Stops up to this round are undone, whether they are known here already or not.
+
+        All ranks call it at one boundary with one round: a rank may have acted on an older stop of
+        them than others, and may hear of the newer one only now.
+        """
+        with self._lock:
+            self._forgotten = max(self._forgotten, round_)
+            for number, entry in list(self._open.items()):
+                if entry.decision is not None and self._is_forgotten(entry.decision):
+                    del self._open[number]
+            stops = [e.decision for e in self._open.values()
+                     if e.decision is not None and e.decision.action == "stop"]  # fmt: skip
+            self._first_stop, self._stop_mode = None, None
+            for stop in stops:
+                self._know(stop)
 
     def skipped(self) -> list[Decision]:
         """Saves that all ranks skipped, or that a stop made moot, since the last call."""
@@ -139,10 +158,13 @@ class Agreement:
             entry = self._open.get(decision.round)
             if self.finished or entry is None or entry.decision is not None:
                 return
+            if self._is_forgotten(decision):
+                del self._open[decision.round]
+                self._changed.notify_all()
+                return
             entry.decision = decision
             if decision.action == "stop":
-                self._first_stop = min(self._first_stop or decision.round, decision.round)
-                self._stop_mode = strictest(self._stop_mode or decision.mode, decision.mode)
+                self._know(decision)
                 if decision.failed:
                     self._broken = NoAgreement(f"the ranks could not stop: {decision.why}")
             self._changed.notify_all()
@@ -160,6 +182,13 @@ class Agreement:
             self._open.clear()
             self._changed.notify_all()
             return self.passed
+
+    def _is_forgotten(self, decision: Decision) -> bool:
+        return decision.action == "stop" and decision.round <= self._forgotten
+
+    def _know(self, stop: Decision) -> None:
+        self._first_stop = min(self._first_stop or stop.round, stop.round)
+        self._stop_mode = strictest(self._stop_mode or stop.mode, stop.mode)
 
     def _pass_or_act(self, resumable: bool, window_end: bool) -> Due | None:
         self._changed.wait_for(self._may_look)

@@ -154,6 +154,12 @@ class Watcher:
         """
         self._want(Wish("ckpt.save()", "save", tag=tag, number=number))
 
+    def forget_stop(self, round_: int) -> None:
+        """All ranks have acted on the stop of this round, and go on: the next one is a new one."""
+        with self._lock:
+            self._wishes.forget_stop()
+        self._agreement.forget_stop(round_)
+
     def publish_final(self) -> None:
         """This rank leaves: no boundary counts any more, and no round waits for this rank.
 

@@ -69,6 +69,10 @@ class Wishes:
         """Whether a stop is wanted that no round has been opened for."""
         return self._stop is not None
 
+    def forget_stop(self) -> None:
+        """The stop that was known is undone: one that is asked for from now on is a new one."""
+        self.stop_mode = self._deadline_s = None
+
     def asked(self, round_: int, wish: Wish | None) -> None:
         """This rank has published `wish` for `round_`."""
         if wish is not None:

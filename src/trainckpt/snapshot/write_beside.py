@@ -182,6 +182,12 @@ class WriteBeside:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(END_WITHIN_S)
 
+    def rest(self) -> None:
+        """The process ends until it is needed again. No file is under way."""
+        could = self._can
+        self.close()
+        self._can = could
+
     def _give_up(self, why: str) -> None:
         self._can = False
         logger.warning("files are written by the ranks themselves from now on, which takes time "

@@ -32,13 +32,20 @@ class Destination:
         borrowed: Tensors that lie where they were found.
     """
 
-    def __init__(self, wanted: Mapping[str, Box | None]) -> None:
-        """`wanted`: tensor -> box; None: the whole of it."""
+    def __init__(
+        self, wanted: Mapping[str, Box | None], into: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            wanted: Tensor -> box; None: the whole of it.
+            into: Tensor -> where its box goes, instead of fresh memory: dense, row-major.
+        """
         self.borrowed: set[str] = set()
         self._wanted = wanted
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._true: dict[str, str] = {}
-        self._filled: dict[str, int] = {}
+        self._tensors = dict(into or {})
+        self._true = dict.fromkeys(self._tensors, "")
+        self._filled = dict.fromkeys(self._tensors, 0)
 
     def memory_for(self, region: Region, part: Box, first_byte: int = 0) -> memoryview | None:
         """The bytes that `part` fills, lying as those from `first_byte` of a file do, if possible.

@@ -1,11 +1,19 @@
 """Process dumps, from the side of the supervisor of a launch: asked, it chooses, and does it.
 
+    dump        the processes as they are, at once
+    both        the ranks are told to rest at the stop that whoever asked brings about; when all do,
+                and time is left, they are dumped there. Else they are told why not, and leave
+
 Main thread of the supervisor, between two looks at its ranks. While CRIU works nobody else is
 looked after; the tree stands still then.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import secrets
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -14,17 +22,11 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.dump_choice import (
-    BOTH,
-    DUMP,
-    NOTHING,
-    SNAPSHOT,
-    DumpChoice,
-    DumpFacts,
-    choose,
-)
+from trainckpt.lifecycle import place, rest_told
+from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, DumpFacts, choose, is_too_late
+from trainckpt.lifecycle.heartbeat import Heartbeat
 from trainckpt.lifecycle.pace_told import read_paces
+from trainckpt.lifecycle.rest_told import RestOrder
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
 from trainckpt.process_dump import criu, dump, gpu_tree, tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
@@ -38,10 +40,11 @@ from trainckpt.supervisor.requests import Answer
 from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.lifecycle.rest_told import Resting
     from trainckpt.lifecycle.told import Told
     from trainckpt.process_dump.criu import Ability
     from trainckpt.process_dump.gpu_tree import GpuTree
@@ -86,6 +89,20 @@ class Wish:
     host_returns: bool = True
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """For the ranks to rest, since a moment in monotonic seconds."""
+
+    order: RestOrder
+    wish: Wish
+    record: AttemptRecord
+    since_s: float
+
+    def left_s(self) -> float:
+        left_s = self.wish.seconds_left
+        return math.inf if left_s is None else left_s - (time.monotonic() - self.since_s)
+
+
 class Dumping:
     """Of one launch.
 
@@ -100,12 +117,20 @@ class Dumping:
         self._tier: Place | None = None
         self._attempt = 0
         self._gpus: GpuTree | None = None
+        self._waiting: _Waiting | None = None
 
-    def look(self, ranks: Sequence[Told]) -> bool:
-        """Answer a request, if there is one; True if the tree was dumped, and is no more."""
+    def look(self, ranks: Sequence[Told], left_s: float = math.inf) -> bool:
+        """Answer a request, if there is one; True if the tree was dumped, and is no more.
+
+        Args:
+            ranks: What they told.
+            left_s: Until the deadline of a signal.
+        """
         self._find(ranks)
         if self._tier is None:
             return False
+        if self._waiting is not None:
+            return self._dump_at_rest(self._waiting, left_s)
         request = requests.find(self._tier, self._attempt, self._seen)
         if request is None:
             return False
@@ -154,21 +179,54 @@ class Dumping:
         with CudaDriver() as driver:  # asked only where there is a GPU
             found = choose(self._measured(self._facts(wish, record, ranks), driver))
             if found.what == BOTH:
-                found = DumpChoice(SNAPSHOT, f"{found.why}: but this version takes no dump on top")
+                order = RestOrder(secrets.token_hex(8), os.getpid())
+                rest_told.give(self._launch.folder, order)
+                self._waiting = _Waiting(order, wish, record, begun)
             answer(Answer(found.what, found.why))
             self._say(f"{wish.reason}: {found.what}: {found.why}")
             if found.what != DUMP:
                 return False
-            try:
-                self._dump(wish.reason, record)
-            except TrainckptError as error:
-                self._say(f"not dumped: {error.message}")
-                if isinstance(error, GpusLost):
-                    send(error.pids, signal.SIGKILL)
-                answer(Answer(NOTHING, found.why, error.message))
+            why = self._try(wish.reason, record)
+            if why:
+                answer(Answer(NOTHING, found.why, why))
                 return False
         self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s")
         return True
+
+    def _try(self, reason: str, record: AttemptRecord, resting: Sequence[Resting] = ()) -> str:
+        """Why the tree is not dumped, or ""."""
+        try:
+            self._dump(reason, record, resting)
+        except TrainckptError as error:
+            self._say(f"not dumped: {error.message}")
+            if isinstance(error, GpusLost):
+                send(error.pids, signal.SIGKILL)
+            return error.message
+        return ""
+
+    def _dump_at_rest(self, waiting: _Waiting, left_s: float) -> bool:
+        """The snapshot of this boundary is committed. True: so is a dump, and the tree is gone."""
+        resting = rest_told.resting(self._launch.folder, waiting.order)
+        if len(resting) != waiting.record.facts.get("world"):
+            return False
+        self._waiting, begun = None, time.monotonic()
+        left_s = min(left_s, waiting.left_s())
+        pids = tree.processes(self._launch.process.pid)
+        with CudaDriver() as driver:
+            why = self._why_not_gpus(pids, None if left_s == math.inf else left_s, driver)
+            why = why or is_too_late(self._dump_s(pids), left_s)
+            why = why or self._try(waiting.wish.reason, waiting.record, resting)
+        if why:
+            rest_told.refuse(self._launch.folder, waiting.order, why)
+            return False
+        dropped = sum(told.dropped for told in resting)
+        lean = f", but for {dropped / 1e6:.1f} MB in {resting[0].snapshot}" if dropped else ""
+        self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s{lean}")
+        return True
+
+    def _dump_s(self, pids: list[int]) -> float:
+        on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes
+        return dump.estimate_s(tree.memory_bytes(pids) + on_gpus)
 
     def _facts(self, wish: Wish, record: AttemptRecord, ranks: Sequence[Told]) -> DumpFacts:
         """What is known at once; how large the processes are is not."""
@@ -190,9 +248,7 @@ class Dumping:
         """The same, with what has to be looked for: GPUs, and how long a dump takes."""
         pids = tree.processes(self._launch.process.pid)
         why = facts.why_no_dump or self._why_not_gpus(pids, facts.seconds_left, driver)
-        on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes
-        seconds = dump.estimate_s(tree.memory_bytes(pids) + on_gpus)
-        return replace(facts, dump_s=seconds, why_no_dump=why)
+        return replace(facts, dump_s=self._dump_s(pids), why_no_dump=why)
 
     def _why_not(self, *, encrypts: bool) -> str:
         if encrypts:
@@ -211,7 +267,7 @@ class Dumping:
             return error.message
         return ""
 
-    def _dump(self, reason: str, record: AttemptRecord) -> None:
+    def _dump(self, reason: str, record: AttemptRecord, resting: Sequence[Resting]) -> None:
         launch, tier = self._launch, self._tier
         assert isinstance(tier, LocalTier)
         assert self._ability.program is not None
@@ -227,14 +283,27 @@ class Dumping:
             logs=launch.logs,
             reason=reason,
             gpus=self._gpus,
+            snapshot=next((told.snapshot for told in resting if told.dropped), ""),
+            dropped=sum(told.dropped for told in resting),
         )
-        with orphans_come_here():
+        with orphans_come_here(), _beating(tier, record.attempt):
             taken = dump.take(tier, order, SUPERVISOR_VARIABLE)
             self.taken = taken.name
             launch.process.wait()
             left = dump.await_gone(taken)
         if left:
             self._say(f"processes of the dump are still there: {_some(left)}")
+
+
+@contextlib.contextmanager
+def _beating(tier: LocalTier, attempt: int) -> Iterator[None]:
+    """The attempt is alive, though its own processes stand still."""
+    heartbeat = Heartbeat(tier, attempt)
+    heartbeat.start()
+    try:
+        yield
+    finally:
+        heartbeat.stop(keep=True)
 
 
 def next_name(tier: LocalTier, attempt: int) -> DumpName:

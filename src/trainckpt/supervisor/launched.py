@@ -211,7 +211,9 @@ class Launched:
     def _dump_if_asked(self, ranks: list[Rank]) -> None:
         if self._dumping is None or self._cause or self._process.poll() is not None:
             return
-        self._is_dumped(self._dumping, self._dumping.look([rank.told for rank in ranks]))
+        left_s = self._deadline(ranks) - time.monotonic()
+        told = [rank.told for rank in ranks]
+        self._is_dumped(self._dumping, self._dumping.look(told, left_s))
 
     def _is_dumped(self, dumping: Dumping, done: bool) -> bool:
         if done:

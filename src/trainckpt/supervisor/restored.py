@@ -3,7 +3,7 @@
 claim      the attempt that they become, its parent the dump: nobody restores it twice
 restore    the tree is a child of this process; its output goes on to where ours goes
 images     are deleted: the processes have gone on from them
-watch      as if they had been launched here
+watch      as if they had been launched here; what is started again after a failure is the command
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.attempt import FAILED
 from trainckpt.format.dump import IMAGES
 from trainckpt.lifecycle import attempt_number
+from trainckpt.lifecycle.told import REFUSED
 from trainckpt.process_dump import restore
 from trainckpt.supervisor.adopted import Adopted
 from trainckpt.supervisor.dumpable import outputs
 from trainckpt.supervisor.launched import Launched
+from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.supervise import Ended, settle
 from trainckpt.supervisor.verdict import Verdict
 
@@ -49,6 +51,7 @@ class Dumped:
         dumpable: So that it can be dumped again.
         output: As `supervise` has it.
         has_agent: The tree's root is torchrun under our agent.
+        max_restarts: How often the command is started again where it fails.
     """
 
     tier: LocalTier
@@ -58,13 +61,15 @@ class Dumped:
     dumpable: Dumpable
     output: Any = None
     has_agent: bool = True
+    max_restarts: int = 0
 
 
 def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
     """Bring it back, and look after it to its end. Main thread.
 
     Raises:
-        UnusableSnapshot: it cannot be restored; the attempt says why, and nothing of it runs.
+        UnusableSnapshot: it cannot be restored, or its ranks could not be made whole; the attempt
+            says why, and nothing of it runs.
     """
     record, named = dumped.record, dumped.named
     claimed = named.claim_from(str(record.name), dumped.facts)
@@ -98,5 +103,8 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
         named.close()
     # They know their attempt by the number under which they began.
     ranks = [replace(r, attempt=claimed.attempt) if r.attempt is not None else r for r in ranks]
-    verdict, found, _, _ = settle(course, ranks, inbox, named)
-    return Ended(verdict.exit_code, found, 0, verdict.why)
+    verdict, found, _, asked = settle(course, ranks, inbox, named)
+    if any(told.how == REFUSED for told in ranks):
+        raise UnusableSnapshot(f"{record.name} was brought back, but {verdict.why}")
+    again = starts_again(verdict, done=0, most=dumped.max_restarts, signalled=asked)
+    return Ended(verdict.exit_code, found, 0, verdict.why, again)

@@ -78,12 +78,14 @@ class Ended:
         record: The newest attempt's record, or None if the command claimed none.
         restarts: How often it was started again.
         why: What it ended of, one sentence for people.
+        again: It was not launched here, and may be started again.
     """
 
     exit_code: int
     record: AttemptRecord | None
     restarts: int = 0
     why: str = ""
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,15 @@
-"""Held: a shard file in this host's memory, as a reader has it. The mirror of `arena.Arena`."""
+"""Held: a shard file in this host's memory, as a reader has it. The mirror of `arena.Arena`.
+
+Processes that are forked meanwhile, such as a loader's workers, do not have it: they would keep a
+file that is soon without a name for as long as they live, and could not be dumped.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import weakref
 
 
 class Held:
@@ -31,8 +37,36 @@ class Locked(mmap.mmap):
         writable = mmap.PROT_READ | mmap.PROT_WRITE  # else torch warns; privately, so never there
         mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE, writable)
         mapping._descriptor = descriptor
+        if hasattr(mmap, "MADV_DONTFORK"):
+            mapping.madvise(mmap.MADV_DONTFORK)
+            _mapped.add(mapping)
         return mapping
+
+    def forked(self) -> None:
+        """In a child: let go of the file. Its descriptors, of which the mapping itself has one,
+        become those of nothing, so that closing them closes nobody else's.
+        """
+        file = os.fstat(self._descriptor)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the bare numbers
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(int(name)), file):
+                    os.dup2(nothing, int(name))
+        os.close(nothing)
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+
+_mapped: weakref.WeakSet[Locked] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for mapping in list(_mapped):
+        with contextlib.suppress(OSError):
+            mapping.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -26,10 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from trainckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 _DDP_NAMES = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data", "logger", "reducer",
               "require_forward_param_sync")  # fmt: skip
+_REMADE_BY = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 _REDUCER_NAMES = ("prepare_for_forward", "prepare_for_backward", "_autograd_hook",
                   "_rebuild_buckets")  # fmt: skip
 
@@ -104,6 +105,50 @@ def apply_forward_sync(module: nn.Module, saved: dict[str, Any] | None) -> None:
     """Put `require_forward_param_sync` back."""
     if saved and isinstance(module, DistributedDataParallel):
         module.require_forward_param_sync = bool(saved["forward_sync"])
+
+
+def let_go_of_buckets(module: nn.Module) -> Callable[[], None] | None:
+    """Give back DDP's buckets, in which nothing is kept between two backward passes.
+
+    Returns:
+        What makes them anew, in the same order; collective. None where they stay: the module has
+        none of its own, or its reducer holds more than can be made again.
+    """
+    private: Any = module
+    if not isinstance(module, DistributedDataParallel) or not _is_plain(private):
+        return None
+    order, forward_sync = _bucket_order(module), module.require_forward_param_sync
+    private.logger = private.reducer = None
+
+    def make() -> None:
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        parameters, expect_sparse = private._build_params_for_reducer()
+        names = private._build_debug_param_to_name_mapping(parameters)
+        private._ddp_init_helper(parameters, expect_sparse, names, private.static_graph)
+        private._has_rebuilt_buckets = False
+        apply_bucket_order(module, {"bucket_order": order})
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        module.require_forward_param_sync = forward_sync
+
+    return make
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether all that its reducer knows is the parameters and the order of its buckets."""
+    if any(not hasattr(module, name) for name in (*_DDP_NAMES, *_REMADE_BY)):
+        return False
+    more = ("static_graph", "gradient_as_bucket_view", "find_unused_parameters", "mixed_precision",
+            "_comm_hooks", "_delay_all_reduce_params", "_use_python_reducer",
+            "_accum_grad_hooks")  # fmt: skip
+    hooked = any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters())
+    return not (
+        hooked
+        or any(getattr(module, name, None) for name in more)
+        or module._get_ddp_logging_data().get("comm_hook")
+    )
 
 
 def _bucket_order(module: DistributedDataParallel) -> str:

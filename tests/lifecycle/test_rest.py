@@ -1,0 +1,182 @@
+"""A stop at which the processes may be dumped: refused, or brought back as another attempt.
+
+One process, and instead of a supervisor a thread that writes what one would: that processes can be
+dumped is tried in tests/process_dump.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.lifecycle.training import Parts, attempt
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.lifecycle import attempt_number, rest_told
+from trainckpt.lifecycle.rest import Rest
+from trainckpt.lifecycle.rest_told import RestOrder
+from trainckpt.preemption.notice import Notice
+from trainckpt.snapshot import attempts
+from trainckpt.state import lean
+from trainckpt.state.captured import Captured
+from trainckpt.state.destination import Destination
+from trainckpt.tiers.local import LocalTier
+
+LIMIT_S = 60.0
+WIDTH = 4096  # so that a weight, and its moments, are some pages
+
+
+class Ended(Exception):
+    """Instead of the process's end."""
+
+
+class Supervisor:
+    """Gives one order, waits until the rank rests, and does something then."""
+
+    def __init__(self, folder, run, then):
+        self.folder, self.run = folder, run
+        self.order = RestOrder(os.urandom(4).hex(), os.getpid())
+        self.told = None
+        rest_told.give(folder, self.order)
+        self._thread = threading.Thread(target=self._look, args=(then,), daemon=True)
+        self._thread.start()
+
+    def _look(self, then):
+        until = time.monotonic() + LIMIT_S
+        while not (found := rest_told.resting(self.folder, self.order)):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.005)
+        (self.told,) = found
+        then(self)
+
+    def refuse(self):
+        rest_told.refuse(self.folder, self.order, "there is no room")
+
+    def restore(self):
+        """What a restore does: the next attempt is claimed, and the ranks find its number."""
+        tier = LocalTier(self.run)
+        before = attempts.read_attempts(tier)[1]
+        claimed = attempts.claim(
+            tier, lambda number: before.with_(attempt=number, parent="dump~1.99", outcome=None)
+        )
+        for name, text in attempt_number.spell(claimed.attempt).items():
+            (self.folder / name).write_text(text)
+
+    def join(self):
+        self._thread.join(LIMIT_S)
+        return self.told
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    found = tmp_path / "supervisor"
+    found.mkdir()
+    monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(found))
+    return found
+
+
+def trained(run, seen, stops, **hooks):
+    """Train to the end, or to a stop that stands; `stops`: micro-batch -> called before it."""
+
+    def inside(ckpt, _):
+        if not seen:
+            for name, hook in hooks.items():
+                getattr(ckpt, name)(hook)
+        before = stops.pop(len(seen), None)
+        if before is not None:
+            before()
+            ckpt._watch.watcher.request(Notice("asked", seconds_left=300.0))
+
+    return attempt(run, inside=inside, seen=seen, parts=Parts(width=WIDTH), on_stop="return")
+
+
+def records(run):
+    return attempts.read_attempts(LocalTier(run))
+
+
+def test_what_comes_back_trains_on_and_what_is_refused_stops(tmp_path, folder):
+    """Two stops in one process: the first is undone, the dump at the second is refused."""
+    straight = {}
+    parts, _ = attempt(tmp_path / "straight", seen=straight, parts=Parts(width=WIDTH))
+    run, seen, called, made = tmp_path / "run", {}, [], []
+
+    def order(then):
+        made.append(Supervisor(folder, run, then))
+
+    stops = {3: lambda: order(Supervisor.restore), 6: lambda: order(Supervisor.refuse)}
+    trained(
+        run, seen, stops,
+        before_dump=lambda: called.append("closed"), after_restore=lambda: called.append("open"),
+    )  # fmt: skip
+    assert called == ["closed", "open", "closed"]
+    first, second = (supervisor.join() for supervisor in made)
+    assert first.snapshot.split("~")[1].startswith("1.")
+    assert first.dropped > 3 * WIDTH * 4  # a weight and its moments, but for the edges
+    assert second.dropped > 0
+    one, two = records(run)[1], records(run)[2]
+    assert one.outcome is None  # a supervisor would say that it was dumped
+    assert two.outcome["outcome"] == "stopped"
+    assert two.outcome["no_dump"] == "there is no room"
+    assert two.outcome["snapshot"].split("~")[1].startswith("2.")
+
+    last, _ = attempt(run, seen=seen, parts=Parts(width=WIDTH))
+    assert last.state() == parts.state()
+    assert seen == straight
+
+
+def test_a_hook_that_fails_before_means_no_dump(tmp_path, folder):
+    def closing():
+        raise RuntimeError("no answer")
+
+    made = []
+    stops = {2: lambda: made.append(Supervisor(folder, tmp_path / "run", Supervisor.refuse))}
+    trained(tmp_path / "run", {}, stops, before_dump=closing)
+    outcome = records(tmp_path / "run")[1].outcome
+    assert outcome["outcome"] == "stopped"
+    assert "the before_dump hook" in outcome["no_dump"]
+    assert "closing raised RuntimeError: no answer" in outcome["no_dump"]
+    assert rest_told.resting(folder, made[0].order) == []
+
+
+@pytest.mark.parametrize("what", ["hook", "memory"])
+def test_what_does_not_come_back_whole_ends_at_once(tmp_path, folder, monkeypatch, what):
+    """A hook that fails, or memory that is not what it was."""
+
+    def end(_, why):
+        raise Ended(why)
+
+    def elsewhere(dropped):
+        copies = {name: tensor.clone() for name, tensor in dropped.tensors.items()}
+        return Destination(dropped.wanted, into=copies)
+
+    def opening():
+        raise OSError("refused")
+
+    monkeypatch.setattr(Rest, "_end", end)
+    if what == "memory":
+        monkeypatch.setattr(lean.Dropped, "destination", elsewhere)
+    hooks = {"after_restore": opening} if what == "hook" else {}
+    stops = {2: lambda: Supervisor(folder, tmp_path / "run", Supervisor.restore)}
+    with pytest.raises(Ended, match=r"after_restore hook|not what it was before") as why:
+        trained(tmp_path / "run", {}, stops, **hooks)
+    assert ("opening raised OSError: refused" in str(why.value)) == (what == "hook")
+
+
+def test_memory_that_was_dropped_is_empty_and_is_told_from_what_it_was():
+    """What lies column-major, or is small, stays."""
+    tensors = {"a": torch.randn(300, 300), "b": torch.randn(10), "c": torch.randn(300, 300).t()}
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    dropped = lean.drop(Captured(tensors=dict(tensors)), ["a", "b", "c"])
+    assert set(dropped.tensors) == {"a"}
+    assert dropped.num_bytes >= 300 * 300 * 4 - 2 * 4096
+    assert torch.equal(tensors["b"], kept["b"])
+    assert torch.equal(tensors["c"], kept["c"])
+    assert (tensors["a"] == 0).sum() >= dropped.num_bytes // 4
+    with pytest.raises(UnusableSnapshot, match="not what it was before the dump: a"):
+        dropped.filled()
+    tensors["a"].copy_(kept["a"])
+    dropped.filled()

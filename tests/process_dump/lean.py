@@ -1,0 +1,76 @@
+"""How large a dump of the example is, by the size of its model, and whether the run stays exact.
+
+`python -m tests.process_dump.lean --parallel none` prints one line of JSON for each size, then
+whether the last dump is at most the first and 5 % of the difference in state: of what the snapshot
+holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.process_dump.example import Example, dumped_at_a_boundary
+from trainckpt.lifecycle.place import open_directory
+from trainckpt.snapshot import attempts, catalog
+
+SHARE = 0.05
+
+
+def measure(place, size, arguments):
+    """One line: a run that is dumped once, and one that is never stopped."""
+    flags = {
+        "size": size, "parallel": arguments.parallel, "steps": arguments.steps, "batch-size": 1,
+        "save-every": 1000, "workers": arguments.workers,
+    }  # fmt: skip
+    hold = place / f"{size}-hold"
+    with Example(place / f"{size}-straight", arguments.nproc, flags) as straight:
+        assert straight.start("--dumps", "off").wait() == 0, straight.said()
+        reference = straight.trace()
+    hold.touch()
+    with Example(place / size, arguments.nproc, flags, HOLD=hold) as run:
+        run.start()
+        record = dumped_at_a_boundary(run, hold)
+        said = [line for line in run.said().splitlines() if "dumped as" in line]
+        hold.unlink()
+        tier = open_directory(run.run)
+        found = catalog.read_catalog(tier, attempts.run_id(tier), attempts.read_attempts(tier))
+        state = next(c.manifest.num_bytes for c in found if str(c.name) == record["snapshot"])
+        assert run.resume().wait() == 0, run.said()
+        assert f"restored {record['name']}" in run.said()
+        exact = run.trace() == reference
+    images = sorted(((i["num_bytes"], i["name"]) for i in record["images"]), reverse=True)
+    return {
+        "size": size, "parallel": arguments.parallel, "ranks": arguments.nproc,
+        "workers": arguments.workers, "state_bytes": state,
+        "dump_bytes": sum(size for size, _ in images),
+        "dropped": record["dropped"], "exact": exact, "said": said,
+        "largest": images[:6],
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parallel", default="none")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--sizes", default="small,large")
+    parser.add_argument("--steps", type=int, default=4)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="trainckpt-lean-") as place:
+        rows = []
+        for size in arguments.sizes.split(","):
+            rows.append(measure(Path(place), size, arguments))
+            print(json.dumps(rows[-1]), flush=True)
+    first, last = rows[0], rows[-1]
+    most = first["dump_bytes"] + SHARE * (last["state_bytes"] - first["state_bytes"])
+    fits = last["dump_bytes"] <= most and all(row["exact"] for row in rows)
+    print(json.dumps({"most": int(most), "is": last["dump_bytes"], "holds": fits}))
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
