@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.digest import raw
+from trainckpt.format.digest import digest
 from trainckpt.state.destination import Destination
 from trainckpt.state.stage import TYPES, bytes_of
 
@@ -50,7 +50,7 @@ class Dropped:
 
     tensors: dict[str, torch.Tensor]
     wanted: dict[str, Box | None]
-    digests: dict[str, bytes]
+    digests: dict[str, str]
     num_bytes: int
 
     def destination(self) -> Destination:
@@ -59,7 +59,7 @@ class Dropped:
 
     def filled(self) -> None:
         """Raise `UnusableSnapshot` unless every byte is what it was."""
-        other = [n for n, t in self.tensors.items() if raw(bytes_of(t)) != self.digests[n]]
+        other = [n for n, t in self.tensors.items() if digest(bytes_of(t)) != self.digests[n]]
         if other:
             raise UnusableSnapshot(f"not what it was before the dump: {', '.join(other[:5])[:300]}")
 
@@ -77,7 +77,7 @@ def drop(captured: Captured, stored: Collection[str]) -> Dropped:
         if name in stored and _is_droppable(tensor):
             begin, end = _pages(tensor.data_ptr(), tensor.nbytes)
             if begin < end and private.holds(begin, end):
-                tensors[name], digests[name] = tensor, raw(bytes_of(tensor))
+                tensors[name], digests[name] = tensor, digest(bytes_of(tensor))
                 ranges.append((begin, end))
     dropped = sum(end - begin for begin, end in ranges if _give_back(begin, end))
     _trim()
