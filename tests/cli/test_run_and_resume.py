@@ -186,7 +186,8 @@ def test_a_script_that_fails_by_itself_passes_its_code_through(tmp_path):
 
 TELL = """
 import json, os, sys
-names = ("TRAINCKPT_ACCEPT_OLDER", "TRAINCKPT_RESUME_AT", "TRAINCKPT_RESTART", "ACCELERATE_X")
+names = ("TRAINCKPT_ACCEPT_OLDER", "TRAINCKPT_RESUME_AT", "TRAINCKPT_RESTART", "ACCELERATE_X",
+         "TRAINCKPT_TIERS")
 with open(sys.argv[1], "a") as file:
     print(json.dumps([os.environ.get(name) for name in names]), file=file)
 sys.exit(int(sys.argv[2]))
@@ -221,14 +222,16 @@ def test_what_resume_is_asked_for_reaches_the_ranks(recorded, tmp_path, capfd):
     run = str(tmp_path / "run")
     assert main(["resume", run]) == 0
     assert main(["resume", run, "--accept-older", "--at", "s3"]) == 0
-    assert told(file) == [[None] * 4, ["1", "s3", None, None]]
+    far = str(tmp_path / "far")
+    assert main(["resume", run, "--tiers", far]) == 0
+    assert told(file) == [[None] * 5, ["1", "s3", *[None] * 3], [*[None] * 4, far]]
 
 
 def test_resume_starts_again_what_fails(recorded, tmp_path, capfd):
     """As often as it is told to; the command's own code passes through."""
     file = recorded("python", 4)
     assert main(["resume", str(tmp_path / "run"), "--max-restarts", "1"]) == 4
-    assert told(file) == [[None] * 4] * 2
+    assert told(file) == [[None] * 5] * 2
     shown = capfd.readouterr().err
     assert "the script ended with 4; restart 1 of 1" in shown
     assert main(["resume", str(tmp_path / "run"), "--max-restarts", "many"]) == 78
@@ -240,7 +243,7 @@ def test_a_run_of_accelerate_gets_its_variables_back(recorded, tmp_path, monkeyp
     env = {"ACCELERATE_X": "bf16", "ACCELERATE_TOKEN": "<redacted>"}
     file = recorded("accelerate", env=env)
     assert main(["resume", "--json", str(tmp_path / "run")]) == 0
-    assert told(file) == [[None, None, None, "bf16"]]
+    assert told(file) == [[None, None, None, "bf16", None]]
     assert json.loads(capfd.readouterr().out)["exit_code"] == 0
 
 

@@ -63,7 +63,9 @@ def test_another_thread_can(tmp_path):
 
 def test_a_failure_is_raised_to_whoever_waits_for_any_moment():
     pending = PendingSave()
+    pending.put_off = "the one before hangs"
     pending.fail(SaveFailed("full"))
+    assert not pending.put_off, "nobody tries it again"
     for moment in ("staged", "local", "durable"):
         with pytest.raises(SaveFailed, match="full"):
             pending.wait(moment)

@@ -77,8 +77,8 @@ def test_what_goes_with_a_stop_follows_from_its_reason_and_from_where_it_runs(
     assert takes_machine(reason, environment) == expected
 
 
-def told(save_s=1.0, memory_s=None, partner_s=None, place_goes=False, slower=()):
-    return {"save_s": save_s, "memory_s": memory_s, "partner_s": partner_s,
+def told(save_s=1.0, memory_s=None, partner_s=None, place_goes=False, slower=(), goes=""):
+    return {"save_s": save_s, "memory_s": memory_s, "partner_s": partner_s, "machine_goes": goes,
             "place_goes": place_goes, "slower": slower}  # fmt: skip
 
 
@@ -94,6 +94,20 @@ def test_the_slowest_rank_counts_and_a_tier_that_one_rank_lacks_is_none():
         Way("far", outlives_machine=True, predicted_s=None),
     ]
     assert ways_of([told(save_s=0.0)])[0].predicted_s is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "environment", "stays"),
+    [
+        ("SIGTERM", {}, True),
+        ("AWS spot interruption", {}, True),
+        ("SIGTERM", {"SLURM_JOB_ID": "7"}, False),
+    ],
+)
+def test_memory_of_other_hosts_is_lost_where_the_whole_job_goes(reason, environment, stays):
+    goes = takes_machine(reason, environment)
+    ways = ways_of([told(memory_s=0.1, partner_s=0.5, goes=goes)])
+    assert [way.outlives_machine for way in ways if way.tier == "partner"] == [stays]
 
 
 def stop_on_a_slow_disk(run, **options):

@@ -132,17 +132,21 @@ FAR = {"tiers": [{"name": "far", "url": "/far"}]}
 
 
 @pytest.mark.parametrize(
-    ("newest", "facts", "expected"),
+    ("newest", "facts", "expected", "outcome"),
     [
-        (None, FAR, []),
-        ("s3~1.1", {}, []),
-        ("s3~1.1", FAR, []),  # an older attempt's: it has seen to it
-        ("s3~2.1", FAR, ["far"]),
-        ("s3~2.1", {**FAR, "tier_commits": {"far": "s2~2.0"}}, ["far"]),
-        ("s3~2.1", {**FAR, "tier_commits": {"far": "s3~2.1"}}, []),
-        ("s3~2.1", {"tiers": "far"}, []),
+        (None, FAR, [], None),
+        ("s3~1.1", {}, [], None),
+        ("s3~1.1", FAR, [], None),  # an older attempt's: it has seen to it
+        ("s3~2.1", FAR, ["far"], None),
+        ("s3~2.1", {**FAR, "tier_commits": {"far": "s2~2.0"}}, ["far"], None),
+        ("s3~2.1", {**FAR, "tier_commits": {"far": "s3~2.1"}}, [], None),
+        ("s3~2.1", {"tiers": "far"}, [], None),
+        ("s3~2.1", FAR, ["far"], {"snapshot": "dump~2.2"}),  # the one beneath the dump
+        ("s3~2.1", FAR, ["far"], {"snapshot": None}),
+        (None, FAR, [], {"snapshot": "dump~2.2"}),
+        ("s3~2.1", FAR, ["local", "far"], {"snapshot": "s4~2.2", "tiers": ["memory"]}),
     ],
 )
-def test_what_a_record_says_that_its_tiers_lack(newest, facts, expected):
-    left = left_by(AttemptRecord(2, newest_commit=newest, facts=facts))
+def test_what_a_record_says_that_its_tiers_lack(newest, facts, expected, outcome):
+    left = left_by(AttemptRecord(2, newest_commit=newest, facts=facts, outcome=outcome))
     assert (list(left.tiers) if left is not None else []) == expected

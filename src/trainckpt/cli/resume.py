@@ -61,8 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
     command, kind, nproc = launch.recorded_command(facts)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
-    given = [] if arguments.max_restarts is None else [f"--max-restarts={arguments.max_restarts}"]
-    _, restarts = take_max_restarts(given)
+    restarts = _max_restarts(arguments)
     full, with_torchrun = command, kind != launch.PYTHON or nproc > 1
     if with_torchrun:
         full = torchrun_command(nproc, ["--no-python"], command)
@@ -98,6 +97,11 @@ def execute(arguments: argparse.Namespace) -> int:
         ended = replace(ended, restarts=ended.restarts + done)
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
+
+
+def _max_restarts(arguments: argparse.Namespace) -> int:
+    wanted = arguments.max_restarts
+    return take_max_restarts([] if wanted is None else [f"--max-restarts={wanted}"])[1]
 
 
 def _recorded(

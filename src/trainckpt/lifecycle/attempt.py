@@ -346,7 +346,7 @@ def _rest(crew: Crew, facts: Facts, saver: Saver, *, lean: bool) -> Rest:
     Args:
         lean: Nothing else reads the state while the training thread rests.
     """
-    drops = Lean(crew.tier, facts.run, crew.world.rank, crew.registry, saver.rest)
+    drops = Lean(crew.tier, facts.run, crew.world, crew.registry, saver.rest)
     return Rest(
         crew.channel, crew.hooks, facts.number, crew.watch, crew.teller, drops if lean else None
     )

@@ -167,7 +167,8 @@ class Flusher:
             verdict = self._flush(name)
             self.busy = None
             took_s = time.monotonic() - begun_s
-            if "error" not in verdict:
+            last = self._queue.last_copy
+            if "error" not in verdict and (last is None or name.step >= last.step):
                 self._queue.last_copy = LastCopy(name.step, begun_s, took_s)
             self._told(name, verdict, took_s)
             self._note_trouble()

@@ -118,7 +118,8 @@ class LastSave:
         """
         failure = self._take_or_skip(cursor, reason, take, deadline, stops=stops)
         left_s = _within(deadline)
-        self._saver.wait(None if left_s is None else min(left_s, TIDY_WITHIN_S))
+        self._saver.join(left_s)
+        self._saver.tidy(TIDY_WITHIN_S if left_s is None else min(left_s, TIDY_WITHIN_S))
         return failure
 
     def _take_or_skip(
@@ -140,8 +141,16 @@ class LastSave:
             return None
         why = IN_FLIGHT if any(other["in_flight"] for other in everyone) else ""
         stays = not why and stops and self._choose(everyone) != LOCAL
-        if stays and self._keep(cursor, reason, take, deadline):
-            return None
+        if stays:
+            if self._keep(cursor, reason, take, deadline):
+                return None
+            left_s = _within(deadline)
+            mine |= {"left_s": left_s, "in_flight": self._saver.busy}
+            try:
+                everyone = self._channel.gather("not kept", mine, _limit(left_s))
+            except NoAgreement as error:
+                return self._skip(cursor, offer, f"not all ranks got on in time: {error.message}")
+            why = IN_FLIGHT if any(other["in_flight"] for other in everyone) else ""
         why = why or why_not_save([_offer(other) for other in everyone])
         if why:
             return self._skip(cursor, offer, why)

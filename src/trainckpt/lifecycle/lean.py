@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.manifest import Manifest
+    from trainckpt.ranks.world import World
     from trainckpt.state.captured import Captured
     from trainckpt.state.lean import Dropped
     from trainckpt.state.registry import Registry
@@ -34,11 +35,11 @@ class Lean:
     """
 
     def __init__(
-        self, tier: Readable, run: str, rank: int, registry: Registry,
+        self, tier: Readable, run: str, world: World, registry: Registry,
         unused: Callable[[], memoryview],
     ) -> None:  # fmt: skip
         """`unused`: lets go of what only saves need; gives memory in which nothing is kept."""
-        self._tier, self._run, self._rank = tier, run, rank
+        self._tier, self._run, self._rank, self._world = tier, run, world.rank, world.size
         self._registry, self._unused = registry, unused
         self._prepared: tuple[Captured, Manifest] | None = None
         self._dropped: tuple[Dropped, Manifest] | None = None
@@ -60,7 +61,8 @@ class Lean:
             raise UnusableSnapshot(f"{snapshot[:60]} names no snapshot")
         captured = capture(self._registry)  # collective, so before anything that may fail
         manifest = catalog.load_manifest(self._tier, self._run, name)
-        self._prepared = captured, manifest
+        if manifest.world == self._world:  # else each rank holds what several have saved
+            self._prepared = captured, manifest
 
     def drop(self) -> int:
         """Give back the memory of what was prepared. Every rank, or `refill` waits for the others.

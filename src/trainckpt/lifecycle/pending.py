@@ -137,7 +137,7 @@ class PendingSave:
     def fail(self, error: SaveFailed) -> None:
         """The save will not commit."""
         with self._changed:
-            self.error = error
+            self.error, self.put_off = error, ""  # on whatever rank: no other tries it again
             self._changed.notify_all()
 
     def fail_durable(self, error: SaveFailed, *, for_good: bool = False) -> None:

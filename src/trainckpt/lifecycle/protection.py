@@ -148,8 +148,8 @@ class Protection:
             raise Unprotected(error.message) from error
         except Unprotected:
             self._leave_groups()
-            if self._leads and self._place is not None:
-                kept.release_manifests(self._place, [self.newest or ""])
+            if self._leads and self._place is not None and self.newest is not None:
+                kept.release_manifests(self._place, [self.newest])  # but what others made stands
             raise
         self._release(name.folder)
 

@@ -14,7 +14,7 @@
     6   the script's `after_restore` hooks
         ALL  if anything went wrong all end at once, and whoever brought them back goes on from the
              snapshot
-    7   the stop is undone, training goes on
+    The stop is undone before 5, so that the next one is heard; training goes on.
 
 The watcher lives on through all of this and has nothing to do: nobody asks for anything.
 """
@@ -107,6 +107,8 @@ class Rest:
             return False
         self._times += 1
         order = rest_told.given(self._folder)
+        if order is not None and order.refused:
+            order = None  # nobody waits for it any more
         mine = {"id": order.id if order else "", "round": round_, "snapshot": snapshot}
         try:
             everyone = self._gather("asked", mine, ASKED_WITHIN_S)
@@ -137,8 +139,8 @@ class Rest:
                 logger.warning("not dumped, so the snapshot is used: %s", self.why_not)
             self._put_back()
             return False
+        self._watch.forget_stop(round_)  # first: a signal from now on is another stop's
         self._come_back()
-        self._watch.forget_stop(round_)
         self._teller.tell(asked=False)
         if self._channel.world.rank == 0:
             logger.info("restored from a dump, as attempt %d", self._number.value)

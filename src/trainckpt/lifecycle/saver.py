@@ -201,6 +201,10 @@ class Saver:
     def wait(self, limit_s: float | None = None) -> None:
         """As `join`; and when what older saves have left is pruned, or after `limit_s` more."""
         self.join(limit_s)
+        self.tidy(limit_s)
+
+    def tidy(self, limit_s: float | None) -> None:
+        """Return when what older saves have left is pruned, or after `limit_s` seconds."""
         self._writer.tidying.wait(limit_s)
 
     def close(self, *, keep: bool) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MEMORY, PARTNER = "memory", "partner"
+AWAY = "the machine is taken away"
 SLURM_VARIABLE = "SLURM_JOB_ID"
 
 
@@ -67,7 +68,7 @@ def takes_machine(reason: str, environment: Mapping[str, str]) -> str:
     A pod takes its shared memory with it, and a Slurm job may begin again on other nodes.
     """
     if reason.startswith(OF_MACHINE):
-        return "the machine is taken away"
+        return AWAY
     if kubernetes.in_pod(environment):
         return "the pod takes its memory with it"
     if SLURM_VARIABLE in environment:
@@ -114,11 +115,13 @@ def ways_of(everyone: Sequence[Mapping[str, Any]]) -> list[Way]:
     """The ways, from what each rank has said that it can do (`LastSave`); rank 0 knows the rest."""
     first = everyone[0]
     local_s = max(each["save_s"] for each in everyone) or None
+    others_stay = first["machine_goes"] in ("", AWAY)  # a whole job or its pods go together
     ways = [Way(LOCAL, outlives_machine=not first["place_goes"], predicted_s=local_s)]
     for tier, key in ((MEMORY, "memory_s"), (PARTNER, "partner_s")):
         found = [each[key] for each in everyone]
         if None not in found:
-            ways.append(Way(tier, outlives_machine=tier == PARTNER, predicted_s=max(found)))
+            outlives = tier == PARTNER and others_stay
+            ways.append(Way(tier, outlives_machine=outlives, predicted_s=max(found)))
     for name, copy_s in first["slower"]:
         seconds = None if local_s is None or copy_s is None else local_s + copy_s
         ways.append(Way(name, outlives_machine=True, predicted_s=seconds))

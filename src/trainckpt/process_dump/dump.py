@@ -97,12 +97,13 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
     try:
         images.mkdir(mode=0o700)
         with _without_gpus(order, pids):
-            tasks = tree.tasks(pids)
             _freeze(order, images)
+            pids = tree.processes(order.root)  # some may have come and gone until they were stopped
+            held, tasks = _look(order, pids, variable), tree.tasks(pids)
             record = _record(order, tasks, held, _settle(images))
             tier.replace(order.name.record, record.dump())
     except BaseException as error:
-        _send(pids, signal.SIGCONT)
+        _send(tree.processes(order.root), signal.SIGCONT)
         with contextlib.suppress(OSError):
             shutil.rmtree(tier.root / order.name.folder)
         if isinstance(error, OSError):

@@ -65,8 +65,15 @@ def host_memory_free(pid: int) -> int:
             with contextlib.suppress(OSError, ValueError):  # "max" is no number
                 limit = int((folder / "memory.max").read_text(encoding="utf-8"))
                 used = int((folder / "memory.current").read_text(encoding="utf-8"))
-                free.append(max(limit - used, 0))
+                free.append(max(limit - used + _file_cache(folder), 0))
     return min(free, default=0)
+
+
+def _file_cache(group: Path) -> int:
+    """What of a cgroup's memory the kernel takes back when it is needed."""
+    lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(maxsplit=1) for line in lines)
+    return sum(int(fields.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def _has_open(pid: int) -> bool:

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.tiers.places import Place
 
+REST_WITHIN_S = 600.0  # from the order on, and from the first rank to the last: else they go on
+TOGETHER_WITHIN_S = 120.0
 LOCK_SHARE = 0.25  # of the time that is left: GPUs that are still busy then are let go on
 
 
@@ -118,6 +120,7 @@ class Dumping:
         self._attempt = 0
         self._gpus: GpuTree | None = None
         self._waiting: _Waiting | None = None
+        self._first_rests_s: float | None = None
 
     def look(self, ranks: Sequence[Told], left_s: float = math.inf) -> bool:
         """Answer a request, if there is one; True if the tree was dumped, and is no more.
@@ -173,6 +176,19 @@ class Dumping:
     def _answer(
         self, wish: Wish, ranks: Sequence[Told], answer: Callable[[Answer], object]
     ) -> bool:
+        """As `look`; whatever fails, the ranks are looked after, and the stop is theirs."""
+        try:
+            return self._choose(wish, ranks, answer)
+        except (TrainckptError, OSError) as error:
+            why = getattr(error, "message", None) or str(error)
+            self._say(f"{wish.reason}: no dump: {why}")
+            with contextlib.suppress(TrainckptError, OSError):
+                answer(Answer(NOTHING, "it could not be looked at", why))
+            return False
+
+    def _choose(
+        self, wish: Wish, ranks: Sequence[Told], answer: Callable[[Answer], object]
+    ) -> bool:
         begun = time.monotonic()
         assert self._tier is not None
         record = attempts.read_attempts(self._tier)[self._attempt]
@@ -207,10 +223,14 @@ class Dumping:
     def _dump_at_rest(self, waiting: _Waiting, left_s: float) -> bool:
         """The snapshot of this boundary is committed. True: so is a dump, and the tree is gone."""
         resting = rest_told.resting(self._launch.folder, waiting.order)
+        left_s, begun = min(left_s, waiting.left_s()), time.monotonic()
         if len(resting) != waiting.record.facts.get("world"):
+            if why := self._why_no_longer(waiting, resting, left_s):
+                self._waiting = self._first_rests_s = None
+                self._say(f"not dumped: {why}")
+                rest_told.refuse(self._launch.folder, waiting.order, why)
             return False
-        self._waiting, begun = None, time.monotonic()
-        left_s = min(left_s, waiting.left_s())
+        self._waiting = self._first_rests_s = None
         pids = tree.processes(self._launch.process.pid)
         with CudaDriver() as driver:
             why = self._why_not_gpus(pids, None if left_s == math.inf else left_s, driver)
@@ -223,6 +243,19 @@ class Dumping:
         lean = f", but for {dropped / 1e6:.1f} MB in {resting[0].snapshot}" if dropped else ""
         self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s{lean}")
         return True
+
+    def _why_no_longer(self, waiting: _Waiting, resting: Sequence[Resting], left_s: float) -> str:
+        """Why ranks that rest do not wait for the others any longer, or ""."""
+        now_s = time.monotonic()
+        if resting and self._first_rests_s is None:
+            self._first_rests_s = now_s
+        if left_s <= 0:
+            return "the time is over"
+        if self._first_rests_s is not None and now_s - self._first_rests_s > TOGETHER_WITHIN_S:
+            return f"not all ranks rested within {TOGETHER_WITHIN_S:.0f} s of the first"
+        if now_s - waiting.since_s > REST_WITHIN_S:
+            return f"the ranks did not rest within {REST_WITHIN_S:.0f} s"
+        return ""
 
     def _dump_s(self, pids: list[int]) -> float:
         on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes

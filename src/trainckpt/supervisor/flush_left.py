@@ -43,6 +43,7 @@ LOOK_S = 0.2
 LEAVE_S = 2.0  # before the grace is over
 SAID = "flush: "  # what the process says for people begins so; all else is a library's
 LONGEST_SAID = 500
+NOT_ALL = 3  # its exit code where something could not be copied; 1 is the interpreter's own
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ def left_by(record: AttemptRecord | None) -> Left | None:
     if record is None:
         return None
     outcome = record.outcome or {}
-    newest = outcome.get("snapshot") or record.newest_commit
-    name = SnapshotName.parse(newest) if newest else None
+    named = [each for each in (outcome.get("snapshot"), record.newest_commit) if each]
+    newest = next((each for each in named if SnapshotName.parse(each)), "")  # a dump is none
+    name = SnapshotName.parse(newest)
     if name is None or name.attempt != record.attempt:
         return None
     told, commits = record.facts.get(TIERS), record.facts.get(COMMITS)
@@ -84,7 +86,7 @@ def flush_left(
     ranks: Sequence[Told],
     inbox: Inbox,
     variables: Mapping[str, str],
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> AttemptRecord | None:
     """Copy it, if there is anything to copy, and return the record as it is then. Main thread.
 
@@ -134,7 +136,7 @@ def _attend(
     process: subprocess.Popen[str],
     inbox: Inbox,
     limit_s: float | None,
-    say: Callable[[str], None],
+    say: Callable[[str], object],
 ) -> int:
     """Until it has ended: say what it says, end it when it has to."""
     until_s = None if limit_s is None else time.monotonic() + limit_s
@@ -161,7 +163,7 @@ def _attend(
     listener.join()  # nobody but the process has the other end
     if ended:
         say(ended)
-    elif process.returncode not in (0, 1):  # a bug of ours; what it did not do is done later
+    elif process.returncode not in (0, NOT_ALL):  # a bug of ours; it is done later
         say(f"copying ended with {process.returncode}: {last[0][:LONGEST_SAID]}")
     return process.returncode
 

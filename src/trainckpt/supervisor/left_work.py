@@ -13,14 +13,14 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.everywhere import move, open_everywhere
 from trainckpt.lifecycle.options import LOCAL
 from trainckpt.lifecycle.slower import COMMITS
 from trainckpt.lifecycle.stop_tier import MEMORY
 from trainckpt.snapshot import attempts, flush
-from trainckpt.supervisor.flush_left import SAID, left_by
+from trainckpt.supervisor.flush_left import NOT_ALL, SAID, left_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,10 +36,10 @@ SAY_EVERY_S = 5.0
 def main(arguments: list[str]) -> int:
     """Copy the newest snapshot of that attempt; 0 if it is in every tier then."""
     try:
-        return 0 if _flush(place.open_other_place(arguments[0]), int(arguments[1])) else 1
+        return 0 if _flush(place.open_other_place(arguments[0]), int(arguments[1])) else NOT_ALL
     except (TrainckptError, OSError) as error:
         _say(getattr(error, "message", None) or str(error))
-    return 1
+    return NOT_ALL
 
 
 def _flush(tier: Place, number: int) -> bool:
@@ -99,7 +99,8 @@ def _copy(everywhere: Everywhere, name: SnapshotName, tier: Tier, number: int) -
         manifest = next(c.manifest for c in everywhere.candidates() if c.name == name)
         assert manifest is not None
         begun_s = time.monotonic()
-        moved = move(everywhere, manifest, tier, everywhere.tiers, _progress(name, tier))
+        progress = _progress(everywhere, name, tier, number)
+        moved = move(everywhere, manifest, tier, everywhere.tiers, progress)
     except TrainckptError as error:
         _say(f"{name} is not in {tier.name}: {error.message}")
         return False
@@ -108,11 +109,15 @@ def _copy(everywhere: Everywhere, name: SnapshotName, tier: Tier, number: int) -
     return True
 
 
-def _progress(name: SnapshotName, tier: Tier) -> Callable[[int], None]:
-    """Says now and then how far it has come."""
+def _progress(
+    everywhere: Everywhere, name: SnapshotName, tier: Tier, number: int
+) -> Callable[[int], None]:
+    """Says now and then how far it has come; after each file, whether it is still ours to do."""
     done, said_s = [0], [time.monotonic()]
 
     def tell(num_bytes: int) -> None:
+        if attempts.newest(everywhere.place) != number:
+            raise SaveFailed("another attempt has begun, and goes on with it")
         done[0] += num_bytes
         if time.monotonic() - said_s[0] > SAY_EVERY_S:
             said_s[0] = time.monotonic()

@@ -9,6 +9,7 @@ watch      as if they had been launched here; what is started again after a fail
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from trainckpt.lifecycle.told import REFUSED
 from trainckpt.process_dump import restore
 from trainckpt.supervisor.adopted import Adopted
 from trainckpt.supervisor.dumpable import outputs
+from trainckpt.supervisor.flush_left import flush_left
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.supervise import Ended, settle
@@ -107,4 +109,6 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
     if any(told.how == REFUSED for told in ranks):
         raise UnusableSnapshot(f"{record.name} was brought back, but {verdict.why}")
     again = starts_again(verdict, done=0, most=dumped.max_restarts, signalled=asked)
+    if found is not None and not again:
+        found = flush_left(found, ranks, inbox, os.environ, dumped.dumpable.say)
     return Ended(verdict.exit_code, found, 0, verdict.why, again)
