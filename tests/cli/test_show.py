@@ -167,8 +167,8 @@ def test_the_attempts_are_listed_with_how_each_ended_and_who_is_alive(make_run, 
     assert "finished: final" in shown["1"]
 
 
-def test_without_being_asked_the_list_is_what_it_was(make_run, capsys):
+def test_without_being_asked_the_list_has_no_attempts(make_run, capsys):
     run = make_run(steps=1)
     capsys.readouterr()
     assert main(["list", "--json", str(run)]) == 0
-    assert told(capsys).keys() == {"run", "candidates"}
+    assert told(capsys).keys() == {"run", "candidates", "tiers"}

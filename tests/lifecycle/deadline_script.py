@@ -4,9 +4,9 @@
 
 JSON: micro_s (a micro-batch's length), accumulate, until (micro-batches), slow_from (the
 how-manieth shard file from which on the disk takes slow_s for each), slow_read_s, hang_at
-(micro-batch in which main hangs) and hang_on (rank), late_s (that rank makes its Checkpointer
-later), idle_s (between making it and entering it), slow_record_s, options (of the Checkpointer).
-With RANK set: gloo.
+(micro-batch in which main hangs) and hang_on (rank), late (that rank makes its Checkpointer once
+this file is there), idle_s (between making it and entering it), slow_record_s, options (of the
+Checkpointer). With RANK set: gloo.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -71,7 +72,7 @@ def say(line) -> None:
 
 
 def main(run, micro_s=0.01, accumulate=4, until=10**6, slow_from=0, slow_s=0.0, slow_read_s=0.0,
-         hang_at=-1, hang_on=0, late_s=0.0, idle_s=0.0, slow_record_s=0.0,
+         hang_at=-1, hang_on=0, late="", idle_s=0.0, slow_record_s=0.0,
          options=None):  # fmt: skip
     torch.set_num_threads(1)
     rank = int(os.environ.get("RANK", "0"))
@@ -89,7 +90,8 @@ def main(run, micro_s=0.01, accumulate=4, until=10**6, slow_from=0, slow_s=0.0, 
     data = [torch.randn(8) for _ in range(until)] if until < 10**4 else Endless()
     loader = torch.utils.data.DataLoader(data, 1)
     say("begun")
-    time.sleep(late_s if rank == hang_on else 0)
+    while late and rank == hang_on and not Path(late).exists():
+        time.sleep(0.01)
     made = trainckpt.Checkpointer(
         run, model=model, optimizer=optimizer, loader=loader, **(options or {})
     )

@@ -258,10 +258,12 @@ def test_a_notice_while_a_snapshot_is_read_stops_at_the_first_boundary(start, tm
 def test_a_notice_to_one_rank_is_kept_until_the_other_is_there_too(start, tmp_path):
     """It comes when rank 1 has not made its Checkpointer; then both stop at one place."""
     port = free_port()
-    ranks = [start(rank=rank, port=port, hang_on=1, late_s=1.0) for rank in range(2)]
+    now = tmp_path / "now"
+    ranks = [start(rank=rank, port=port, hang_on=1, late=str(now)) for rank in range(2)]
     ranks[0].until("made")
     assert "made" not in ranks[1].lines
     ranks[0].signal()
+    now.touch()
     assert [script.end() for script in ranks] == [75, 75]
     walked = [[line for line in script.lines if line.startswith("at ")] for script in ranks]
     assert walked[0] == walked[1]

@@ -94,7 +94,7 @@ def test_the_helper_speaks_to_the_driver_and_a_call_that_hangs_ends_the_helper_a
         assert fake.states() == {me: "RUNNING"}
 
         fake.change(hangs=["checkpoint"])
-        monkeypatch.setattr(driver, "_move_within_s", 0.2)
+        monkeypatch.setattr(driver, "_move_within_s", 5.0)
         found.holders = lambda pids: []
         with pytest.raises(SaveFailed, match=r"checkpoint of process .* no answer within"):
             found.set_aside()

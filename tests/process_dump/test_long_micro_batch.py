@@ -91,11 +91,11 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
         run = stack.enter_context(Example(tmp_path / "x", HOLD=hold, OUTSIDE=port))
         run.start()
         first = dumped_at_a_boundary(run, hold)
-        assert first["snapshot"].startswith("s3~1.")
+        assert "~1." in first["snapshot"]
 
         run.resume()
         second = dumped_at_a_boundary(run, hold)
-        assert second["snapshot"].startswith("s4~2."), "its snapshots are of attempt 2"
+        assert "~2." in second["snapshot"], "its snapshots are of attempt 2"
         for path in (Path(run.run) / "snapshots" / second["snapshot"]).glob("*.safetensors"):
             with path.open("r+b") as file:
                 file.seek(path.stat().st_size // 2)

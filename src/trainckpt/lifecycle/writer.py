@@ -188,9 +188,12 @@ class Writer:
             return write_stream(self._tier, name, self._rank, shard.head, size, shard.blocks, seal)
         arena = self._room(stored_bytes(shard), in_memory=False) if seal is not None else None
         try:
-            return self._beside_us(self._tier, name, shard, copied, seal, arena)
+            receipt = self._beside_us(self._tier, name, shard, copied, seal, arena)
         except Lost:
+            receipt = None
             self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
+        if receipt is not None:
+            return receipt
         into = arena.memory if arena is not None else None
         return write_shard(self._tier, name, self._rank, shard, copied, seal, into)
 
@@ -211,10 +214,10 @@ class Writer:
         arena = self._room(stored_bytes(shard), in_memory=True)
         if arena is None:
             raise SaveFailed("there is no shared memory in which it could stay encrypted")
-        try:
-            return self._beside_us(None, name, shard, copied, seal, arena)
-        except Lost:
-            return only_sealed(name, self._rank, shard, copied, seal, arena.memory)
+        receipt = None
+        with contextlib.suppress(Lost):
+            receipt = self._beside_us(None, name, shard, copied, seal, arena)
+        return receipt or only_sealed(name, self._rank, shard, copied, seal, arena.memory)
 
     def _beside_us(
         self,
@@ -224,15 +227,15 @@ class Writer:
         copied: Iterator[int],
         seal: Seal | None,
         arena: Arena | None,
-    ) -> Receipt:
-        """Have it written by the process beside us.
+    ) -> Receipt | None:
+        """Have it written by the process beside us; None: it is not there for such a file.
 
         Raises:
-            Lost: it is not there for this file, or not any more.
+            Lost: it is not there any more.
         """
         file = shard.descriptor
         if file is None or not self._beside.takes(tier, len(shard.memory)):
-            raise Lost
+            return None
         into = (arena.descriptor, len(arena.memory)) if arena is not None else None
         written = self._beside.write(File(tier, name, self._rank, shard, file, seal, into), copied)
         shard.header = written.header
