@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.lifecycle import copy_choice, copying
+from trainckpt.lifecycle import copy_choice, copying, saver
 from trainckpt.lifecycle.copy_choice import OVERLAP
 from trainckpt.lifecycle.launch import AT_VARIABLE
 from trainckpt.snapshot import write_beside
@@ -23,6 +23,8 @@ WORDS, WIDTH = 300, 64  # 75 kB: large enough to be copied beside training
 @pytest.fixture(autouse=True)
 def always_beside_training(monkeypatch):
     monkeypatch.setattr(copy_choice, "choose", lambda *_: OVERLAP)
+    for limit in ("NEARLY_S", "PATIENCE_S"):  # on a busy machine too no save is put off
+        monkeypatch.setattr(saver, limit, 120.0)
 
 
 class Model(nn.Module):

@@ -147,7 +147,7 @@ class Saver:
             in_memory: It stays in the memory of the hosts, and is not written to the run's place.
         """
         pending.is_asked = asked or not may_skip
-        behind = may_skip and self._is_behind()
+        behind = may_skip and self._is_behind(PATIENCE_S if asked else NEARLY_S)
         if not behind:
             self.join()
         begun_s = time.monotonic()
@@ -247,16 +247,16 @@ class Saver:
             logger.warning("another rank is gone: no step is taken that nobody keeps")
             time.sleep(HOLD_S)  # whoever ends this process does it meanwhile
 
-    def _is_behind(self) -> bool:
-        """Whether the save in flight will take a while. One that is nearly there is waited for,
-        once: what is late then may be so for minutes, in a place that hangs.
+    def _is_behind(self, nearly_s: float) -> bool:
+        """Whether the save in flight will take a while. One that should be there in `nearly_s` is
+        waited for, once: what is late then may be so for minutes, in a place that hangs.
         """
         if self.holds_steps and self._in_memory:
             self.join(HOLD_S)
         if self.busy and self._is_patient:
             begun_s, num_bytes = self._begun
             predicted_s = num_bytes * (self._pace.seconds_per_byte or 0.0)
-            if predicted_s - (time.monotonic() - begun_s) < NEARLY_S:
+            if predicted_s - (time.monotonic() - begun_s) < nearly_s:
                 self.join(PATIENCE_S)
                 self._is_patient = not self.busy
         return self.busy
