@@ -48,10 +48,21 @@ class Copies:
             for part in parts:
                 part()
             return
+        _prepare_threads()
         with Workers(num_threads, "trainckpt-copy") as workers:  # without the interpreter's lock
             for part in parts:
                 workers.submit(part)
             workers.settle()
+
+
+def _prepare_threads() -> None:
+    """Have torch's own pool of threads made anew now, where this process was forked.
+
+    Else the first copy of each thread does it, and two at once fail: "Invalid thread pool!".
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: Proof) -> None:

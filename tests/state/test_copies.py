@@ -1,0 +1,53 @@
+"""Copies that several threads make."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from tests.ranks.processes import context
+from trainckpt.state.copies import Copies
+
+NUM_THREADS, NUM_FORKS = 4, 200  # without what is tested here, 3 of 100 fail
+
+
+class Together:
+    """A proof that holds for nothing, and lets all threads make their copies at the same time."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(NUM_THREADS)
+
+    def holds(self, _: torch.Tensor) -> bool:
+        self._barrier.wait()
+        return False
+
+
+def copy_in_a_fork(into: torch.Tensor, data: torch.Tensor) -> int:
+    """Its exit status."""
+    if pid := os.fork():
+        return os.waitpid(pid, 0)[1]
+    code = 1
+    try:
+        copies, together = Copies(), Together()
+        for _ in range(NUM_THREADS):
+            copies.add(into, data, together)
+        copies.run(NUM_THREADS)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def copy_in_forks() -> None:
+    torch.set_num_threads(1)  # makes torch's pool of threads, which a fork has to make anew
+    data = torch.ones(1 << 17)
+    ends = [copy_in_a_fork(torch.zeros(1 << 17), data) for _ in range(NUM_FORKS)]
+    assert set(ends) == {0}
+
+
+def test_threads_of_a_forked_process_copy_at_the_same_time():
+    process = context.Process(target=copy_in_forks)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
