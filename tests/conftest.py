@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import s3_servers
+from tests.campaign import launch
 
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -59,6 +60,13 @@ def _process_state():
         "folder": Path.cwd(),
         "group": bool(distributed and distributed.is_initialized()),
     }
+
+
+@pytest.fixture(scope="session")
+def server():
+    """The warm server, for all tests of this process: see `tests.warm`."""
+    with launch.server() as one:
+        yield one
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,8 @@ OTHER_LAYOUTS = [(families.LAYOUTS, 1), (families.LAYOUTS, 14), (families.RESHAR
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with campaign(tmp_path_factory.mktemp("campaign")) as one:
+def running(tmp_path_factory, server):
+    with campaign(tmp_path_factory.mktemp("campaign"), server) as one:
         yield one
 
 

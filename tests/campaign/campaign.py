@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -75,16 +75,19 @@ class Campaign:
 
 
 @contextmanager
-def campaign(folder: Path | None = None) -> Iterator[Campaign]:
-    """A campaign in `folder`, or in a temporary one that is removed unless a case has failed."""
+def campaign(folder: Path | None = None, server: Server | None = None) -> Iterator[Campaign]:
+    """A campaign in `folder`, or in a temporary one that is removed unless a case has failed.
+
+    Its ranks are forked from this server, or from one of its own.
+    """
     place = folder or Path(tempfile.mkdtemp(prefix="trainckpt-campaign-"))
     place.mkdir(parents=True, exist_ok=True)
     digest = reference_digest()
     references = Path(tempfile.gettempdir()) / f"trainckpt-references-{os.getuid()}" / digest
     references.mkdir(parents=True, exist_ok=True)
     try:
-        with launch.server() as server:
-            yield Campaign(server, place, references)
+        with nullcontext(server) if server else launch.server() as warm:
+            yield Campaign(warm, place, references)
     finally:
         if folder is None and not any(place.iterdir()):
             place.rmdir()

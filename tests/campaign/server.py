@@ -7,13 +7,18 @@ script as `__main__` and then leaves through the interpreter's own end, as `pyth
 One JSON request a line on stdin, one answer a line on stdout:
 
     {"script", "argv", "log", "ranks": [{variable: value}]}  ->  {"pids": [...]}
+    {"python": [word, ...], "environment", "cwd", "out", "err", "enter": pid or null}
+                                                             ->  {"pids": [pid]}
     {"poll": [pid, ...]}                                     ->  {"codes": [code or null, ...]}
 
-At the end of stdin it ends.
+The second is what follows `python` on a command line: `-m MODULE`, `-c CODE` or a script. It has
+that environment and no other, and the network, mounts and name of the host that process `enter`
+holds. At the end of stdin the server ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -31,7 +36,11 @@ PRELOADED = (
 
 def main() -> None:
     task = serve()
-    if task is not None:
+    if task is None:
+        return
+    if "python" in task:
+        run_python(task)
+    else:
         run_script(task)
 
 
@@ -50,7 +59,7 @@ def serve() -> dict | None:
         if "poll" in request:
             answer = {"codes": [poll(pid, codes) for pid in request["poll"]]}
         else:
-            answer, task = launch(request)
+            answer, task = (launch_one if "python" in request else launch)(request)
             if task is not None:
                 return task
             for pid in answer["pids"]:
@@ -71,6 +80,22 @@ def launch(request: dict) -> tuple[dict, dict | None]:
         pids.append(pid)
         os.setpgid(pid, pids[0])  # both sides: whoever comes first
     return {"pids": pids}, None
+
+
+def launch_one(request: dict) -> tuple[dict, dict | None]:
+    """Fork one process into a session of its own. What it writes to has to be there."""
+    files = [
+        os.open(os.devnull, os.O_RDONLY),
+        *(os.open(request[name], os.O_WRONLY | os.O_APPEND) for name in ("out", "err")),
+    ]
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+    for file in files:
+        os.close(file)
+    return ({"pids": [pid]}, None) if pid else ({}, request)
 
 
 def poll(pid: int, codes: dict[int, int]) -> int | None:
@@ -95,6 +120,37 @@ def run_script(task: dict) -> None:
     sys.orig_argv = [sys.executable, *sys.argv]
     sys.path[0] = str(Path(task["script"]).parent)
     runpy.run_path(task["script"], run_name="__main__")
+
+
+def run_python(task: dict) -> None:
+    """Become what `python WORD ...` is."""
+    if task["enter"]:
+        enter(task["enter"])
+    os.chdir(task["cwd"])
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    how, *rest = task["python"]
+    sys.orig_argv = [sys.executable, *task["python"]]
+    if how == "-m":
+        sys.argv = [rest[0], *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(rest[0], {"__name__": "__main__"})
+    else:
+        sys.argv = [how, *rest]
+        sys.path[0] = str(Path(how).parent)
+        runpy.run_path(how, run_name="__main__")
+
+
+def enter(holder: int) -> None:
+    """Be on the host whose namespaces this process holds."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "mnt"):
+        descriptor = os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY)
+        if libc.setns(descriptor, 0):
+            raise OSError(ctypes.get_errno(), f"setns {kind}")
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,6 @@ SETTINGS = Settings("char_gpt", "ddp", 2, 3, 2, 0.1, 2, 4)
 STEPS, LIMIT_S = 30, 100.0
 
 
-@pytest.fixture(scope="module")
-def server():
-    with launch.server() as warm:
-        yield warm
-
-
 def argv(folder: Path) -> list[str]:
     flags = SETTINGS.argv(str(folder / "run"), str(folder / "trace"))
     flags[flags.index("--steps") + 1] = str(STEPS)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import warm
+
 NOBODY = 65534
 
 
-def run(program, *arguments, as_nobody=False, timeout_s=100):
+def run(server, program, *arguments, as_nobody=False, timeout_s=100):
     """Run `programs.<program>(*arguments)` in a new process; its result, or (code, stderr)."""
     code = (
-        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'src')]!r}\n"
-        "import json, os, torch; torch.set_num_threads(1)\n"
+        "import json, sys\n"
         "from tests.faults import programs\n"
         + (f"programs.become({NOBODY})\n" if as_nobody else "")
         + f"print(json.dumps(programs.{program}(*json.loads(sys.argv[1]))))"
     )
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([str(a) for a in arguments])],
-        capture_output=True, text=True, timeout=timeout_s, env=environment, check=False,
-    )  # fmt: skip
+    words = ["-c", code, json.dumps([str(a) for a in arguments])]
+    environment = {**os.environ, "HOME": "/nonexistent"}
+    done = warm.run(server, words, timeout=timeout_s, env=environment)
     if done.returncode or not done.stdout:
         return done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -34,12 +34,12 @@ def check(ended, words):
 
 
 @pytest.mark.skipif(not ROOT, reason="mounting a small tmpfs needs root")
-def test_on_a_full_disk_saves_fail_until_there_is_space_again(tmp_path):
+def test_on_a_full_disk_saves_fail_until_there_is_space_again(server, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this container may not mount a tmpfs")
     try:
-        check(programs.run("on_a_full_disk", tmp_path), "No space left on device")
+        check(programs.run(server, "on_a_full_disk", tmp_path), "No space left on device")
         left = {p.name for p in (tmp_path / "run" / "snapshots").rglob("*")}
         assert len([name for name in left if name.startswith("rank")]) == 1
         assert len([name for name in left if name.startswith("s")]) == 3, left
@@ -47,24 +47,24 @@ def test_on_a_full_disk_saves_fail_until_there_is_space_again(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_under_a_file_size_limit_saves_fail_until_it_is_lifted(place):
-    ended = programs.run("under_a_file_size_limit", place / "run")
+def test_under_a_file_size_limit_saves_fail_until_it_is_lifted(server, place):
+    ended = programs.run(server, "under_a_file_size_limit", place / "run")
     check(ended, "File too large")
     assert len(list((place / "run" / "snapshots").iterdir())) == 3
 
 
-def test_in_a_place_turned_read_only_saves_fail_until_it_can_be_written_again(place):
-    ended = programs.run("in_a_place_turned_read_only", place / "run", as_nobody=ROOT)
+def test_in_a_place_turned_read_only_saves_fail_until_it_can_be_written_again(server, place):
+    ended = programs.run(server, "in_a_place_turned_read_only", place / "run", as_nobody=ROOT)
     check(ended, "Permission denied")
 
 
-def test_in_a_place_that_vanished_saves_fail_until_it_is_back(place):
-    check(programs.run("in_a_place_that_vanishes", place / "run"), "is gone")
+def test_in_a_place_that_vanished_saves_fail_until_it_is_back(server, place):
+    check(programs.run(server, "in_a_place_that_vanishes", place / "run"), "is gone")
     assert not (place / "away").exists()
 
 
-def test_a_place_without_permission_is_69_and_never_an_empty_run(place):
-    found = programs.run("in_a_place_that_is_closed", place / "run", as_nobody=ROOT)
+def test_a_place_without_permission_is_69_and_never_an_empty_run(server, place):
+    found = programs.run(server, "in_a_place_that_is_closed", place / "run", as_nobody=ROOT)
     assert isinstance(found, list), found[1]
     assert len(found) == 4
     for code, message, hint in found:

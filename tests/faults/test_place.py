@@ -31,10 +31,15 @@ def _first_start(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def begins(place, *arguments):
+@pytest.fixture
+def begins(server):
     """Exit code and words of a process that begins a run there."""
-    found = programs.run("begins", place, *arguments)
-    return (0, "\n".join(found)) if isinstance(found, list) else found
+
+    def begins(place, *arguments):
+        found = programs.run(server, "begins", place, *arguments)
+        return (0, "\n".join(found)) if isinstance(found, list) else found
+
+    return begins
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def trained(tmp_path_factory):
 
 @dead
 @pytest.mark.parametrize("mode", ["auto", "required", "never"])
-def test_a_place_that_hangs_is_69_and_named_within_the_limit(tmp_path, mode):
+def test_a_place_that_hangs_is_69_and_named_within_the_limit(begins, tmp_path, mode):
     with dead_mount(tmp_path / "net"):
         begun = time.monotonic()
         code, said = begins(f"{tmp_path}/net/run", mode)
@@ -61,7 +66,7 @@ def test_a_place_that_hangs_is_69_and_named_within_the_limit(tmp_path, mode):
 
 
 @dead
-def test_a_place_whose_server_is_gone_is_69_and_no_new_run(tmp_path):
+def test_a_place_whose_server_is_gone_is_69_and_no_new_run(begins, tmp_path):
     with dead_mount(tmp_path / "net") as disconnect:
         disconnect()
         code, said = begins(f"{tmp_path}/net/run")
@@ -72,7 +77,7 @@ def test_a_place_whose_server_is_gone_is_69_and_no_new_run(tmp_path):
 
 @dead
 @pytest.mark.parametrize("name", RESTARTS)
-def test_a_requeued_run_whose_place_does_not_answer_is_69(tmp_path, monkeypatch, name):
+def test_a_requeued_run_whose_place_does_not_answer_is_69(begins, tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     with dead_mount(tmp_path / "net") as disconnect:
         disconnect()
@@ -90,7 +95,7 @@ AFRESH = {
 
 @pytest.mark.parametrize("name", RESTARTS)
 def test_a_requeued_run_with_a_mistyped_place_is_66_and_nothing_is_made(
-    tmp_path, monkeypatch, name
+    begins, tmp_path, monkeypatch, name
 ):
     monkeypatch.setenv(name, "2")
     code, said = begins(tmp_path / "deep" / "mistyped")
@@ -102,13 +107,15 @@ def test_a_requeued_run_with_a_mistyped_place_is_66_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_required_without_a_run_is_66_and_nothing_is_made(tmp_path):
+def test_required_without_a_run_is_66_and_nothing_is_made(begins, tmp_path):
     code, said = begins(tmp_path / "deep" / "mistyped", "required")
     assert code == 66, said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_requeued_run_without_a_commit_starts_at_step_0_and_says_so(tmp_path, monkeypatch):
+def test_a_requeued_run_without_a_commit_starts_at_step_0_and_says_so(
+    begins, tmp_path, monkeypatch
+):
     crashed(tmp_path / "run", 1)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, said = begins(tmp_path / "run")
@@ -118,7 +125,7 @@ def test_a_requeued_run_without_a_commit_starts_at_step_0_and_says_so(tmp_path, 
 
 @pytest.mark.parametrize("requeued", [False, True])
 def test_a_run_whose_every_commit_is_bad_is_65_and_its_record_says_why(
-    trained, tmp_path, monkeypatch, requeued
+    begins, trained, tmp_path, monkeypatch, requeued
 ):
     place = tmp_path / "run"
     shutil.copytree(trained, place)
@@ -134,7 +141,7 @@ def test_a_run_whose_every_commit_is_bad_is_65_and_its_record_says_why(
     assert (outcome["outcome"], outcome["exit_code"]) == ("failed", 65)
 
 
-def test_a_run_whose_commits_are_gone_is_65(trained, tmp_path):
+def test_a_run_whose_commits_are_gone_is_65(begins, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "snapshots")
     code, said = begins(tmp_path / "run")

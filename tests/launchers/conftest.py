@@ -1,4 +1,4 @@
-"""The warm server, and the runs that nobody stopped."""
+"""The runs that nobody stopped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import pytest
 
 from tests.campaign import launch
 from tests.launchers.started import Forks, Run, ended
-
-
-@pytest.fixture(scope="session")
-def server():
-    with launch.server() as warm:
-        yield warm
 
 
 @pytest.fixture(scope="session")

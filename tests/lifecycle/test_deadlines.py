@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.lifecycle.training import catalog, usable
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.tiers.local import LocalTier
@@ -32,35 +31,40 @@ def free_port():
 class Script:
     """One process of the script; its lines are read as they come."""
 
-    def __init__(self, run, rank=None, port=None, world=2, memory=True, **settings):
+    def __init__(self, server, run, rank=None, port=None, world=2, memory=True, **settings):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if not memory:
             environment[ROOT_VARIABLE] = NONE
         if rank is not None:
             environment.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.lifecycle.deadline_script", str(run),
-             json.dumps(settings)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        words = ["-m", "tests.lifecycle.deadline_script", run, json.dumps(settings)]
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        self.process = warm.Process(server, words, to_out, to_err, env=environment)
+        for descriptor in (to_out, to_err):
+            os.close(descriptor)
         self.lines, self._news = [], threading.Condition()
         self.log = ""
-        self._readers = [threading.Thread(target=self._read), threading.Thread(target=self._hear)]
+        self._readers = [
+            threading.Thread(target=self._read, args=(os.fdopen(out),)),
+            threading.Thread(target=self._hear, args=(os.fdopen(err),)),
+        ]
         for reader in self._readers:
             reader.start()
 
-    def _read(self):
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.strip())
-                self._news.notify_all()
+    def _read(self, out):
+        with out:
+            for line in out:
+                with self._news:
+                    self.lines.append(line.strip())
+                    self._news.notify_all()
 
-    def _hear(self):
-        for line in self.process.stderr:
-            with self._news:
-                self.log += line
-                self._news.notify_all()
+    def _hear(self, err):
+        with err:
+            for line in err:
+                with self._news:
+                    self.log += line
+                    self._news.notify_all()
 
     def until(self, text):
         """Wait for a line, on stdout or in the log."""
@@ -77,18 +81,16 @@ class Script:
         code = self.process.wait(LIMIT_S)
         for reader in self._readers:
             reader.join()
-        self.process.stdout.close()
-        self.process.stderr.close()
         return code
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(server, tmp_path):
     """Start scripts on one run; none outlives the test."""
     started = []
 
     def run(**settings):
-        started.append(Script(tmp_path / "run", **settings))
+        started.append(Script(server, tmp_path / "run", **settings))
         return started[-1]
 
     yield run

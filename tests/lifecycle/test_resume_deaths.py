@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.lifecycle.training import record, usable
 from trainckpt.format.attempt import ENDED, RUNNING, STARTING, UNDECIDED, AttemptRecord
 from trainckpt.lifecycle.choice import died_on, lost_since
@@ -19,22 +18,30 @@ ROOT = Path(__file__).parents[2]
 VARIABLES = {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def start(tmp_path, steps, *death, supervised=True):
-    """One attempt, in a process of its own; its exit code and what it said."""
-    command = [sys.executable, "-m", "tests.lifecycle.deadly", str(tmp_path / "run"), str(steps)]
-    command += death or ["-", "-", "-"]
+def words(tmp_path, steps, death):
+    return ["-m", "tests.lifecycle.deadly", str(tmp_path / "run"), str(steps), *death] + (
+        [] if death else ["-", "-", "-"]
+    )
+
+
+def start(tmp_path, steps, *death):
+    """One supervised attempt; its exit code and what it said."""
     said = tmp_path / "said"
+    command = [sys.executable, *words(tmp_path, steps, death)]
     with said.open("wb") as output:
-        if supervised:
-            ended = supervise(command, environment=VARIABLES, output=output, cwd=str(ROOT))
-            code = ended.exit_code
-        else:
-            done = subprocess.run(
-                command, env={**os.environ, **VARIABLES}, stdout=output, stderr=output,
-                cwd=ROOT, check=False,
-            )  # fmt: skip
-            code = done.returncode
-    return code, said.read_text()
+        ended = supervise(command, environment=VARIABLES, output=output, cwd=str(ROOT))
+    return ended.exit_code, said.read_text()
+
+
+@pytest.fixture
+def alone(server):
+    """One attempt that nobody supervises; its exit code and what it said."""
+
+    def start(tmp_path, steps, *death):
+        done = warm.run(server, words(tmp_path, steps, death), together=True)
+        return done.returncode, done.stdout
+
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,9 @@ def lost(begun, tmp_path):
      pytest.param("reading", "SIGKILL", 137, marks=pytest.mark.long),
      pytest.param("applying", "3", 3, marks=pytest.mark.long)],
 )  # fmt: skip
-def test_after_two_deaths_the_third_attempt_takes_the_older_one_and_says_so(lost, when, how, code):
+def test_after_two_deaths_the_third_attempt_takes_the_older_one_and_says_so(
+    lost, alone, when, how, code
+):
     run = lost / "run"
     for number in (2, 3):
         ended, said = start(lost, 6, "s4", when, how)
@@ -69,42 +78,42 @@ def test_after_two_deaths_the_third_attempt_takes_the_older_one_and_says_so(lost
         ours = record(run, number)
         assert ours["reading"] == "s4~1.2"
         assert ours["parent"] == ("undecided" if when == "reading" else "s4~1.2")
-    ended, said = start(lost, 6, "s4", when, how)
+    ended, said = alone(lost, 6, "s4", when, how)
     assert "passed over s4~1.2: 2 attempts died on it; it is the last resort" in said
     assert "resumed from s2~1.1" in said
     assert record(run, 4)["parent"] == "s2~1.1"
     assert usable(run) == ["s2~1.1", "s4~4.1", "s6~4.2"]
 
 
-def test_without_a_supervisor_a_crash_in_native_code_leaves_last_words(lost):
+def test_without_a_supervisor_a_crash_in_native_code_leaves_last_words(lost, alone):
     """And only a crash: a file that stays empty is removed, a SIGKILL counts for nothing."""
     run = lost / "run"
     for when in ("reading", "applying"):
-        ended, said = start(lost, 6, "s4", when, "SIGSEGV", supervised=False)
+        ended, said = alone(lost, 6, "s4", when, "SIGSEGV")
         assert ended == -11, said
     words = sorted((run / "attempts").glob("*.fault"))
     assert [path.name for path in words] == ["2.rank0.fault", "3.rank0.fault"]
     assert "Segmentation fault" in words[0].read_text()
     assert words[0].stat().st_mode & 0o777 == 0o600
-    ended, said = start(lost, 6, "s4", "reading", "SIGKILL", supervised=False)
+    ended, said = alone(lost, 6, "s4", "reading", "SIGKILL")
     assert "passed over s4~1.2: 2 attempts died on it" in said
     assert ended == -9
     assert "resumed from s2~1.1" in said
 
 
-def test_it_stays_the_last_resort(lost):
+def test_it_stays_the_last_resort(lost, alone):
     for _ in range(2):
         start(lost, 6, "s4", "applying", "SIGSEGV")
     shutil.rmtree(lost / "run" / "snapshots" / "s2~1.1")
-    _, said = start(lost, 6)
+    _, said = alone(lost, 6)
     assert "resumed from s4~1.2" in said
 
 
-def test_deaths_without_a_word_and_without_a_supervisor_are_no_fault_of_the_snapshot(lost):
+def test_deaths_without_a_word_and_without_a_supervisor_are_no_fault_of_the_snapshot(lost, alone):
     """A preemption: whoever takes the machine away kills all there is, and says nothing."""
     for _ in range(2):
-        assert start(lost, 6, "s4", "applying", "SIGKILL", supervised=False)[0] == -9
-    _, said = start(lost, 6)
+        assert alone(lost, 6, "s4", "applying", "SIGKILL")[0] == -9
+    _, said = alone(lost, 6)
     assert "resumed from s4~1.2" in said
     assert "died on it" not in said
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests import warm
 
 SCRIPT = """
 import atexit, logging, sys
@@ -29,11 +28,8 @@ logging.getLogger("x").addHandler(logging.StreamHandler())
         ("try:\n    raise TierUnavailable('x')\nexcept TierUnavailable:\n    pass", 0),
     ],
 )
-def test_the_code_of_the_process_is_the_code_of_the_error(tmp_path, last, code):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(last=last)],
-        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=100,
-    )  # fmt: skip
+def test_the_code_of_the_process_is_the_code_of_the_error(server, tmp_path, last, code):
+    done = warm.run(server, ["-c", SCRIPT.format(last=last)], cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert done.stdout == "the script's own atexit\n"
     assert ("Traceback" in done.stderr) == (code not in (0, 7))

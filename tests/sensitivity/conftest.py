@@ -2,14 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.campaign import launch
 from tests.sensitivity.runs import Setting
-
-
-@pytest.fixture(scope="session")
-def server():
-    with launch.server() as warm:
-        yield warm
 
 
 @pytest.fixture(scope="session")
