@@ -3,7 +3,8 @@
 Each rank says that it has come to it by a file beside that one. The first hold is in the third step
 of the process. OUTSIDE names a port of this machine: each rank is connected to it from its first
 step on (loader workers that were forked later would hold the connection too), closes that before it
-is dumped, and connects again when it has come back.
+is dumped, and connects again when it has come back. While the file that FAILS names is there, the
+next step removes it and fails.
 """
 
 import os
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import trainckpt
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "char_gpt.py"
-HOLD, OUTSIDE = os.environ.get("HOLD"), os.environ.get("OUTSIDE")
+HOLD, OUTSIDE, FAILS = (os.environ.get(name) for name in ("HOLD", "OUTSIDE", "FAILS"))
 steps, connection = 0, None
 
 
@@ -32,6 +33,9 @@ def hold(*_):
     steps += 1
     if OUTSIDE and steps == 1:
         connect()
+    if FAILS and Path(FAILS).exists():
+        Path(FAILS).unlink()
+        raise RuntimeError("as it was told to")
     if HOLD and steps >= 3 and Path(HOLD).exists():
         Path(f"{HOLD}.rank{os.environ['RANK']}").touch()
         while Path(HOLD).exists():

@@ -7,16 +7,18 @@ import time
 
 import pytest
 
+from trainckpt.encryption import keys
 from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.attempt_number import AttemptNumber, spell
 from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
-from trainckpt.lifecycle.told import Told
+from trainckpt.lifecycle.told import Teller, Told
 from trainckpt.process_dump.criu import Ability
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import ancestry
+from trainckpt.supervisor import secrecy
 from trainckpt.supervisor.dumping import Dumping, Launch, Wish
 from trainckpt.tiers.local import LocalTier
 
@@ -92,18 +94,27 @@ def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatc
     assert read_paces(tmp_path) == []
 
 
-@pytest.mark.parametrize("encrypts", [False, True])
-def test_images_of_a_run_that_is_encrypted_are_refused(tmp_path, monkeypatch, encrypts):
+def test_images_are_encrypted_to_whom_the_ranks_say_or_else_the_options(tmp_path, monkeypatch):
+    ours, theirs = keys.generate().recipient, keys.generate().recipient
+    monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", theirs)
+    assert secrecy.recipients(tmp_path) == (theirs,), "a command without a Checkpointer"
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
-    pace = Pace()
-    pace.reach(time.monotonic())
-    PaceTeller(pace, 0, encrypts=encrypts).poll()
-    assert [told.encrypts for told in read_paces(tmp_path)] == [encrypts]
-    launch = Launch(None, tmp_path, (), None)
-    dumping = Dumping(launch, Ability(), print)
+    teller = Teller(tmp_path)
+    teller.tell(attempt=1)
+    assert secrecy.recipients(tmp_path) == ()
+    teller.tell(encrypt_to=(ours,))
+    assert secrecy.recipients(tmp_path) == (ours,)
+    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
     dumping._tier = LocalTier(tmp_path)
-    why = dumping._why_not(encrypts=encrypts)
-    assert ("encrypted" in why) == encrypts
+    assert dumping._why_not() == ""
+    teller.tell(encrypt_to=("nobody",))
+    assert "nobody" in dumping._why_not()
+
+
+def test_images_are_not_written_to_a_place_beyond_this_host(tmp_path, monkeypatch):
+    assert secrecy.why_exposed(LocalTier(tmp_path)) == ""
+    monkeypatch.setattr(secrecy, "file_system", lambda _: "nfs4")
+    assert "on nfs4, and images" in secrecy.why_exposed(LocalTier(tmp_path))
 
 
 def test_a_notice_that_cannot_lead_to_a_dump_delays_nobody_and_raises_nothing(

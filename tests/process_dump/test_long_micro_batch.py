@@ -115,11 +115,11 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
         largest = max(images.iterdir(), key=lambda path: path.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
         assert run.resume().wait() == 0, run.said()
-        assert f"no dump is restored: {third['name']}: the image {largest.name} has" in run.said()
+        assert f"{third['name']} is not restored: the image {largest.name} has" in run.said()
         assert run.trace() == reference
     records = run.records()
     parents = [records[number].parent for number in sorted(records)]
     assert parents[1:3] == [first["name"], second["name"]]
-    assert parents[4:] == [third["name"], third["snapshot"]]
+    assert parents[4:] == [third["snapshot"]]
     how = [records[number].outcome["outcome"] for number in sorted(records)]
-    assert how == ["stopped", "stopped", "killed", "stopped", "failed", "finished"]
+    assert how == ["stopped", "stopped", "killed", "stopped", "finished"]

@@ -143,7 +143,8 @@ FAR = {"tiers": [{"name": "far", "url": "/far"}]}
         ("s3~2.1", {"tiers": "far"}, [], None),
         ("s3~2.1", FAR, ["far"], {"snapshot": "dump~2.2"}),  # the one beneath the dump
         ("s3~2.1", FAR, ["far"], {"snapshot": None}),
-        (None, FAR, [], {"snapshot": "dump~2.2"}),
+        (None, FAR, ["far"], {"snapshot": "dump~2.2"}),  # the dump itself
+        (None, FAR, [], {"snapshot": "dump~1.2"}),  # it began from that one
         ("s3~2.1", FAR, ["local", "far"], {"snapshot": "s4~2.2", "tiers": ["memory"]}),
     ],
 )

@@ -8,9 +8,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainckpt.cli.dumped import dumps_of
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.encryption.keys import read_identity
+from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.launch import PYTHON
+from trainckpt.lifecycle.options import read_options
+from trainckpt.process_dump import sealed_images
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.dumpable import Dumpable
 from trainckpt.supervisor.dumping import ability_for
@@ -73,10 +76,15 @@ def restored(
     """How the newest dump ended that was brought back; None: there is none, or it cannot be."""
     if not isinstance(tier, LocalTier) or arguments.at or arguments.nproc:
         return None
+    record = _newest(tier)
+    if record is None:
+        return None
     try:
-        record = _newest(tier)
-        if record is None:
-            return None
+        key = _key(record)
+    except UnusableSnapshot as error:
+        _say(f"no dump is restored: {error.message}")
+        return None
+    try:
         how = dumpable(arguments, _say)
         if how is None:
             raise ConfigurationError(f"{record.name}: this machine cannot restore dumps",
@@ -89,7 +97,7 @@ def restored(
             tier, record, NamedRun(arguments.run, argv, cwd, nproc), {**facts, **before}, how,
             output=sys.stderr if arguments.json else None,
             has_agent=before["launch"].get("kind") != PYTHON or nproc > 1,
-            max_restarts=max_restarts,
+            max_restarts=max_restarts, key=key,
         )  # fmt: skip
         return supervise_restored(dumped, inbox)
     except TrainckptError as error:
@@ -119,6 +127,19 @@ def _newest(tier: Place) -> DumpRecord | None:
     assert record is not None
     _say(f"{record.name} is the newest of this run: it was taken because of {record.reason}")
     return record
+
+
+def _key(record: DumpRecord) -> bytes:
+    """Of its images. Without it nothing is launched: the snapshots want the same identity.
+
+    Raises:
+        ConfigurationError: there is no identity, or one that it is not encrypted to.
+        UnusableSnapshot: what was wrapped was changed.
+    """
+    if not record.keys:
+        return b""
+    path = read_options({}).identity
+    return sealed_images.key_of(record, None if path is None else read_identity(path))
 
 
 def _say(line: str) -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show, tiers_shown
-from trainckpt.cli.dumped import dumps_of
+from trainckpt.cli.dumped import dumps_everywhere
 from trainckpt.format.attempt import ENDED, UNDECIDED
 from trainckpt.format.dump import KIND
 from trainckpt.lifecycle import heartbeat, place
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ATTEMPT_COLUMNS = ("attempt", "began from", "ranks", "started", "how it is", "exit code",
                    "newest commit")  # fmt: skip
+DUMP_COLUMNS = ("id", "when", "size", "ranks", "host", "tiers", "usable")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print the candidates, newest first."""
     tier = place.open_place(arguments.run)
     everywhere = open_everywhere(arguments.run)
-    candidates, found = everywhere.candidates(), dumps_of(tier)
+    candidates, found = everywhere.candidates(), dumps_everywhere(everywhere)
     tiers = tiers_shown.shown(everywhere, candidates)
     if arguments.json:
         rows = [to_json(c) for c in candidates]
@@ -59,10 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if len(tiers) > 1 or any(each.trouble for each in tiers):
         show.table(tiers_shown.COLUMNS, [each.row() for each in tiers], title="tiers")
     if found:
-        show.table(
-            ("id", "when", "size", "ranks", "host", "usable"), [_dump_row(d) for d in found],
-            title="process dumps",
-        )  # fmt: skip
+        show.table(DUMP_COLUMNS, [_dump_row(d) for d in found], title="process dumps")
     if arguments.attempts:
         show.table(
             ATTEMPT_COLUMNS,
@@ -108,17 +106,17 @@ def dump_to_json(found: Dump) -> dict[str, Any]:
         rows |= {"world": record.world, "bytes": record.num_bytes, "created": record.created}
         rows |= {"saved_because": record.reason, "total_bytes": record.num_bytes}
     own = {"id": str(name), "name": str(name), "kind": KIND, "attempt": name.attempt,
-           "sequence": name.sequence, "tags": [], "tiers": ["local"], "usable": not found.reason,
-           "reason": found.reason}  # fmt: skip
+           "sequence": name.sequence, "tags": [], "tiers": list(found.tiers),
+           "usable": not found.reason, "reason": found.reason}  # fmt: skip
     return {**rows, **own}
 
 
 def _dump_row(found: Dump) -> tuple[str, ...]:
     usable = f"no: {found.reason}" if found.reason else "yes"
     if (record := found.record) is None:
-        return (str(found.name), "?", "?", "?", "?", usable)
+        return (str(found.name), "?", "?", "?", "?", " ".join(found.tiers), usable)
     return (str(found.name), show.when(record.created), show.size(record.num_bytes),
-            str(record.world), record.host.name, usable)  # fmt: skip
+            str(record.world), record.host.name, " ".join(found.tiers), usable)  # fmt: skip
 
 
 def size(manifest: Manifest) -> str:

@@ -118,19 +118,20 @@ def _prune(
     gone = {row["name"] for row in rows[:done]}
     kept = [str(c.name) for c in candidates if str(c.name) not in gone]
     is_whole, rows = done == len(rows), rows[:done]
-    if is_whole and tier is everywhere.place:
-        rows += _prune_dumps(everywhere, dry_run=dry_run)
+    if is_whole:
+        rows += _prune_dumps(everywhere, tier, dry_run=dry_run)
     return rows, kept, is_whole
 
 
-def _prune_dumps(everywhere: Everywhere, *, dry_run: bool) -> list[dict[str, Any]]:
+def _prune_dumps(everywhere: Everywhere, tier: Tier, *, dry_run: bool) -> list[dict[str, Any]]:
     """Images that no resume brings back."""
-    old = old_dumps(everywhere.place, everywhere.records)
+    is_copy = tier is not everywhere.place
+    old = old_dumps(tier, everywhere.records, is_copy=is_copy)
     for dump in old if not dry_run else ():
-        remove(everywhere.place, dump)
-    where = everywhere.place.name
+        remove(tier, dump, is_copy=is_copy)
     return [
-        {"name": str(d.name), "tier": where, "reason": d.reason, "bytes": d.num_bytes} for d in old
+        {"name": str(d.name), "tier": tier.name, "reason": d.reason, "bytes": d.num_bytes}
+        for d in old
     ]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import dumps, show
+from trainckpt.cli import dump_home, dumps, show
 from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle import launch, place, slower
@@ -55,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
-    tier = place.open_place(arguments.run)
-    given = [url.strip() for url in (arguments.tiers or "").split(",") if url.strip()]
+    tier, given = _place(arguments)
     facts, elsewhere = _recorded(tier, arguments.run, given)
     command, kind, nproc = launch.recorded_command(facts)
     command = _here(command) if elsewhere else command
@@ -97,6 +96,15 @@ def execute(arguments: argparse.Namespace) -> int:
         ended = replace(ended, restarts=ended.restarts + done)
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
+
+
+def _place(arguments: argparse.Namespace) -> tuple[Place, list[str]]:
+    """The run's place, with what it has lost of a dump, and the tiers that are named."""
+    tier = place.open_place(arguments.run)
+    given = [url.strip() for url in (arguments.tiers or "").split(",") if url.strip()]
+    if not (arguments.at or arguments.nproc):
+        dump_home.bring_home(tier, arguments.run, given, say)
+    return tier, given
 
 
 def _max_restarts(arguments: argparse.Namespace) -> int:

@@ -10,9 +10,13 @@ from rich.progress import Progress
 
 from trainckpt.cli import show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.format.dump import RECORD, DumpName
 from trainckpt.format.names import MANIFEST, split_target
+from trainckpt.lifecycle import dump_copies
 from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.old_dumps import why_superseded
 from trainckpt.lifecycle.options import read_options
+from trainckpt.process_dump import restore
 from trainckpt.snapshot import catalog, memory_copies
 from trainckpt.snapshot import verify as verifying
 from trainckpt.snapshot.opened import Opener
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import FileEntry
     from trainckpt.lifecycle.everywhere import Everywhere
     from trainckpt.snapshot.catalog import Candidate
+    from trainckpt.tiers.base import Tier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +41,9 @@ def execute(arguments: argparse.Namespace) -> int:
     """Check every committed snapshot in every tier, or one; 65 if any copy is bad."""
     run, wanted = split_target(arguments.target)
     everywhere = open_everywhere(run)
-    candidates = everywhere.candidates()
-    chosen = (catalog.find(candidates, wanted),) if wanted else candidates
-    names = {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
-    copies = _check(everywhere, names)
+    dump = DumpName.parse(wanted or "")
+    copies = [] if dump is not None else _check(everywhere, _named(everywhere, wanted))
+    copies += _check_dumps(everywhere, dump) if dump is not None or not wanted else []
     silent = [
         Copy("", tier, "", ok=False, reason=f"does not answer: {why}")
         for tier, why in everywhere.silent.items()
@@ -55,6 +59,36 @@ def execute(arguments: argparse.Namespace) -> int:
     if not all(copy.ok for copy in copies):
         return UnusableSnapshot.exit_code
     return TierUnavailable.exit_code if silent else 0
+
+
+def _named(everywhere: Everywhere, wanted: str | None) -> set[str]:
+    candidates = everywhere.candidates()
+    chosen = (catalog.find(candidates, wanted),) if wanted else candidates
+    return {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
+
+
+def _check_dumps(everywhere: Everywhere, wanted: DumpName | None) -> list[Copy]:
+    """Every image of the dump that is named, or of those that a resume may go on from."""
+    found: list[Copy] = []
+    for tier in everywhere.tiers:
+        for name in restore.names_in(tier):
+            if wanted == name or (wanted is None and not why_superseded(name, everywhere.records)):
+                found += _check_dump(everywhere, tier, name)
+    if wanted is not None and not found:
+        raise UnusableSnapshot(f"there is no {wanted}", hint="trainckpt list RUN")
+    return found
+
+
+def _check_dump(everywhere: Everywhere, tier: Tier, name: DumpName) -> list[Copy]:
+    def copy(file: str, why: str) -> Copy:
+        return Copy(str(name), tier.name, file, ok=not why, reason=why)
+
+    try:
+        record = restore.load(tier, everywhere.run, name)
+    except UnusableSnapshot as error:
+        return [copy(RECORD, error.message)]
+    images = [(i.name, dump_copies.check(tier, name.image(i.name), i)) for i in record.images]
+    return [copy(RECORD, ""), *(copy(file, why) for file, why in images)]
 
 
 def _check(everywhere: Everywhere, names: Collection[str]) -> list[Copy]:

@@ -1,7 +1,8 @@
 """The record of one process dump: what was dumped, where it can be brought back, what was open.
 
     RUN/dumps/dump~<a>.<q>/     of attempt a, with sequence number q among its snapshots
-        images/...              CRIU's
+        images/...              CRIU's, encrypted if the run is
+        dump.mac                in other tiers alone: the host's word that it took this dump
         dump.json               its existence is the commit
 
 A dump is restored at most once: the attempt that it becomes names it as its parent.
@@ -16,9 +17,10 @@ from typing import Any
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.format.digest import is_digest
+from trainckpt.format.encryption import Wrapped, wrapped_from_json, wrapped_to_json
 from trainckpt.format.names import SnapshotName, check_file_name
 
-DUMPS, IMAGES, RECORD = "dumps", "images", "dump.json"
+DUMPS, IMAGES, RECORD, WORD = "dumps", "images", "dump.json", "dump.mac"
 KIND = "dump"
 EXACT = "bitwise"  # the very processes go on
 MAX_BYTES = 16_000_000
@@ -47,6 +49,15 @@ class DumpName:
         """Where its record lies."""
         return f"{self.folder}/{RECORD}"
 
+    @property
+    def word(self) -> str:
+        """Where the host's word for it lies."""
+        return f"{self.folder}/{WORD}"
+
+    def image(self, name: str) -> str:
+        """Where one of its images lies."""
+        return f"{self.folder}/{IMAGES}/{name}"
+
     @classmethod
     def parse(cls, text: str) -> DumpName | None:
         """The name spelled by `text`, or None if it spells none."""
@@ -57,7 +68,7 @@ class DumpName:
 
 @dataclass(frozen=True)
 class Image:
-    """One file of CRIU's: plain name, length, digest."""
+    """One file of CRIU's: plain name, length, digest; of an encrypted one, as it is stored."""
 
     name: str
     num_bytes: int
@@ -146,6 +157,7 @@ class DumpRecord:
         mapped: Files that have to be as they were: they are no part of the images.
         snapshot: Full name of the one that holds what the images lack, or "".
         dropped: So many bytes.
+        keys: The key of its images, wrapped for each recipient; none: they are not encrypted.
     """
 
     name: DumpName
@@ -165,6 +177,7 @@ class DumpRecord:
     mapped: tuple[MappedFile, ...] = ()
     snapshot: str = ""
     dropped: int = 0
+    keys: tuple[Wrapped, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -173,7 +186,8 @@ class DumpRecord:
 
     def dump(self) -> bytes:
         """As JSON, with a digest of itself."""
-        return strict.sealed({**asdict(self), "name": str(self.name), "format": 1})
+        keys = wrapped_to_json(self.keys)
+        return strict.sealed({**asdict(self), "name": str(self.name), "keys": keys, "format": 1})
 
     @classmethod
     def load(cls, data: bytes, what: str) -> DumpRecord:
@@ -201,7 +215,8 @@ class DumpRecord:
             written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
             gpus=_gpus(body.get("gpus"), what),
             mapped=tuple(_mapped(f, what) for f in body.get("mapped") or ()),
-            snapshot=snapshot, dropped=strict.count(lean, "dropped", what), **texts,
+            snapshot=snapshot, dropped=strict.count(lean, "dropped", what),
+            keys=wrapped_from_json(body["keys"], what) if body.get("keys") else (), **texts,
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Encryption:
 
     def to_json(self) -> dict[str, Any]:
         """As a manifest spells it."""
-        keys = {name: [[w.to, to_text(w.key)] for w in each] for name, each in self.keys.items()}
+        keys = {name: wrapped_to_json(each) for name, each in self.keys.items()}
         return {"cipher": CIPHER, "keys": keys, "sealed": to_text(self.sealed)}
 
 
@@ -77,12 +77,18 @@ def parse(data: Any, what: str) -> Encryption:
         if SnapshotName.parse(name) is None:
             raise UnusableSnapshot(f"{what} has a key of {name[:100]!r}, which is no snapshot")
     return Encryption(
-        {name: _wrapped(each, what) for name, each in keys.items()},
+        {name: wrapped_from_json(each, what) for name, each in keys.items()},
         from_text(strict.field(data, "sealed", str, what), what),
     )
 
 
-def _wrapped(listed: Any, what: str) -> tuple[Wrapped, ...]:
+def wrapped_to_json(wrapped: Sequence[Wrapped]) -> list[list[str]]:
+    """One key, for each recipient."""
+    return [[each.to, to_text(each.key)] for each in wrapped]
+
+
+def wrapped_from_json(listed: Any, what: str) -> tuple[Wrapped, ...]:
+    """The inverse of `wrapped_to_json`; `UnusableSnapshot` for anything else, and for none."""
     found = [
         Wrapped(pair[0], from_text(pair[1], what))
         for pair in (listed if type(listed) is list and len(listed) <= MAX_RECIPIENTS else ())

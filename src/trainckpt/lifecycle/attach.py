@@ -47,8 +47,6 @@ LOOK_AGAIN_S = 0.05
 # How long a host may go on seeing what was there before: a network file system keeps names, and
 # that there is none, for up to a minute. A local one has nothing to wait for.
 VISIBLE_WITHIN_S, REMOTE_VISIBLE_WITHIN_S = 3.0, 75.0
-REMOTE = ("nfs", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "virtiofs", "cifs", "smb",
-          "glusterfs", "afs", "ocfs2", "gfs2", "wekafs")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,8 @@ class _Tokens:
         kind = ""
         if isinstance(self._tier, LocalTier):
             kind = capabilities.file_system(self._tier.root)
-        patience = REMOTE_VISIBLE_WITHIN_S if kind.startswith(REMOTE) else VISIBLE_WITHIN_S
+        is_remote = capabilities.is_remote(kind)
+        patience = REMOTE_VISIBLE_WITHIN_S if is_remote else VISIBLE_WITHIN_S
         until = time.monotonic() + patience
 
         def missing() -> list[str]:

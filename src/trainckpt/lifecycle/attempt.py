@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.lifecycle import launch, sealing, tier_interval
 from trainckpt.lifecycle.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.arenas import Arenas
-from trainckpt.lifecycle.attach import REMOTE
 from trainckpt.lifecycle.attempt_log import AttemptLog
 from trainckpt.lifecycle.attempt_number import AttemptNumber
 from trainckpt.lifecycle.choice import KEEP_LAST
@@ -44,7 +43,7 @@ from trainckpt.lifecycle.writer import Facts
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.snapshot.opened import Opener
 from trainckpt.state.capture import capture
-from trainckpt.tiers.capabilities import file_system
+from trainckpt.tiers.capabilities import file_system, is_remote
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import reclaim
 
@@ -191,7 +190,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     )
     departure.survival = survival
     if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
-        departure.rest = _rest(crew, facts, saver, lean=survival is None)
+        # What is encrypted nobody here can read back.
+        departure.rest = _rest(crew, facts, saver, lean=survival is None and seals is None)
     exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
@@ -290,15 +290,16 @@ def _say_what_was_chosen(crew: Crew, initial: Initial | None) -> None:
 def _begin(crew: Crew, mode: str) -> Beginning:
     def claimed(attempt: int) -> None:
         crew.last_words.listen(attempt)
-        crew.teller.tell(state=CLAIMED, attempt=attempt)
+        crew.teller.tell(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
         crew.watch.start(attempt, is_first=crew.world.rank == 0)
 
+    recipients: tuple[str, ...] = ()
     try:
         _ = crew.slower  # a tier that cannot be is refused before the attempt is claimed
         if crew.data_world is not None:
             for original, tracked in crew.loaders:
                 crew.data_world.check(tracked.name, original)
-        sealing.check(crew.options)
+        recipients = sealing.check(crew.options)
         crew.registry.exclude(crew.options.exclude)
         capture(crew.registry)  # what cannot be stored is refused now, not at the first save
         reach = Reach(
@@ -354,10 +355,10 @@ def _rest(crew: Crew, facts: Facts, saver: Saver, *, lean: bool) -> Rest:
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
     hosts = set(log.record.facts["hosts"])
-    kind = REMOTE[0]
-    if len(hosts) == 1 and isinstance(crew.tier, LocalTier):
-        kind = file_system(crew.tier.root)
-    last_save = LastSave(crew.channel, saver, crew.outlook, on_one_host=not kind.startswith(REMOTE))
+    on_one_host = len(hosts) == 1 and isinstance(crew.tier, LocalTier)
+    if on_one_host and isinstance(crew.tier, LocalTier):
+        on_one_host = not is_remote(file_system(crew.tier.root))
+    last_save = LastSave(crew.channel, saver, crew.outlook, on_one_host=on_one_host)
     departure = Departure(
         crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,
         crew.loaders, lambda: crew.position.cursor,

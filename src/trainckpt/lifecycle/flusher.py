@@ -21,6 +21,7 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.lifecycle.flush_queue import Queue
 from trainckpt.lifecycle.log import logger
+from trainckpt.lifecycle.old_dumps import old_dumps, remove
 from trainckpt.lifecycle.pending import DURABLE
 from trainckpt.lifecycle.slower import COMMITS, TROUBLE
 from trainckpt.lifecycle.tier_interval import LastCopy
@@ -85,6 +86,7 @@ class Flusher:
         self._order = 0
         self._retry_s, self._retry_after_s, self._block_s = 0.0, FIRST_RETRY_S, 0.0
         self._draining = self._stopping = self._is_there = False
+        self._dumps_tidied = 0  # the attempt for which that was done
         self._newest_bytes = 0
         self._last: SnapshotName | None = None  # the newest that was copied
         self._said = ""
@@ -279,7 +281,12 @@ class Flusher:
 
         if is_superseded():
             return
-        candidates = catalog.read_catalog(self.tier, work.run, read_attempts(work.place))
+        records = read_attempts(work.place)
+        if self._dumps_tidied != work.attempt:  # which leaves none while it runs
+            self._dumps_tidied = work.attempt
+            for old in old_dumps(self.tier, records, is_copy=True):
+                remove(self.tier, old, is_copy=True)
+        candidates = catalog.read_catalog(self.tier, work.run, records)
         prune.prune_by_policy(
             self.tier, candidates, keep_last=work.keep_last, attempt=work.attempt,
             unless=is_superseded,

@@ -1,6 +1,6 @@
 """The pace of this rank, told to its supervisor about once a second.
 
-    <supervisor's folder>/pace<rank>.json    {"since_s", "micro_batch_s", "save_s", "encrypts"}
+    <supervisor's folder>/pace<rank>.json    {"since_s", "micro_batch_s", "save_s"}
 
 From it the supervisor judges whether a boundary can be reached before a deadline, also while the
 training thread holds up everything else. A source of notices by its form alone: it never has one.
@@ -34,13 +34,11 @@ class ToldPace:
         since_s: How long ago it passed its last boundary, when it is read.
         micro_batch_s: How long one takes, by the last ones; None: not known yet.
         save_s: How long the last save took; None: there was none.
-        encrypts: What it saves is encrypted, which images of its memory would not be.
     """
 
     since_s: float
     micro_batch_s: float | None
     save_s: float | None
-    encrypts: bool = False
 
     def boundary_s(self) -> float | None:
         """Until it reaches a boundary and has saved there, as far as can be foreseen.
@@ -58,10 +56,10 @@ class ToldPace:
 class PaceTeller:
     """Writes the file when it is polled, by the watcher."""
 
-    def __init__(self, pace: Pace, rank: int, *, encrypts: bool = False) -> None:
+    def __init__(self, pace: Pace, rank: int) -> None:
         folder = os.environ.get(SUPERVISOR_VARIABLE)
         self._path = Path(folder) / f"pace{rank}.json" if folder else None
-        self._pace, self._encrypts = pace, encrypts
+        self._pace = pace
 
     def start(self) -> None:
         """Nothing to set up."""
@@ -74,7 +72,7 @@ class PaceTeller:
         """Tell; there never is a notice."""
         since_s = self._pace.since_s(time.monotonic())
         if self._path is not None and since_s is not None:
-            told = ToldPace(since_s, self._pace.micro_batch_s, self._pace.save_s, self._encrypts)
+            told = ToldPace(since_s, self._pace.micro_batch_s, self._pace.save_s)
             temporary = self._path.with_name(self._path.name + ".tmp")
             with contextlib.suppress(OSError):
                 temporary.write_text(json.dumps(asdict(told)), encoding="utf-8")

@@ -1,6 +1,6 @@
 """What a rank tells the supervisor that launched it: one small file a rank, replaced as it goes on.
 
-    rank<r>.json    {rank, pid, host, run, attempt, state, grace_s, how, exit_code}
+    rank<r>.json    {rank, pid, host, run, attempt, state, grace_s, how, exit_code, ...}
     imported-<pid>  trainckpt was imported: this command is one that resumes
 
 The supervisor names the folder in TRAINCKPT_SUPERVISOR. Launchers swallow exit codes and know
@@ -43,6 +43,7 @@ class Told:
         how: Once it has left: "stopped", "finished", "failed" or "refused".
         exit_code: What its process is to end with.
         asked: It has found a notice that came to the ranks alone, such as that of `pause`.
+        encrypt_to: To whom it encrypts what it saves; so are images of its memory.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Told:
     how: str | None = None
     exit_code: int | None = None
     asked: bool = False
+    encrypt_to: tuple[str, ...] = ()
 
 
 class Teller:
@@ -99,7 +101,7 @@ def read_told(folder: Path) -> dict[int, Told]:
             with path.open("rb") as file:
                 told = Told(**json.loads(file.read(MAX_BYTES)))
             if _is_readable(told):
-                found[told.rank] = told
+                found[told.rank] = replace(told, encrypt_to=tuple(told.encrypt_to))
     return found
 
 
@@ -107,7 +109,8 @@ def _is_readable(told: Told) -> bool:
     """Whether every field is of its type and in range: it came from a file."""
     numbers = [told.rank, told.pid]
     numbers += [number for number in (told.attempt, told.exit_code) if number is not None]
-    words = [told.host, told.run, told.state, *([] if told.how is None else [told.how])]
+    words = [told.host, told.run, told.state, *told.encrypt_to,
+             *([] if told.how is None else [told.how])]  # fmt: skip
     return (
         all(type(number) is int and -(2**31) <= number < 2**31 for number in numbers)
         and all(type(word) is str and "\0" not in word for word in words)

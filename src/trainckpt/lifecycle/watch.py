@@ -92,8 +92,7 @@ class Watch:
         )
         others = further_sources(self._options, self.grace_s, world)
         others += [notices] if notices is not None else []
-        encrypts = bool(self._options.encrypt_to)
-        others += [PaceTeller(self._outlook.pace, world.rank, encrypts=encrypts)]
+        others += [PaceTeller(self._outlook.pace, world.rank)]
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
         self._sources = sources
         if is_first:

@@ -2,7 +2,7 @@
 
     1. look       what the tree holds open, whether there is room; nothing is touched yet
        GPUs       what is on them is set aside, in the processes' own memory (`gpu_tree`)
-    2. CRIU       images; the tree stays, stopped
+    2. CRIU       images; the tree stays, stopped. Of a run that is encrypted, so are they
     3. fsync      every image and its digest, the folders
     4. commit     the record: from now on the dump exists
     5. end        the stopped processes are killed, and awaited: their numbers have to be free
@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import SaveFailed
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import IMAGES, DumpRecord, Image, MappedFile, WrittenFile
-from trainckpt.process_dump import criu, tree
+from trainckpt.process_dump import criu, sealed_images, tree
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.dump import DumpName
+    from trainckpt.format.encryption import Wrapped
     from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.tiers.local import LocalTier
 
@@ -55,6 +56,7 @@ class Order:
         reason: Why.
         gpus: What the tree has on GPUs, if anything.
         snapshot, dropped: What the memory lacks, as of a record.
+        recipients: To whom the images are encrypted; none: they are not.
     """
 
     program: Path
@@ -69,11 +71,12 @@ class Order:
     gpus: GpuTree | None = None
     snapshot: str = ""
     dropped: int = 0
+    recipients: tuple[str, ...] = ()
 
 
-def estimate_s(num_bytes: int) -> float:
+def estimate_s(num_bytes: int, *, encrypts: bool = False) -> float:
     """How long a dump of so much memory takes, rather too long than too short."""
-    return FIRST_S + num_bytes / BYTES_PER_S
+    return FIRST_S + num_bytes / BYTES_PER_S * (2 if encrypts else 1)  # it is written twice
 
 
 def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
@@ -100,7 +103,8 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
             _freeze(order, images)
             pids = tree.processes(order.root)  # some may have come and gone until they were stopped
             held, tasks = _look(order, pids, variable), tree.tasks(pids)
-            record = _record(order, tasks, held, _settle(images))
+            keys = _seal(order, images)
+            record = _record(order, tasks, held, _settle(images), keys)
             tier.replace(order.name.record, record.dump())
     except BaseException as error:
         _send(tree.processes(order.root), signal.SIGCONT)
@@ -173,6 +177,12 @@ def _freeze(order: Order, images: Path) -> None:
         order.gpus.must_live()
 
 
+def _seal(order: Order, images: Path) -> tuple[Wrapped, ...]:
+    if not order.recipients:
+        return ()
+    return sealed_images.seal(images, order.run, order.name, order.recipients)
+
+
 def _settle(images: Path) -> tuple[Image, ...]:
     """Every image on stable storage, with its digest."""
     found = []
@@ -212,8 +222,9 @@ def digest_of(path: Path) -> str:
 
 
 def _record(
-    order: Order, tasks: list[int], held: tree.Look, images: tuple[Image, ...]
-) -> DumpRecord:
+    order: Order, tasks: list[int], held: tree.Look, images: tuple[Image, ...],
+    keys: tuple[Wrapped, ...],
+) -> DumpRecord:  # fmt: skip
     logs = {str(path) for path in order.logs}
     written = [WrittenFile(p, Path(p).stat().st_size) for p in held.written() if p not in logs]
     told = {}
@@ -226,7 +237,7 @@ def _record(
         folder=str(order.folder), told=told, images=images, written=tuple(written),
         reason=order.reason, gpus=order.gpus.state if order.gpus is not None else None,
         mapped=tuple(_mapped(tree.processes(order.root))),
-        snapshot=order.snapshot, dropped=order.dropped,
+        snapshot=order.snapshot, dropped=order.dropped, keys=keys,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     1. refusals   host, kernel, processor, CRIU, GPUs, libraries that changed, numbers that are
                   taken: nothing is touched yet
-    2. images     every length and digest
+    2. images     every length and digest; what is encrypted is opened
     3. files      what the tree wrote is cut back to its length then, after what came later was
                   copied aside (`<file>.after-<attempt>`)
     4. folder     the supervisor's, with what the ranks had told it
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
-from trainckpt.process_dump import criu, gpu_tree, tree
+from trainckpt.process_dump import criu, gpu_tree, sealed_images, tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, await_gone, digest_of
 from trainckpt.process_dump.gpus import GpusLost
@@ -97,6 +97,7 @@ def bring_back(
     attempt: int,
     more: Mapping[str, str],
     driver: Callable[[], CudaDriver] = CudaDriver,
+    key: bytes = b"",
 ) -> None:
     """Restore it as another attempt of its run.
 
@@ -104,6 +105,7 @@ def bring_back(
         tier, record, attempt: Where, what, and as which attempt.
         more: File name -> text: what else stands in the supervisor's folder when it runs again.
         driver: Made only where there is something to put back on GPUs.
+        key: Of images that are encrypted.
 
     Raises:
         UnusableSnapshot: it cannot be; nothing of it runs.
@@ -114,19 +116,31 @@ def bring_back(
     if why or ability.program is None:
         raise UnusableSnapshot(f"{record.name} cannot be restored: {why}", hint=ability.cure)
     images = tier.root / record.name.folder / IMAGES
-    with _gpus(record, driver) as gpus:
+    with _gpus(record, driver) as gpus, _plain(images, record, key) as plain:
         try:
-            verify(images, record)
             for file in record.written:
                 cut_back(file, attempt)
             _put_folder(record, more)
         except OSError as error:
             raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        if said := criu.restore(ability.program, images):
+        if said := criu.restore(ability.program, plain):
             kill(record)
             raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
         if gpus is not None:
             _put_back(gpus, record)
+
+
+@contextlib.contextmanager
+def _plain(images: Path, record: DumpRecord, key: bytes) -> Iterator[Path]:
+    """Where the images lie as CRIU reads them, each as it was written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            verify(images, record)
+            if record.keys:
+                images = stack.enter_context(sealed_images.opened(images, record, key))
+        except OSError as error:
+            raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
+        yield images
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ short whatever its length is, so it is never taken for a copy.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from trainckpt.errors import ConfigurationError, SaveFailed, TierUnavailable, UnusableSnapshot
 from trainckpt.format import digest, names
@@ -54,14 +54,26 @@ def committed_keys(tier: Tier, run: str) -> frozenset[str]:
     return frozenset(found)
 
 
+class Stored(Protocol):
+    """What has to be known of a file to copy it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+
+    @property
+    def digest(self) -> str:
+        """Of all of it."""
+
+
 def copy_file(
     sources: Sequence[Readable],
     target: Tier,
     key: str,
-    file: FileEntry,
+    file: Stored,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copy one shard file from the first source that holds it as the manifest says.
+    """Copy one file from the first source that holds it as it should be.
 
     Args:
         sources: Nearest first; only `read_into` is asked of them.
@@ -97,7 +109,7 @@ class _NotGood(Exception):
 
 
 def _blocks(
-    source: Readable, key: str, file: FileEntry, check: Callable[[], None]
+    source: Readable, key: str, file: Stored, check: Callable[[], None]
 ) -> Iterator[memoryview]:
     passed = digest.Running()
     memory = memoryview(bytearray(min(BLOCK_BYTES, file.num_bytes)))

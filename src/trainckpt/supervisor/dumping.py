@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import SaveFailed, TrainckptError
+from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
 from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.lifecycle import place, rest_told
@@ -33,7 +33,7 @@ from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpu_tree import LOCK_WITHIN_S
 from trainckpt.process_dump.gpus import GpusLost
 from trainckpt.snapshot import attempts
-from trainckpt.supervisor import requests
+from trainckpt.supervisor import requests, secrecy
 from trainckpt.supervisor.adopted import orphans_come_here
 from trainckpt.supervisor.processes import send
 from trainckpt.supervisor.requests import Answer
@@ -119,6 +119,7 @@ class Dumping:
         self._tier: Place | None = None
         self._attempt = 0
         self._gpus: GpuTree | None = None
+        self._recipients: tuple[str, ...] = ()
         self._waiting: _Waiting | None = None
         self._first_rests_s: float | None = None
 
@@ -259,7 +260,8 @@ class Dumping:
 
     def _dump_s(self, pids: list[int]) -> float:
         on_gpus = 0 if self._gpus is None else self._gpus.state.num_bytes
-        return dump.estimate_s(tree.memory_bytes(pids) + on_gpus)
+        num_bytes = tree.memory_bytes(pids) + on_gpus
+        return dump.estimate_s(num_bytes, encrypts=bool(self._recipients))
 
     def _facts(self, wish: Wish, record: AttemptRecord, ranks: Sequence[Told]) -> DumpFacts:
         """What is known at once; how large the processes are is not."""
@@ -274,7 +276,7 @@ class Dumping:
             boundary_s=max(known, default=None),
             hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
             host_returns=wish.host_returns,
-            why_no_dump=self._why_not(encrypts=any(pace.encrypts for pace in paces)),
+            why_no_dump=self._why_not(),
         )
 
     def _measured(self, facts: DumpFacts, driver: CudaDriver) -> DumpFacts:
@@ -283,14 +285,16 @@ class Dumping:
         why = facts.why_no_dump or self._why_not_gpus(pids, facts.seconds_left, driver)
         return replace(facts, dump_s=self._dump_s(pids), why_no_dump=why)
 
-    def _why_not(self, *, encrypts: bool) -> str:
-        if encrypts:
-            return "the run is encrypted, and images of its memory would not be"
+    def _why_not(self) -> str:
         if self._ability.why_not:
             return self._ability.why_not
         if not isinstance(self._tier, LocalTier):
             return "the run's place is no directory, where dumps lie"
-        return ""
+        try:
+            self._recipients = secrecy.recipients(self._launch.folder)
+        except ConfigurationError as error:
+            return error.message
+        return secrecy.why_exposed(self._tier)
 
     def _why_not_gpus(self, pids: list[int], seconds_left: float | None, driver: CudaDriver) -> str:
         limit_s = LOCK_WITHIN_S if seconds_left is None else seconds_left * LOCK_SHARE
@@ -318,6 +322,7 @@ class Dumping:
             gpus=self._gpus,
             snapshot=next((told.snapshot for told in resting if told.dropped), ""),
             dropped=sum(told.dropped for told in resting),
+            recipients=self._recipients,
         )
         with orphans_come_here(), _beating(tier, record.attempt):
             taken = dump.take(tier, order, SUPERVISOR_VARIABLE)

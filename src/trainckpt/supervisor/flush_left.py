@@ -1,8 +1,8 @@
 """Flush what is left: `python -m trainckpt.supervisor.flush_left RUN ATTEMPT`, after the ranks.
 
 An attempt that was killed, or had no time, leaves its newest snapshot in the run's place alone, or
-in this host's memory. Whoever started it copies that on, in a process of its own, before it
-returns:
+in this host's memory; one that was dumped leaves the dump there. Whoever started it copies that on,
+in a process of its own, before it returns:
 
     when      the attempt is over, and no other is started here: that one would do it itself
     who       the supervisor on the host of rank 0
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
+from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.options import LOCAL
@@ -54,11 +55,18 @@ class Left:
         snapshot: Its newest, full name.
         tiers: Names of those that lack it, `LOCAL` among them if it is in memory alone.
         why: How the attempt ended.
+        dump: The dump that it ended with, which those tiers lack too, or "".
     """
 
     snapshot: str
     tiers: tuple[str, ...]
     why: str
+    dump: str = ""
+
+    @property
+    def names(self) -> str:
+        """What is to be copied, for people."""
+        return " and ".join(name for name in (self.snapshot, self.dump) if name)
 
 
 def left_by(record: AttemptRecord | None) -> Left | None:
@@ -69,16 +77,27 @@ def left_by(record: AttemptRecord | None) -> Left | None:
     named = [each for each in (outcome.get("snapshot"), record.newest_commit) if each]
     newest = next((each for each in named if SnapshotName.parse(each)), "")  # a dump is none
     name = SnapshotName.parse(newest)
-    if name is None or name.attempt != record.attempt:
-        return None
+    if name is not None and name.attempt != record.attempt:
+        name = None
+    dump = DumpName.parse(str(outcome.get("snapshot")))
+    if dump is not None and dump.attempt != record.attempt:  # it began from that one
+        dump = None
     told, commits = record.facts.get(TIERS), record.facts.get(COMMITS)
     there = commits if isinstance(commits, dict) else {}
+    held = outcome.get("tiers") or ()
     names = [t.get("name") for t in told if isinstance(t, dict)] if isinstance(told, list) else []
-    lacking = [n for n in names if isinstance(n, str) and there.get(n) != newest]
-    if MEMORY in (outcome.get("tiers") or ()):
+    lacking = [
+        n for n in names
+        if isinstance(n, str)
+        and ((name is not None and there.get(n) != newest) or (dump is not None and n not in held))
+    ]  # fmt: skip
+    if MEMORY in held and name is not None:
         lacking.insert(0, LOCAL)
     why = f"{outcome.get('outcome') or 'over'} by {outcome.get('reason') or 'nobody knows what'}"
-    return Left(str(newest), tuple(lacking), why[:LONGEST_SAID]) if lacking else None
+    if not lacking:
+        return None
+    words = tuple(str(each) if each is not None else "" for each in (name, dump))
+    return Left(words[0], tuple(lacking), why[:LONGEST_SAID], words[1])
 
 
 def flush_left(
@@ -87,6 +106,7 @@ def flush_left(
     inbox: Inbox,
     variables: Mapping[str, str],
     say: Callable[[str], object] | None = None,
+    run: str | None = None,
 ) -> AttemptRecord | None:
     """Copy it, if there is anything to copy, and return the record as it is then. Main thread.
 
@@ -96,20 +116,21 @@ def flush_left(
         inbox: An entered one.
         variables: The environment of the command.
         say: Told what is done.
+        run: Its place, where no rank has told.
     """
     left = left_by(record)
-    first = next((told for told in ranks if told.rank == 0 and told.run), None)
-    if left is None or first is None or record is None or PROVE_VARIABLE in variables:
+    run = next((told.run for told in ranks if told.rank == 0 and told.run), run)
+    if left is None or run is None or record is None or PROVE_VARIABLE in variables:
         return record
     say = say or _nothing
     limit_s = _limit_s(ranks, inbox)
     within = "" if limit_s is None else f"within {max(limit_s, 0.0):.0f} s, "
     tiers = ", ".join(left.tiers)
     say(
-        f"attempt {record.attempt} {left.why}: copying {left.snapshot}, which {tiers} "
+        f"attempt {record.attempt} {left.why}: copying {left.names}, which {tiers} "
         f"lack{'s' if len(left.tiers) == 1 else ''}; {within}a further signal ends that"
     )
-    command = [sys.executable, "-m", __name__, first.run, str(record.attempt)]
+    command = [sys.executable, "-m", __name__, run, str(record.attempt)]
     code = -1
     with suppress(OSError):
         process = subprocess.Popen(
@@ -120,7 +141,7 @@ def flush_left(
     if code != 0:
         say("not all of it was copied: the next attempt does that, or `trainckpt flush`")
     with suppress(TrainckptError):
-        return attempts.read_attempts(place.open_other_place(first.run)).get(record.attempt, record)
+        return attempts.read_attempts(place.open_other_place(run)).get(record.attempt, record)
     return record
 
 

@@ -1,7 +1,7 @@
 """What `flush_left` starts: bring an attempt's newest snapshot to where its record says it lacks.
 
     from memory     to the run's place, and commit it there, if all its ranks were on this host
-    from the place  to each slower tier, nearest first
+    from the place  to each slower tier, nearest first; then the dump that the attempt ended with
 
 It says on stdout what it does. No other attempt may have begun: that one does it all itself.
 """
@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, TrainckptError
+from trainckpt.format.dump import DumpName
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.everywhere import move, open_everywhere
 from trainckpt.lifecycle.options import LOCAL
@@ -21,6 +22,7 @@ from trainckpt.lifecycle.slower import COMMITS
 from trainckpt.lifecycle.stop_tier import MEMORY
 from trainckpt.snapshot import attempts, flush
 from trainckpt.supervisor.flush_left import NOT_ALL, SAID, left_by
+from trainckpt.supervisor.left_dump import send_dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,14 +53,19 @@ def _flush(tier: Place, number: int) -> bool:
     done = [LOCAL] if LOCAL in left.tiers and _bring(tier, number) == left.snapshot else []
     everywhere = open_everywhere(tier.url)
     own = [c for c in everywhere.candidates() if c.usable and c.name.attempt == number]
+    slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.place]
     if own and own[0].manifest is not None:
-        slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.place]
         done += [t.name for t in slower if _copy(everywhere, own[0].name, t, number)]
         _note(everywhere.place, number, str(own[0].name), done)
-        for each in slower:
-            if each.name in done:
-                with suppress(TrainckptError):
-                    flush.mirror_records(everywhere.place, each, {})
+    elif not left.snapshot:
+        done += [t.name for t in slower]
+    if (dump := DumpName.parse(left.dump)) is not None:
+        sent = send_dump(everywhere, dump, slower, number, _say)
+        done = [name for name in done if name == LOCAL or name in sent]
+    for each in slower:
+        if each.name in done:
+            with suppress(TrainckptError):
+                flush.mirror_records(everywhere.place, each, {})
     for name, why in everywhere.silent.items():
         _say(f"the tier {name} does not answer: {why}")
     return set(left.tiers) <= set(done) and not everywhere.silent

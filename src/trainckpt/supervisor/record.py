@@ -197,7 +197,7 @@ class NamedRun:
         self.problem = ""
         self.tier = place.open_place(run)
         self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
-        self._begun, self._pids = time.time(), list[int]()
+        self._begun, self._pids, self._tiers = time.time(), list[int](), _tiers(self.tier)
         silent = is_silent(self._command, self._cwd)
         self._claim_after_s = CLAIM_SILENT_AFTER_S if silent else CLAIM_AFTER_S
         self._heartbeat: Heartbeat | None = None
@@ -273,5 +273,20 @@ class NamedRun:
             "hosts": [socket.gethostname()] * self._nproc,
             "pids": self._pids,
             "started": self._begun,
+            **self._tiers,
         }
         return AttemptRecord(attempt, parent, RUNNING, facts=self._facts or facts)
+
+
+def _tiers(tier: Place) -> dict[str, Any]:
+    """The slower tiers, as the options name them: they get the dump that the command ends with.
+
+    Raises:
+        ConfigurationError: an option is unreadable, or names no tier.
+    """
+    from trainckpt.lifecycle.options import read_options
+    from trainckpt.lifecycle.slower import WHERE, open_slower, where
+
+    options = read_options({})
+    told = open_slower(options.tiers, options.durable, tier).to_facts()
+    return {**told, WHERE: where(tier)} if told else {}

@@ -54,6 +54,7 @@ class Dumped:
         output: As `supervise` has it.
         has_agent: The tree's root is torchrun under our agent.
         max_restarts: How often the command is started again where it fails.
+        key: Of its images, if they are encrypted.
     """
 
     tier: LocalTier
@@ -64,6 +65,7 @@ class Dumped:
     output: Any = None
     has_agent: bool = True
     max_restarts: int = 0
+    key: bytes = b""
 
 
 def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
@@ -82,9 +84,8 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
     try:
         with outputs(dumped.dumpable, folder, dumped.output) as logs:
             try:
-                restore.bring_back(
-                    dumped.tier, record, claimed.attempt, attempt_number.spell(claimed.attempt)
-                )
+                number = attempt_number.spell(claimed.attempt)
+                restore.bring_back(dumped.tier, record, claimed.attempt, number, key=dumped.key)
             except UnusableSnapshot as error:
                 verdict = Verdict(error.exit_code, FAILED, error.message)
                 named.end((), verdict)
@@ -110,5 +111,6 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
         raise UnusableSnapshot(f"{record.name} was brought back, but {verdict.why}")
     again = starts_again(verdict, done=0, most=dumped.max_restarts, signalled=asked)
     if found is not None and not again:
-        found = flush_left(found, ranks, inbox, os.environ, dumped.dumpable.say)
+        say, url = dumped.dumpable.say, dumped.tier.url
+        found = flush_left(found, ranks, inbox, os.environ, say, url)
     return Ended(verdict.exit_code, found, 0, verdict.why, again)

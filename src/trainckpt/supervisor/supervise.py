@@ -159,7 +159,8 @@ def supervise(
                 say(f"--run: {named.problem}")
             if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
                 if found is not None:
-                    newest = flush_left(found, ranks, signals, start.variables, say)
+                    url = named.url if named is not None else None
+                    newest = flush_left(found, ranks, signals, start.variables, say, url)
                 return Ended(verdict.exit_code, newest, done, verdict.why)
             done += 1
             if say is not None:

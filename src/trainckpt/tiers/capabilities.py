@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LINK, EXCLUSIVE, NOT_AT_ALL = "link", "exclusive", ""
 PAGE = 4096
+REMOTE = ("nfs", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "virtiofs", "cifs", "smb",
+          "glusterfs", "afs", "ocfs2", "gfs2", "wekafs")  # fmt: skip
 TAIL = 904  # bytes behind the last whole page
 # What a file system answers that cannot do a thing; anything else means that the place is ill.
 _CANNOT = frozenset({
@@ -110,6 +112,11 @@ def file_system(path: Path) -> str:
             if path.is_relative_to(at) and len(at) >= found[0]:  # a later mount covers an earlier
                 found = (len(at), source.split()[0])
     return found[1]
+
+
+def is_remote(kind: str) -> bool:
+    """Whether what is written to a file system of this type leaves the host."""
+    return kind.startswith(REMOTE)
 
 
 def _can(act: Callable[[], object]) -> bool:

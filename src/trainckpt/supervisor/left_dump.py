@@ -1,0 +1,81 @@
+"""The dump that an attempt ended with, copied to the slower tiers once its processes are gone."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
+from trainckpt.lifecycle import dump_copies
+from trainckpt.snapshot import attempts, flush
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.format.dump import DumpName
+    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.tiers.base import Tier
+
+SAY_EVERY_S = 5.0
+
+
+def send_dump(
+    everywhere: Everywhere,
+    name: DumpName,
+    tiers: Sequence[Tier],
+    number: int,
+    say: Callable[[str], object],
+) -> list[str]:
+    """Copy a dump of attempt `number`, and note where it is; names of tiers that lack nothing.
+
+    Nothing is lacking either where it must not go.
+    """
+    held, over = list[str](), list[str]()
+    for tier in tiers:
+        try:
+            held += [tier.name] * _send(everywhere, name, tier, number, say)
+        except ConfigurationError as error:
+            say(f"{name} is not sent to {tier.name}: {error.message}")
+            over.append(tier.name)
+        except TrainckptError as error:
+            say(f"{name} is not in {tier.name}: {error.message}")
+    if held:
+        with suppress(TrainckptError):
+            _note(everywhere.place, number, str(name), held)
+    return [*held, *over]
+
+
+def _send(
+    everywhere: Everywhere, name: DumpName, tier: Tier, number: int, say: Callable[[str], object]
+) -> bool:
+    place = everywhere.place
+    begun_s = said_s = time.monotonic()
+    done = 0
+
+    def tell(num_bytes: int) -> None:
+        nonlocal done, said_s
+        if attempts.newest(place) != number:
+            raise SaveFailed("another attempt has begun, and goes on from it")
+        done += num_bytes
+        if time.monotonic() - said_s > SAY_EVERY_S:
+            said_s = time.monotonic()
+            say(f"{name} to {tier.name}: {done / 1e6:.1f} MB so far")
+
+    tell(0)
+    flush.found_there(place, tier, everywhere.run)
+    flush.mirror_records(place, tier, {})
+    num_bytes = dump_copies.send(place, tier, everywhere.run, name, tell)
+    took_s = time.monotonic() - begun_s
+    say(f"{name} is in {tier.name}: {num_bytes / 1e6:.1f} MB in {took_s:.1f} s")
+    return True
+
+
+def _note(place: Tier, number: int, name: str, held: Sequence[str]) -> None:
+    """The record says where the dump is."""
+    record = attempts.read_attempts(place)[number]
+    outcome = record.outcome
+    if outcome is not None and outcome.get("snapshot") == name:
+        before = [str(tier) for tier in outcome.get("tiers") or ()]
+        outcome = {**outcome, "tiers": [*before, *(t for t in held if t not in before)]}
+        attempts.replace(place, record.with_(outcome=outcome))
