@@ -81,9 +81,9 @@ class Run:
 
         return wait_for(is_there, self)
 
-    def record(self):
+    def record(self, attempt=None):
         """Until this attempt's record is there: from then on it can be paused."""
-        path = Path(self.run) / "attempts" / f"{self.attempts}.json"
+        path = Path(self.run) / "attempts" / f"{attempt or self.attempts}.json"
         beat = path.with_suffix(".heartbeat")
         return wait_for(lambda: beat.exists() or self.process.poll() is not None, self)
 

@@ -274,7 +274,7 @@ def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_that_ca
 
         (tmp_path / "new.so").write_bytes(b"2" * 8192)  # as an upgrade does it
         (tmp_path / "new.so").rename(library)
-        run.resume().record()
+        run.resume().record(3)  # the one before could not be restored
         run.wait_lines(3)
         assert f"cannot be restored: {library}, which was mapped, has changed since" in run.said()
         assert run.lines()[:2] == ["0", "closed"]  # from the beginning: there is no snapshot
