@@ -127,9 +127,9 @@ def of_each_rank(lines):
     return found
 
 
-def paused_often(folder, reference, pauses, rng, **variables):
+def paused_often(folder, reference, pauses, rng, lose=lambda run: None, **variables):
     """Run it with so many pauses, every other by SIGTERM; returns the seconds of each and of every
-    restore."""
+    restore. `lose` is called while it is away."""
     seconds = {"pause": [], "restore": []}
     gate, steps = Path(folder) / "gate", variables["COUNT"] - 1
     with Run(folder, GATE=gate, **variables) as run:
@@ -150,6 +150,7 @@ def paused_often(folder, reference, pauses, rng, **variables):
                 assert (told["outcome"], told["kind"]) == ("stopped", "dump"), told
             assert run.wait() == 75, run.said()
             seconds["pause"].append(time.monotonic() - begun)
+            lose(run)
             begun = time.monotonic()
             run.resume().record()
             seconds["restore"].append(time.monotonic() - begun)

@@ -21,7 +21,7 @@ from trainckpt.errors import TierUnavailable
 from trainckpt.tiers.private import is_private
 
 KEY_BYTES = 32
-PURPOSE = b"trainckpt dump record\0"
+PURPOSE = b"trainckpt/dump\0"
 MAX_BYTES = 200  # of a word
 
 
