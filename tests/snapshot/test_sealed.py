@@ -133,6 +133,44 @@ def test_it_is_encrypted_when_all_is_copied_since_training_may_wait_for_that(tie
     assert read_all(tier, entry) == data
 
 
+class Told(Disk):
+    """Tells when the first byte of a file is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = threading.Event()
+
+    def write(self, path, descriptor, block, first_byte):
+        super().write(path, descriptor, block, first_byte)
+        if path.suffix == ".safetensors":
+            self.begun.set()
+
+
+def test_it_is_written_when_all_is_copied_though_the_copy_is_still_being_proved(tmp_path):
+    tier = LocalTier(tmp_path, Told())
+    shard, seen = Shard(content(HEAD + 2 * BLOCK_BYTES), HEAD), []
+
+    def copied():
+        yield address(shard.memory) + len(shard.memory)
+        seen.append(tier.disk.begun.wait(60))  # the next step comes later
+
+    entry = write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+    assert seen == [True]
+    assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
+
+
+def test_what_is_abandoned_after_it_was_copied_leaves_nothing(tier):
+    shard = Shard(content(HEAD + 2 * BLOCK_BYTES), HEAD)
+
+    def copied():
+        yield address(shard.memory) + len(shard.memory)
+        raise ValueError("a tensor has changed")
+
+    with pytest.raises(ValueError, match="has changed"):
+        write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+    assert not list((tier.root / NAME.folder).iterdir())
+
+
 class Held(Disk):
     """The file's first block is on its way until the fourth is."""
 

@@ -21,7 +21,8 @@ from trainckpt.encryption.sealed_file import TAG_BYTES, Layout, Place, Sealer
 from trainckpt.format import digest, names
 from trainckpt.format.encryption import Plain
 from trainckpt.format.manifest import FileEntry
-from trainckpt.tiers.direct import copy, memory
+from trainckpt.tiers import direct
+from trainckpt.tiers.direct import address, copy, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.save import InMemory
     from trainckpt.tiers.base import Tier
 
-BLOCK_BYTES = 8 << 20  # of one write: several chunks, one request to a disk
+BLOCK_BYTES = 4 << 20  # of one write: several chunks, one request to a disk
 NUM_SEALERS = 2
-NUM_AHEAD = 3  # blocks that are encrypted or waited for
+NUM_AHEAD = 2  # blocks that are encrypted or waited for
 NUM_WRITTEN = 4  # blocks on their way to a disk
 NUM_BUFFERS = NUM_AHEAD + NUM_WRITTEN - 1
 
@@ -142,27 +143,32 @@ class _SealedFile:
     ) -> Iterator[memoryview]:
         """The file's blocks, in order; where they stay in `into`, or each until `NUM_WRITTEN` more
         were asked for."""
-        for _ in copied:  # training may wait for that, and to encrypt takes the cores it needs
-            pass
-        complete.set()
+        copied, end_of_all = iter(copied), (address(data) or 0) + len(data)
+        for behind in copied:  # training may wait for that, and to encrypt takes the cores it needs
+            if behind >= end_of_all:
+                break
         body = data[self.layout.head_bytes :]
-        size, buffers = min(BLOCK_BYTES, len(body)), list[memoryview]()
-        if into is None:
-            buffers = [memory(size) for _ in range(NUM_BUFFERS)]
+        size = min(BLOCK_BYTES, len(body))
+        buffers = direct.buffers(NUM_BUFFERS, size) if into is None else []
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
-            for at in range(0, len(body), BLOCK_BYTES):
-                buffer = into[at:] if into else buffers[at // BLOCK_BYTES % NUM_BUFFERS]
-                waiting.append(sealers.submit(self._seal, body, at, buffer))
+            for number, (at, end) in enumerate(_cuts(len(body), self.layout.chunk_bytes)):
+                buffer = into[at:end] if into else buffers[number % NUM_BUFFERS][: end - at]
+                waiting.append(sealers.submit(self._seal, body[:end], at, buffer))
                 if len(waiting) == NUM_AHEAD:
                     yield waiting.popleft().result()
+                if number == NUM_BUFFERS:  # the disk has work, so cores may be had for the head
+                    complete.set()
+            complete.set()
             while waiting:
                 yield waiting.popleft().result()
-        end = self._end(head.result())
+        for _ in copied:  # it may yet be abandoned
+            pass
+        last = self._end(head.result())
         if into is not None:
-            into[len(body) :] = end
-            end = into[len(body) :]
-        yield end
+            into[len(body) :] = last
+            last = into[len(body) :]
+        yield last
 
     def digested(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         """The same blocks, each digested while whoever takes it writes it."""
@@ -180,13 +186,12 @@ class _SealedFile:
             at += len(block)
 
     def _seal(self, body: memoryview, at: int, into: memoryview) -> memoryview:
-        """Encrypt one block of the body.
+        """Encrypt one block of the body: all behind `at`.
 
         Each chunk's tag is written over by the next chunk. Where it would lie behind the block,
         which another thread encrypts, the chunk goes through memory of its own.
         """
-        end = min(at + BLOCK_BYTES, len(body))
-        each = self.layout.chunk_bytes
+        end, each = len(body), self.layout.chunk_bytes
         for first in range(at, end, each):
             last = min(first + each, end)
             fits = last + TAG_BYTES <= end
@@ -195,7 +200,7 @@ class _SealedFile:
             self._sealer.seal(first // each, body[first:last], target)
             if not fits:
                 copy(into[first - at : last - at], target[: last - first])
-        return into[: end - at]
+        return into
 
     def passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         """The blocks of a file that pass by in order, head first, encrypted, head last."""
@@ -237,3 +242,15 @@ class _SealedFile:
         found[layout.head_bytes :] = self._sealer.tail()
         self._behind = digest.digest(found)
         return found
+
+
+def _cuts(num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where the body's blocks begin and end.
+
+    Small ones first: the disk need not wait for the first of `BLOCK_BYTES`.
+    """
+    at, size = 0, chunk_bytes
+    while at < num_bytes:
+        end = min(at + size, num_bytes)
+        yield at, end
+        at, size = end, min(2 * size, BLOCK_BYTES)
