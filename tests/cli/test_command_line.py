@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from trainckpt.cli.main import VERBS, main, parse
 from trainckpt.errors import ConfigurationError
@@ -12,6 +15,7 @@ from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle import launch
 from trainckpt.lifecycle.place import open_directory
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor.command import FLAGS, WITH_VALUE
 from trainckpt.supervisor.supervise import split_torchrun_options, torchrun_command
 
 
@@ -81,6 +85,31 @@ def test_torchrun_options_pass_through_in_their_order():
     ]  # fmt: skip
     assert run_command("--no-python", "./train.sh") == [
         *TORCHRUN, "--nproc-per-node=1", "--no-python", "--", "./train.sh"
+    ]  # fmt: skip
+
+
+def test_the_common_options_of_torchrun_are_known_as_torchrun_takes_them():
+    """So that its parser, and torch with it, need not be imported before the launch."""
+    known = get_args_parser()._option_string_actions
+    assert [known[name].nargs for name in FLAGS] == [0] * len(FLAGS)
+    assert [known[name].nargs for name in WITH_VALUE] == [None] * len(WITH_VALUE)
+
+
+def test_a_command_is_split_without_torch():
+    """It would take a second in which nothing is launched."""
+    code = (
+        "import sys; from trainckpt.cli import run; from trainckpt.supervisor import command;"
+        "command.split_torchrun_options(['--nnodes', '2', '--standalone', '-m', 'train']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_rare_option_of_torchrun_is_told_by_torchrun():
+    """With its value, and as a flag."""
+    assert run_command("--role", "x", "--run-path", "train.py")[-1] == "train.py"
+    assert run_command("--role", "x", "--run-path", "train.py")[-5:-2] == [
+        "--role", "x", "--run-path"
     ]  # fmt: skip
 
 

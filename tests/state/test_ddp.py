@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt.state.kinds import ddp
@@ -51,6 +52,16 @@ def test_a_fresh_model_takes_over_the_order():
     ddp.apply_bucket_order(fresh, saved)
 
     assert ddp.capture(fresh, "")["bucket_order"].split() == saved["bucket_order"].split(",")
+
+
+def test_the_order_is_replayed_only_where_sums_depend_on_it():
+    # One rank adds nothing; from three ranks on: tests/test_campaign.py.
+    assert not ddp.rounds_by_buckets(wrapped())
+    assert not ddp.rounds_by_buckets(nn.Linear(1, 1))
+    hooked = wrapped()
+    hooked.register_comm_hook(None, allreduce_hook)  # some sum by bucket: PowerSGD
+
+    assert ddp.rounds_by_buckets(hooked)
 
 
 def test_what_is_not_wrapped_has_nothing_hidden():

@@ -22,6 +22,16 @@ RESTARTS_VARIABLE = "PET_MAX_RESTARTS"  # torchrun's own, for the option
 NPROC_OPTIONS = ("--nproc-per-node", "--nproc_per_node")
 MODULE_OPTIONS = ("-m", "--module")
 NO_PYTHON_OPTIONS = ("--no-python", "--no_python")
+# Those of torchrun's that are common: for others its own parser is asked, which imports torch, a
+# second in which nothing is launched yet.
+FLAGS = (*MODULE_OPTIONS, *NO_PYTHON_OPTIONS, "--standalone")
+WITH_VALUE = (
+    *NPROC_OPTIONS, *RESTARTS_OPTIONS, "--nnodes", "--node-rank", "--node_rank",
+    "--master-addr", "--master_addr", "--master-port", "--master_port",
+    "--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint",
+    "--rdzv-id", "--rdzv_id", "--rdzv-conf", "--rdzv_conf", "--log-dir", "--log_dir",
+    "--redirects", "-r", "--tee", "-t", "--monitor-interval", "--monitor_interval",
+)  # fmt: skip
 SCRIPT_BYTES = 1 << 20
 MAX_PATH = 1024  # what is longer is no path
 _MENTION = re.compile(rb"\btrainckpt\b")
@@ -44,22 +54,27 @@ def is_torchrun(command: Sequence[str]) -> bool:
 
 def split_torchrun_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split `[torchrun options] [--] SCRIPT ARGS` where the script begins."""
-    from torch.distributed.run import get_args_parser
-
-    known = get_args_parser()._option_string_actions
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
         name, equals, _ = arguments[at].partition("=")
-        action = known.get(name)
-        if action is None:
-            raise ConfigurationError(
-                f"{name} is an option neither of trainckpt run nor of torchrun",
-                hint="options of trainckpt run come first, then those of torchrun, then `--` and "
-                "the script with its own",
-            )
-        at += 1 if equals or action.nargs == 0 else 2
+        at += 2 if _takes_value(name) and not equals else 1
     command = list(arguments[at:])
     return list(arguments[:at]), command[1:] if command[:1] == ["--"] else command
+
+
+def _takes_value(option: str) -> bool:
+    if option in FLAGS or option in WITH_VALUE:
+        return option in WITH_VALUE
+    from torch.distributed.run import get_args_parser
+
+    action = get_args_parser()._option_string_actions.get(option)
+    if action is None:
+        raise ConfigurationError(
+            f"{option} is an option neither of trainckpt run nor of torchrun",
+            hint="options of trainckpt run come first, then those of torchrun, then `--` and "
+            "the script with its own",
+        )
+    return action.nargs != 0
 
 
 def take_max_restarts(

@@ -2,8 +2,8 @@
 
 Bucket order: after its first synchronized backward DDP regroups gradients by the order in which
 they became ready. A ring all-reduce adds in another order for another grouping, so from three
-ranks on a fresh DDP rounds differently. The order is replayed without a forward pass: a dummy
-backward in which the reducer's own hooks are called in the recorded order.
+ranks on a fresh DDP rounds differently. There the order is replayed without a forward pass: a
+dummy backward in which the reducer's own hooks are called in the recorded order.
 Between that backward and the next forward the regrouping is due but not done, and nothing tells
 the order; so `capture` has it done, as the next forward would have.
 
@@ -60,6 +60,18 @@ def capture(module: nn.Module, known_order: str) -> dict[str, Any] | None:
         "bucket_order": known_order or _bucket_order(module),
         "forward_sync": bool(module.require_forward_param_sync),
     }
+
+
+def rounds_by_buckets(module: nn.Module) -> bool:
+    """Whether sums of gradients depend on how they are grouped into buckets.
+
+    Two ranks add two numbers, in whatever group: a + b is b + a. To replay the order costs an
+    all-reduce of all gradients and the memory of all buckets, which the first forward after the
+    first backward makes anyway.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        return False
+    return module.process_group.size() > 2 or not _is_plain(module)
 
 
 def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
