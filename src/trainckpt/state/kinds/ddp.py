@@ -71,7 +71,7 @@ def rounds_by_buckets(module: nn.Module) -> bool:
     """
     if not isinstance(module, DistributedDataParallel):
         return False
-    return module.process_group.size() > 2 or not _is_plain(module)
+    return module.process_group.size() > 2 or _has_ways_of_its_own(module)
 
 
 def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
@@ -152,13 +152,18 @@ def _is_plain(module: Any) -> bool:
     """Whether all that its reducer knows is the parameters and the order of its buckets."""
     if any(not hasattr(module, name) for name in (*_DDP_NAMES, *_REMADE_BY)):
         return False
-    more = ("static_graph", "gradient_as_bucket_view", "find_unused_parameters", "mixed_precision",
-            "_comm_hooks", "_delay_all_reduce_params", "_use_python_reducer",
-            "_accum_grad_hooks")  # fmt: skip
+    more = ("gradient_as_bucket_view", "find_unused_parameters")
+    return not (_has_ways_of_its_own(module) or any(getattr(module, name) for name in more))
+
+
+def _has_ways_of_its_own(module: Any) -> bool:
+    """Whether gradients are reduced in another way than by a sum of each bucket, as it is."""
+    ways = ("static_graph", "mixed_precision", "_comm_hooks", "_delay_all_reduce_params",
+            "_use_python_reducer", "_accum_grad_hooks")  # fmt: skip
     hooked = any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters())
-    return not (
+    return bool(
         hooked
-        or any(getattr(module, name, None) for name in more)
+        or any(getattr(module, name, None) for name in ways)
         or module._get_ddp_logging_data().get("comm_hook")
     )
 
