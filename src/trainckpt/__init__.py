@@ -22,6 +22,7 @@ from trainckpt.errors import (
 )
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.versions import VERSION
+from trainckpt.importing import without_collections
 from trainckpt.lifecycle import told as _told  # noqa: F401 - so a supervisor learns of the import
 from trainckpt.lifecycle.stopped import Stopped
 
@@ -62,7 +63,8 @@ if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let an
             return import_module(f"trainckpt.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(_LATER[name]), name)
+        with without_collections():
+            found = getattr(import_module(_LATER[name]), name)
         globals()[name] = found
         return found
 

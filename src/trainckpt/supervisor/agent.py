@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainckpt.format.attempt import STOPPED
+from trainckpt.importing import without_collections
 from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE, read_told
 from trainckpt.supervisor.processes import children
 from trainckpt.supervisor.report import End, write_end, write_failures
@@ -49,8 +50,9 @@ def main() -> int:
     for name in NOISY:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_wanted)
 
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with without_collections():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         run.main(sys.argv[1:])
