@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.lifecycle.training import attempt, notice, record, usable
+from trainckpt.encryption import keys
 from trainckpt.lifecycle.stop_tier import Way, choose_tier, takes_machine, ways_of
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -127,12 +128,18 @@ def stop_on_a_slow_disk(run, **options):
     attempt(run, epochs=3, inside=inside, on_stop="return", stop_at="micro-batch", **options)
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True])
 def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_on_from_it(
-    tmp_path, caplog
+    tmp_path, caplog, is_encrypted
 ):
+    how = {}
+    if is_encrypted:
+        identity = keys.generate()
+        keys.write_identity(tmp_path / "id", identity)
+        how = {"encrypt_to": identity.recipient, "identity": str(tmp_path / "id")}
     straight, _ = attempt(tmp_path / "straight", epochs=3)
     with caplog.at_level(logging.INFO, "trainckpt"):
-        stop_on_a_slow_disk(tmp_path / "run")
+        stop_on_a_slow_disk(tmp_path / "run", **how)
     outcome = record(tmp_path / "run", 1)["outcome"]
     newest = outcome["snapshot"]
     assert newest.startswith("s4m")
@@ -146,7 +153,8 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert "the last save goes to memory, in about" in caplog.text
     assert newest not in usable(tmp_path / "run")
 
-    parts, ckpt = attempt(tmp_path / "run", epochs=3)
+    parts, ckpt = attempt(tmp_path / "run", epochs=3, **how)
     assert str(ckpt._attempt.beginning.manifest.name) == newest
+    assert (ckpt._attempt.beginning.manifest.encryption is not None) == is_encrypted
     assert parts.state() == straight.state()
     assert MemoryPlace.found(str(tmp_path / "run")) is None

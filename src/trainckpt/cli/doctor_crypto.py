@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.cli import show
-from trainckpt.encryption.envelope import new_key
 from trainckpt.encryption.keys import parse_recipients, read_identity
 from trainckpt.encryption.package import INSTALL, must_be_there
-from trainckpt.encryption.sealed_file import CHUNK_BYTES, TAG_BYTES, Layout, Place, Sealer
+from trainckpt.encryption.sealed_file import bytes_per_s
 from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle.machine import Item
 from trainckpt.lifecycle.options import read_options
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.options import Options
 
 NAME = "encryption"
-PROBE_CHUNKS = 32  # of 1 MiB
 
 
 def examine() -> list[Item]:
@@ -43,19 +40,8 @@ def _package(*, needed: bool) -> Item:
         what = "the package cryptography is not installed"
         return Item(NAME, ok=False, value=what, cure=INSTALL, needed=needed)
     version = metadata.version("cryptography")
-    value = f"AES-256-GCM at {show.size(_bytes_per_s())}/s a core, cryptography {version}"
+    value = f"AES-256-GCM at {show.size(bytes_per_s())}/s a core, cryptography {version}"
     return Item(NAME, ok=True, value=value, needed=needed)
-
-
-def _bytes_per_s() -> int:
-    """Of this thread, as a save encrypts."""
-    sealer = Sealer(new_key(), Place("", "", ""), Layout(0, PROBE_CHUNKS * CHUNK_BYTES))
-    plain = memoryview(bytearray(CHUNK_BYTES))
-    into = memoryview(bytearray(CHUNK_BYTES + TAG_BYTES))
-    begun_s = time.perf_counter()
-    for number in range(PROBE_CHUNKS):
-        sealer.seal(number, plain, into)
-    return int(PROBE_CHUNKS * CHUNK_BYTES / (time.perf_counter() - begun_s))
 
 
 def _recipients(options: Options) -> list[Item]:

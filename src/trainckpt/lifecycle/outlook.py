@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainckpt.encryption.sealed_file import bytes_per_s
 from trainckpt.lifecycle import stop_plan
 from trainckpt.lifecycle.log import logger
 from trainckpt.lifecycle.memory import budget_bytes
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.position import Position
     from trainckpt.ranks.decision import Mode
     from trainckpt.state.registry import Registry
+
+FRESH_MEMORY = 5  # times as slow as memory that was used before
 
 
 class Outlook:
@@ -77,11 +80,14 @@ class Outlook:
     def memory_s(self) -> float | None:
         """How long a save to shared memory would take here and now; None: nothing was measured.
 
-        Nor where saves are encrypted: memory would hold them as they are.
+        Where saves are encrypted, memory holds them twice, and the second time is tried here: some
+        milliseconds, on the training thread, once an attempt ends.
         """
         per_byte = self.pace.copy_seconds_per_byte
-        if per_byte is None or self._options.encrypt_to:
+        if per_byte is None:
             return None
+        if self._options.encrypt_to:  # one thread, and memory that is as slow as fresh memory
+            per_byte += 1 / bytes_per_s() + FRESH_MEMORY * per_byte
         return per_byte * weigh(self._registry, gradients=True).now
 
     def tighten_after_s(self, seconds_left: float) -> float:
