@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,7 +13,13 @@ import torch
 from tests.lifecycle.test_memory_tier import flip
 from tests.lifecycle.training import attempt, crashed, usable
 from trainckpt import Checkpointer
+from trainckpt.errors import TierUnavailable
+from trainckpt.lifecycle.attach import Seat, own_view
 from trainckpt.lifecycle.domains import domains_of
+from trainckpt.lifecycle.scavenge import scavenge
+from trainckpt.ranks.channel import Alone
+from trainckpt.ranks.world import World
+from trainckpt.snapshot.attempts import run_id
 from trainckpt.supervisor.prefetch import bring
 from trainckpt.tiers import kept
 from trainckpt.tiers.local import LocalTier
@@ -46,6 +54,24 @@ def test_a_crashed_run_goes_on_from_the_step_it_had_in_memory(tmp_path, straight
     assert "s4~1.4 was read from memory" in caplog.text
     assert parts.state() == straight
     assert MemoryPlace.found(str(tmp_path)) is None  # finished: given back
+
+
+def test_two_processes_never_bring_the_same_memory(tmp_path):
+    """The other may commit a file that this one is about to write anew."""
+    crashed(tmp_path, CRASH_AT, **SAVING)
+    tier, channel = LocalTier(tmp_path), Alone(World(0, 1, 0, "host"))
+    how = tier, channel, run_id(tier), [Seat("host", own_view())]
+    code = (
+        "import sys; from trainckpt.tiers.memory import MemoryPlace\n"
+        "with MemoryPlace.of(sys.argv[1]).fetching():\n    print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline()
+        with pytest.raises(TierUnavailable, match="two must not write"):
+            scavenge(*how, alone_within_s=0.1)
+        assert usable(tmp_path) == ["s3~1.3"]
+    assert str(scavenge(*how)) == "s4~1.4"  # the other has ended
 
 
 @pytest.mark.parametrize("spoil", ["file", "manifest", "gone"])

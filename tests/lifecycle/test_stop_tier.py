@@ -158,3 +158,15 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert (ckpt._attempt.beginning.manifest.encryption is not None) == is_encrypted
     assert parts.state() == straight.state()
     assert MemoryPlace.found(str(tmp_path / "run")) is None
+
+
+def test_what_was_given_up_is_one_save_and_later_ones_are_committed(tmp_path):
+    """A stop whose save came too late was undone, and training went on."""
+
+    def inside(ckpt, _):
+        if ckpt.cursor.micro_batches == 5:
+            ckpt._attempt.saver.wait()
+            ckpt._attempt.saver.give_up()
+
+    attempt(tmp_path / "run", inside=inside)
+    assert any(not name.startswith("s2~") for name in usable(tmp_path / "run"))

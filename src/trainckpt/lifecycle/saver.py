@@ -150,6 +150,7 @@ class Saver:
         behind = may_skip and self._is_behind(PATIENCE_S if asked else NEARLY_S)
         if not behind:
             self.join()
+            self._writer.begin()
         begun_s = time.monotonic()
         self._sequence += 1
         self._in_memory, self._is_last = in_memory, last

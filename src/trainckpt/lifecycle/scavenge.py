@@ -20,10 +20,11 @@ wrong is said, and the newest commit stands.
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import TrainckptError, UnusableSnapshot
+from trainckpt.errors import TierUnavailable, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names, parity_file
 from trainckpt.format.digest import digest
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 EXCHANGE_S = 60.0
-ALONE_WITHIN_S = 60.0
+ALONE_WITHIN_S = 540.0  # less than others wait for this rank
+SAID_AFTER_S = 5.0
 MOST = 4  # snapshots of a host that are looked at
 
 
@@ -89,7 +91,13 @@ class Whereabouts:
     rebuilder: int
 
 
-def scavenge(tier: Tier, channel: Channel, run: str, seats: Sequence[Seat]) -> SnapshotName | None:
+def scavenge(
+    tier: Tier,
+    channel: Channel,
+    run: str,
+    seats: Sequence[Seat],
+    alone_within_s: float = ALONE_WITHIN_S,
+) -> SnapshotName | None:
     """Bring the newest snapshot that is in memory alone to the run's place. Every rank calls it.
 
     Returns:
@@ -97,24 +105,43 @@ def scavenge(tier: Tier, channel: Channel, run: str, seats: Sequence[Seat]) -> S
 
     Raises:
         NoAgreement: a rank is gone.
-        TierUnavailable: rank 0 cannot read the run's place.
+        TierUnavailable: rank 0 cannot read the run's place; or another process brings what a host
+            holds, and has not ended within `alone_within_s`.
     """
     channel = channel.scoped("scavenge")
     place = MemoryPlace.found(tier.url) if channel.world.rank in leaders(seats) else None
-    with _alone(place):
-        held = channel.gather("held", _snapshots(place), RANKS_TIMEOUT_S)
+    with _alone(place, alone_within_s) as is_alone:
+        mine = {"snapshots": _snapshots(place), "is_alone": is_alone}
+        told = channel.gather("held", mine, RANKS_TIMEOUT_S)
+        if busy := [seats[rank].host for rank, each in enumerate(told) if not each["is_alone"]]:
+            raise TierUnavailable(
+                f"another process still brings what is in memory on {', '.join(busy)} to "
+                f"{tier.url}, and two must not write the same files",
+                hint="wait for it, or end it: most likely a `trainckpt run` of the attempt before",
+            )
+        held = [each["snapshots"] for each in told]
         return _newest(tier, channel, run, held, place) if any(held) else None
 
 
 @contextlib.contextmanager
-def _alone(place: MemoryPlace | None) -> Iterator[None]:
-    """Nobody else brings what this host holds: the supervisor of the attempt before may."""
+def _alone(place: MemoryPlace | None, limit_s: float) -> Iterator[bool]:
+    """Whether nobody else brings what this host holds: the supervisor of the attempt before may."""
+    until_s = time.monotonic() + limit_s
     with contextlib.ExitStack() as stack:
-        if place is not None and _snapshots(place):
-            place.wait_fetched(ALONE_WITHIN_S)
-            with contextlib.suppress(OSError):
+        is_alone = place is None or not _snapshots(place)
+        while place is not None and not is_alone:
+            if not place.wait_fetched(SAID_AFTER_S if limit_s > SAID_AFTER_S else limit_s):
+                logger.info("another process brings what is in memory here: it is waited for")
+                if not place.wait_fetched(max(until_s - time.monotonic(), 0.0)):
+                    break
+            try:
                 stack.enter_context(place.fetching())
-        yield
+                is_alone = True
+            except (BlockingIOError, PermissionError):  # somebody was quicker
+                continue
+            except OSError:  # no lock is to be had here, by anybody
+                is_alone = True
+        yield is_alone
 
 
 def _newest(

@@ -120,6 +120,10 @@ class Writer:
         """The save in flight must not be committed any more, unless all is written already."""
         self._given_up.set()
 
+    def begin(self) -> None:
+        """Another save begins, and none is in flight: it was not this one that was given up."""
+        self._given_up.clear()
+
     def write(
         self,
         manifest: Manifest,
