@@ -240,8 +240,20 @@ def test_an_encrypted_dump_is_copied_to_another_tier_and_restored_from_there(
         assert "is encrypted to" in run.said()
         assert sorted(run.records()) == [1], "nothing is lost by that"
 
-        shutil.rmtree(local / "images")
         monkeypatch.setenv("TRAINCKPT_TIERS", str(far))
+        shutil.rmtree(local / "images")
+        for words in (
+            ["fetch", f"{run.run}@{first['name']}"],
+            ["flush", run.run],
+            ["verify", run.run],
+        ):
+            assert main(words) == 0
+        said = capsys.readouterr().out
+        assert f"{first['name']} in local: copied, " in said
+        assert f"{first['name']} in far: was there, " in said
+        assert f"{first['name']} " in said.partition("was there")[2], "verified"
+
+        shutil.rmtree(local / "images")
         assert main(["list", run.run]) == 0
         assert f"{first['name']} " in (said := capsys.readouterr().out)
         assert " far " in said
@@ -251,6 +263,7 @@ def test_an_encrypted_dump_is_copied_to_another_tier_and_restored_from_there(
         assert "MB of it came from other tiers" in run.said()
         assert f"restored {first['name']}" in run.said()
 
+        assert all(record["keys"] for record in (first, second))
         shutil.rmtree(run.run)
         fails.touch()
         run.resume("--max-restarts", "1")

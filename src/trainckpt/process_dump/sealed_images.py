@@ -107,7 +107,7 @@ def _open(path: Path, target: Path, key: bytes, place: Place) -> None:
         tags = memoryview(bytearray(layout.num_chunks * TAG_BYTES))
         _fill(file.fileno(), tags, layout.plain_bytes, place.file)
         unsealer.learn(bytes(tags))
-        memory = memoryview(bytearray(layout.chunk_bytes))
+        memory = memoryview(bytearray(min(layout.chunk_bytes, layout.plain_bytes)))
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             for number in range(layout.num_chunks):
