@@ -11,10 +11,9 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import warm
+
 NAMES = ("alpha", "beta")
 _pairs = itertools.count()
 # The host's mounts, made once and held by a sleeping process; programs enter them.
@@ -50,7 +49,8 @@ class Host:
         own: A folder whose content only this host sees.
     """
 
-    def __init__(self, number, names, own):
+    def __init__(self, server, number, names, own):
+        self._server = server
         self.name, self.own = NAMES[number], own
         self.address = f"10.77.0.{number + 1}"
         self._namespace, self._names = names[number], names
@@ -69,16 +69,18 @@ class Host:
         )  # fmt: skip
         assert self._holder.stdout.readline() == "ready\n"
 
-    def start(self, command, **environment):
-        """Start a command on this host; its process."""
-        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "link0",
-                     "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONDONTWRITEBYTECODE": "1",
-                     "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}",
-                     **environment}  # fmt: skip
+    def run(self, command):
+        """What a command says on this host."""
         enter = ["nsenter", "--net", "--mount", "--uts", "--target", str(self._holder.pid)]
-        return subprocess.Popen(
-            [*enter, "--wd=" + str(ROOT), *command],
-            env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        done = subprocess.run([*enter, *command], capture_output=True, text=True, check=False)
+        return done.stdout
+
+    def python(self, words, **environment):
+        """Start `python WORD ...` on this host; its process."""
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "link0",
+                     "RES_OPTIONS": "timeout:1 attempts:1", **environment}  # fmt: skip
+        return warm.Told(
+            self._server, words, together=True, env=variables, enter=self._holder.pid
         )  # fmt: skip
 
     def down(self):
@@ -91,11 +93,14 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(own):
-    """Two hosts that reach each other, with `own` a folder of each one's own."""
+def two_hosts(server, own):
+    """Two hosts that reach each other, with `own` a folder of each one's own.
+
+    Their programs are forked from this warm server.
+    """
     own.mkdir()
     names = [f"trainckpt-{os.getpid()}-{next(_pairs)}{side}" for side in "ab"]
-    hosts = [Host(number, names, own) for number in (0, 1)]
+    hosts = [Host(server, number, names, own) for number in (0, 1)]
     try:
         for name in names:
             subprocess.run(["ip", "netns", "add", name], check=True)
@@ -114,8 +119,8 @@ def two_hosts(own):
 def start_job(hosts, program, *arguments, **environment):
     """One rank of `tests.faults.<program>` on each host; their processes, by rank."""
     return [
-        host.start(
-            [sys.executable, "-m", f"tests.faults.{program}", *map(str, arguments)],
+        host.python(
+            ["-m", f"tests.faults.{program}", *arguments],
             RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1",
             MASTER_ADDR=hosts[0].address, MASTER_PORT="29400", **environment,
         )
@@ -128,10 +133,10 @@ def ends(processes, timeout_s=120):
     found = []
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout_s)
             found.append((process.returncode, output))
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.wait(timeout_s)
     return found

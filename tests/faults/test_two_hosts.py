@@ -16,8 +16,8 @@ LIMIT_S = 90
 
 
 @pytest.fixture
-def both(tmp_path):
-    with hosts.two_hosts(tmp_path / "own") as pair:
+def both(server, tmp_path):
+    with hosts.two_hosts(server, tmp_path / "own") as pair:
         yield pair
 
 
@@ -30,8 +30,7 @@ def marks(tmp_path):
 
 def content(host, path):
     """What a host sees in a folder, and below."""
-    found = host.start(["find", str(path), "-mindepth", "1"])
-    return found.communicate(timeout=LIMIT_S)[0].splitlines()
+    return host.run(["find", str(path), "-mindepth", "1"]).splitlines()
 
 
 def refused(both, place, marks):
@@ -60,8 +59,8 @@ def test_node_local_directories_are_refused_by_both_hosts_with_the_line_to_add(b
 def test_a_run_that_one_host_alone_sees_is_refused_and_not_begun_anew(both, marks, has_run):
     place = both[0].own / "x"
     script = f"from trainckpt import Checkpointer\nwith Checkpointer({str(place)!r}): pass"
-    made = both[has_run].start([hosts.sys.executable, "-c", script])
-    assert "begins at step 0" in made.communicate(timeout=LIMIT_S)[0]
+    made = both[has_run].python(["-c", script])
+    assert "begins at step 0" in made.communicate(LIMIT_S)[0]
     before = content(both[has_run], place)
     writer, reader = both[has_run].name, both[1 - has_run].name
     text = refused(both, place, marks)
