@@ -14,13 +14,13 @@ import torch
 from tests.faults import zombies
 from tests.faults.zombies import Attempt
 from tests.lifecycle.training import catalog, record
-from tests.ranks.processes import context
+from tests.ranks.processes import context, preload
 from trainckpt.cli.main import main
 from trainckpt.snapshot.catalog import ABANDONED
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
 
-context.set_forkserver_preload(["torch", "tests.faults.zombies"])
+preload("tests.faults.zombies")
 LIMIT_S = 60
 
 

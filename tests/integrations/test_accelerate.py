@@ -16,10 +16,10 @@ import trainckpt
 from tests.integrations import accelerated
 from tests.integrations.accelerated import Training, compared, fresh, plain, tracked
 from tests.ranks import processes
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, StateMismatch
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.integrations.accelerated"])
+preload("tests.integrations.accelerated")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 

@@ -15,12 +15,12 @@ from tests.integrations import trained
 from tests.integrations.accelerated import seed
 from tests.integrations.trained import Training, compared
 from tests.ranks import processes
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import transformers_needs
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.integrations.trained"])
+preload("tests.integrations.trained")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch.*", "ignore::FutureWarning", "ignore::DeprecationWarning"

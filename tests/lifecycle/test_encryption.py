@@ -14,7 +14,7 @@ import trainckpt
 from tests.lifecycle import lora
 from tests.lifecycle.test_tiers import files
 from tests.lifecycle.training import Parts, attempt, catalog, crashed, usable
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt import Checkpointer
 from trainckpt.cli.main import main
 from trainckpt.encryption import envelope, keys
@@ -27,7 +27,7 @@ from trainckpt.lifecycle.sealing import check
 from trainckpt.snapshot import write_beside
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.lora"])
+preload("tests.lifecycle.lora")
 FILE, MANIFEST = "rank00000.safetensors", "manifest.json"
 
 

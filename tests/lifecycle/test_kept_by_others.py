@@ -6,10 +6,10 @@ import pytest
 
 from tests.lifecycle import kept_by_others
 from tests.lifecycle.kept_by_others import COPY, HOST, OWN, PARITY
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.encryption import keys
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.kept_by_others"])
+preload("tests.lifecycle.kept_by_others")
 RANKS = 3
 BROUGHT = "was kept in memory alone, and is now in"
 COMPUTED = "1 of its 3 files computed from the others"

@@ -12,11 +12,11 @@ import pytest
 from tests.faults.test_bad_bytes import flip
 from tests.lifecycle import lora
 from tests.lifecycle.training import attempt, crashed, record, usable
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.tiers.memory import MemoryPlace
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.lora"])
+preload("tests.lifecycle.lora")
 
 CRASH_AT = 9
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import trainckpt
 from tests.cli import resharded
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, NothingToResume, StateMismatch, UnusableSnapshot
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.cli.resharded"])
+preload("tests.cli.resharded")
 
 
 class Model(nn.Module):

@@ -9,13 +9,13 @@ import pytest
 from tests.faults.test_bad_bytes import flip
 from tests.lifecycle import ranks
 from tests.lifecycle.training import catalog, usable
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.format.manifest import RANK, SPLIT
 from trainckpt.snapshot.restore import read_header
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.ranks"])
+preload("tests.lifecycle.ranks")
 
 BUFFERS = {f"model/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.s3_proxy import proxy
 from tests.lifecycle import in_a_store, ranks
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.fetch_together import plan_passing
@@ -19,7 +19,7 @@ from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.tiers.memory import MemoryPlace
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.in_a_store"])
+preload("tests.lifecycle.in_a_store")
 NOWHERE = {"TRAINCKPT_MEMORY": "none"}
 
 

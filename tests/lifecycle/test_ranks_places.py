@@ -8,11 +8,11 @@ from torch.utils.data import DataLoader
 
 from tests.lifecycle import ranks
 from tests.lifecycle.training import Parts, usable
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt import Checkpointer
 from trainckpt.errors import SaveFailed, TrainckptError
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.ranks"])
+preload("tests.lifecycle.ranks")
 
 
 def evaluates_alone(rank, place):

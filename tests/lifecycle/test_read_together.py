@@ -8,11 +8,9 @@ import shutil
 import pytest
 
 from tests.lifecycle import together
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 
-context.set_forkserver_preload(
-    ["torch", "tests.ranks.programs", "tests.lifecycle.ranks", "tests.lifecycle.together"]
-)
+preload("tests.lifecycle.ranks", "tests.lifecycle.together")
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import trainckpt
 from tests.faults.test_bad_bytes import flip
 from tests.lifecycle import lora
 from tests.lifecycle.training import catalog
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import context, preload, run_ranks
 from trainckpt.cli.main import main
 from trainckpt.snapshot import write_beside
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.lora"])
+preload("tests.lifecycle.lora")
 
 
 def manifests(place):

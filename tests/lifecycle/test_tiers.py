@@ -12,13 +12,13 @@ import pytest
 
 from tests.lifecycle import lora
 from tests.lifecycle.training import attempt, catalog, crashed, record, usable
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, SaveFailed
 from trainckpt.lifecycle.slower import open_slower
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
 
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.lifecycle.lora"])
+preload("tests.lifecycle.lora")
 
 
 def files(place):

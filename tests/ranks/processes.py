@@ -19,7 +19,16 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What c10d says about a store that is gone, with stack traces; the ranks say it in one line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "tests.ranks.programs"])
+_preloaded = ["torch._dynamo", "trainckpt.lifecycle.checkpointer", "tests.ranks.programs"]
+
+
+def preload(*modules):
+    """Have the server load these as well, once for all of its forks; before any test runs."""
+    _preloaded.extend(module for module in modules if module not in _preloaded)
+    context.set_forkserver_preload(_preloaded)
+
+
+preload()
 
 
 def run_ranks(program, size, *arguments):

@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from tests.ranks.processes import context, run_ranks
+from tests.ranks.processes import preload, run_ranks
 from tests.state import fsdp_programs as programs
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.state.captured import Captured, Saved
@@ -16,7 +16,7 @@ from trainckpt.state.kinds import fsdp
 from trainckpt.state.values import UnknownValue
 
 # Importing FSDP2 takes a second, which no rank needs to spend anew.
-context.set_forkserver_preload(["torch", "tests.ranks.programs", "tests.state.fsdp_programs"])
+preload("tests.state.fsdp_programs")
 EVERY = [(world, case.name) for world, cases in programs.CASES.items() for case in cases]
 LAST = f"parameters {programs.WINDOW - 1}"
 
