@@ -39,11 +39,16 @@ def ended(run, number):
     return supervise(command, say=said.append), said
 
 
+def saved(ckpt, _):
+    """Returns once what was saved is committed: an exception waits 5 s for it, and no longer."""
+    ckpt._attempt.saver.wait()
+
+
 def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(tmp_path):
     tier = tmp_path / "mount" / "far"
     (tmp_path / "mount").write_text("")  # does not answer
     crashed(tmp_path / "run", 0)  # now it is known that no tier holds the run
-    crashed(tmp_path / "run", 9, tiers=[tier])
+    crashed(tmp_path / "run", 9, tiers=[tier], inside=saved)
     newest = usable(tmp_path / "run")[-1]
 
     end, said = ended(tmp_path / "run", 2)
