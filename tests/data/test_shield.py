@@ -6,30 +6,28 @@ import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 from torch.utils.data import DataLoader
 
+from tests import warm
 from tests.data.datasets import Plain, Stuck
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.shield import SIGNALS, kill_workers, shielded
 
 
-def run(*arguments: str) -> list[str]:
+@pytest.fixture
+def run(server):
     """Run the helper program as the leader of its own session; return its lines."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.data.signalled", *arguments],
-        capture_output=True,
-        start_new_session=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+
+    def run(*arguments: str) -> list[str]:
+        done = warm.run(server, ["-m", "tests.data.signalled", *arguments])
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    return run
 
 
 def gone(pid: int) -> bool:
@@ -44,7 +42,7 @@ def gone(pid: int) -> bool:
     ("start", "number"),
     [("fork", "SIGTERM"), ("fork", "SIGUSR1"), ("spawn", "SIGTERM"), ("forkserver", "SIGTERM")],
 )
-def test_a_signal_to_the_group_kills_no_worker_and_is_seen_once(start, number):
+def test_a_signal_to_the_group_kills_no_worker_and_is_seen_once(run, start, number):
     """Sent once while workers are half born, then twice in mid-epoch."""
     first, second = run(start, number)
     assert first == "[1, 2, 3] 20 [True, True]"
@@ -52,7 +50,7 @@ def test_a_signal_to_the_group_kills_no_worker_and_is_seen_once(start, number):
 
 
 @pytest.mark.parametrize("kind", ["kept", "per epoch"])
-def test_a_process_that_just_ends_takes_its_workers_along(kind):
+def test_a_process_that_just_ends_takes_its_workers_along(run, kind):
     """multiprocessing would join them for ever: they ignore its SIGTERM."""
     (line,) = run("leave", kind)
     assert all(gone(pid) for pid in json.loads(line))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 
 import pytest
 from torch.utils.data import DataLoader
 
+from tests import warm
 from tests.data.datasets import Plain
 from tests.lifecycle.training import record
 from trainckpt.data.iterators import shield_every_loader
@@ -43,14 +42,8 @@ with Checkpointer(sys.argv[1], model=model, optimizer=optimizer, loader=DataLoad
 """
 
 
-def test_a_signal_to_the_group_kills_no_untracked_worker_and_the_stop_is_saved(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "run"],
-        capture_output=True,
-        start_new_session=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_signal_to_the_group_kills_no_untracked_worker_and_the_stop_is_saved(server, tmp_path):
+    done = warm.run(server, ["-c", SCRIPT, tmp_path / "run"])
     assert done.returncode == 75, done.stderr
     outcome = record(tmp_path / "run", 1)["outcome"]
     assert (outcome["outcome"], outcome["lost_micro_batches"]) == ("stopped", 0)

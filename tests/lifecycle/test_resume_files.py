@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests import warm
 from tests.lifecycle.training import Crash, record
 from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError, StateMismatch
@@ -207,11 +206,9 @@ train({run!r}, {out!r}, 9, act=act)
 """
 
 
-def test_after_a_kill_what_was_lost_is_unknown_and_files_go_back_all_the_same(run, out):
+def test_after_a_kill_what_was_lost_is_unknown_and_files_go_back_all_the_same(server, run, out):
     code = KILLED.format(root=str(ROOT), run=str(run), out=str(out))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = warm.run(server, ["-c", code])
     assert done.returncode == -9, done.stderr
     hooks = []
     train(run, out, 7, act=told(hooks))
