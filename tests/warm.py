@@ -57,6 +57,13 @@ class Process:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """It does not outlive the block."""
+        self.kill()
+
 
 class Told(Process):
     """A process whose output is read when it has ended."""
@@ -81,6 +88,11 @@ class Told(Process):
             with contextlib.closing(file):
                 texts.append(file.read())
         return tuple(texts)
+
+    def __exit__(self, *_):
+        super().__exit__()
+        self._out.close()
+        self._err.close()
 
 
 def run(server, words, *, timeout=100, **how):

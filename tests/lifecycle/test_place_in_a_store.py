@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.faults.s3_proxy import proxy
 from tests.lifecycle.training import attempt, crashed
 from trainckpt.cli.main import main
@@ -26,9 +26,10 @@ from trainckpt.tiers.object_store import open_object_store
 
 HERE = Path(__file__).parents[2]
 EXAMPLE = [
-    sys.executable, "examples/char_gpt.py", "--size", "small", "--steps", "9", "--accumulate", "3",
+    "examples/char_gpt.py", "--size", "small", "--steps", "9", "--accumulate", "3",
     "--workers", "1", "--save-every", "3", "--dropout", "0.1",
 ]  # fmt: skip
+LIMIT_S = 100
 PAUSED = "from tests.cli.pausing import train; import sys; train(0, sys.argv[1])"
 
 
@@ -121,25 +122,20 @@ def test_a_dead_store_is_69_and_a_wrong_name_is_no_empty_place(rclone_server, at
         attempts.run_id(dead)
 
 
-def test_a_live_run_is_found_paused_and_looked_at(rclone_server, at, capsys):
+def test_a_live_run_is_found_paused_and_looked_at(server, rclone_server, at, capsys):
     at(rclone_server)
     url, tier = "s3://bucket/paused", place.open_place("s3://bucket/paused")
-    command = [sys.executable, "-c", PAUSED, url]
-    with subprocess.Popen(command, cwd=HERE) as process:
-        try:
-            wait_until(
-                lambda: (
-                    (found := attempts.read_attempts(tier).get(1)) is not None
-                    and found.state == "running"
-                    and heartbeat.is_alive(tier, 1)
-                ),
-                process,
-            )
-            assert main(["pause", "--json", url]) == 0
-        except BaseException:
-            process.kill()
-            raise
-        assert process.wait() == 75
+    with warm.Told(server, ["-c", PAUSED, url], cwd=HERE) as process:
+        wait_until(
+            lambda: (
+                (found := attempts.read_attempts(tier).get(1)) is not None
+                and found.state == "running"
+                and heartbeat.is_alive(tier, 1)
+            ),
+            process,
+        )
+        assert main(["pause", "--json", url]) == 0
+        assert process.wait(LIMIT_S) == 75
     said = json.loads(capsys.readouterr().out)
     assert (said["outcome"], said["tiers"]) == ("stopped", ["local"])
     assert tier.list("notices") == []
@@ -150,23 +146,23 @@ def test_a_live_run_is_found_paused_and_looked_at(rclone_server, at, capsys):
     assert main(["pause", url]) == 66
 
 
-def test_the_example_is_exact_in_a_store(tmp_path, rclone_server, at):
+def test_the_example_is_exact_in_a_store(server, tmp_path, rclone_server, at):
     at(rclone_server)
     traces, url = [tmp_path / "straight", tmp_path / "stopped"], "s3://bucket/example"
     environment = {**os.environ, "TRAINCKPT_MEMORY": "none"}  # each byte comes from the store
 
     def start(trace, run):
         command = [*EXAMPLE, "--trace", str(trace), "--run", str(run)]
-        return subprocess.Popen(command, cwd=HERE, env=environment)
+        return warm.Told(server, command, cwd=HERE, env=environment)
 
     with start(traces[1], url) as process:
         lines = traces[1] / "rank0.jsonl"
         wait_until(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 10, process)
-        process.terminate()
-        assert process.wait() == 75
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 75
     assert len(usable(place.open_place(url))) > 0
     with start(traces[1], url) as again, start(tmp_path / "straight", tmp_path / "run") as straight:
-        assert (again.wait(), straight.wait()) == (0, 0)
+        assert (again.wait(LIMIT_S), straight.wait(LIMIT_S)) == (0, 0)
     said = [json.loads(line) for line in (traces[1] / "attempts.jsonl").read_text().splitlines()]
     assert [each["attempt"] for each in said] == [1, 2]
     assert said[1]["resumed_from"] is not None
