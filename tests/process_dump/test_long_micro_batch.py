@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaign import launch
+from tests.campaign.cases import Settings
+from tests.launchers.started import Forks, ended
 from tests.process_dump.campaign import wait_for
-from tests.process_dump.example import Example, dumped_at_a_boundary
+from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
 from trainckpt.cli import dumps
 from trainckpt.format.dump import DumpRecord
 from trainckpt.lifecycle.place import open_directory
@@ -22,12 +25,14 @@ HELD_S, DEADLINE_S = 11.0, 10.0
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The trace of the run that is never stopped."""
-    folder = tmp_path_factory.mktemp("straight") / "x"
-    with Example(folder) as straight:
-        assert straight.start("--dumps", "off").wait() == 0, straight.said()
-        return straight.trace()
+def reference(tmp_path_factory, server):
+    """The trace of the run that is never stopped; nobody launches it."""
+    straight = Example(tmp_path_factory.mktemp("straight") / "x")
+    settings, port = Settings("char_gpt", "ddp", 2, 2, 1, 0.1, 2, 2), launch.free_port()
+    variables = [launch.rank_variables(settings, rank, port) for rank in range(2)]
+    ranks = Forks(server, str(SCRIPT), straight.flags, straight.folder / "log", variables)
+    assert ended(ranks) == [0, 0], ranks.said()
+    return straight.trace()
 
 
 @pytest.fixture
