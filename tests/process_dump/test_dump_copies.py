@@ -12,6 +12,7 @@ import pytest
 from tests.process_dump.example import Example, dumped_at_a_boundary
 from tests.process_dump.test_refusals import NAME, Counting
 from tests.process_dump.test_restore import RECORD
+from tests.s3_servers import BUCKET
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
 from trainckpt.errors import ConfigurationError, SaveFailed, TierUnavailable, UnusableSnapshot
@@ -165,8 +166,11 @@ def test_a_copy_comes_back_as_it_was_if_this_host_made_it(place, tmp_path, image
         host_word.give(b"")
 
 
-def test_what_is_not_encrypted_does_not_leave_the_host(place, images, monkeypatch):
-    store, name = open_object_store("memory://dump-copies"), RECORD.name
+def test_what_is_not_encrypted_does_not_leave_the_host(
+    place, images, tmp_path, monkeypatch, rclone_server, at
+):
+    at(rclone_server)
+    store, name = open_object_store(f"s3://{BUCKET}/{tmp_path.name}"), RECORD.name
     with pytest.raises(ConfigurationError, match="is not on this host, and images hold every"):
         dump_copies.send(place, store, RECORD.run, name)
     assert store.list("dumps") == []
@@ -178,8 +182,10 @@ def test_what_is_not_encrypted_does_not_leave_the_host(place, images, monkeypatc
     )
     sealed = stored(place.root / name.folder / "images", keys=wrapped)
     place.replace(name.record, sealed.dump())
-    assert dump_copies.send(place, store, RECORD.run, name) == sealed.num_bytes
+    sent = dump_copies.send(place, store, RECORD.run, name)
+    assert sent == sealed.num_bytes
     assert restore.load(store, RECORD.run, name) == sealed
+    assert dump_copies.bring(LocalTier(tmp_path / "new"), [store], RECORD.run, name) == sent
     place.replace(name.record, stored(images).dump())
     with pytest.raises(ConfigurationError):
         dump_copies.send(place, store, RECORD.run, name)
