@@ -5,10 +5,9 @@
 
 The example's GPT, 11 M parameters, is trained for some steps on one thread; then its weights (also
 rounded to bfloat16), AdamW's two moments, and things that compress well are compressed by one
-thread, in blocks of 16 MiB at most, as an upload has parts. `left` is what is left of the bytes,
-`breaks_even` the speed of a store from which on compressing makes an upload slower even if it has
-a core of its own: the speed of compressing. On what an optimizer writes it is the only gain that
-counts, since that is all but a little of a checkpoint.
+thread, in blocks of 16 MiB at most, as an upload has parts. `left` is what is left
+of the bytes; `breaks_even_mb_per_s` is the speed of compressing: a store that takes more than that
+gets them later than without. Nearly all of a checkpoint are weights and moments.
 """
 
 from __future__ import annotations
