@@ -101,18 +101,12 @@ def test_an_encrypted_dump_of_a_process_holds_nothing_in_the_clear_and_is_restor
         for path in (folder / "images").iterdir():
             assert b"kept-kept-" not in path.read_bytes(), path.name
         with pytest.raises(UnusableSnapshot, match="not what was encrypted for this place"):
-            restore.bring_back(counting.tier, record, 2, {}, key=bytes(32))
-        key = sealed_images.key_of(record, ours)
-        monkeypatch.setattr(restore, "bring_back", _with(restore.bring_back, key=key))
-        counting.restore(record)
+            counting.restore(record, key=bytes(32))
+        counting.restore(record, key=sealed_images.key_of(record, ours))
         assert counting.counts_on()
         assert not (folder / sealed_images.OPENED).exists()
     finally:
         counting.end()
-
-
-def _with(call, **more):
-    return lambda *given: call(*given, **more)
 
 
 # ---- copies

@@ -150,11 +150,15 @@ def test_gpu_state_is_set_aside_before_criu_and_put_back_after_it(criu_here, tmp
         assert fake.calls() == [("lock", SUCCESS), ("checkpoint", SUCCESS)]
         assert restore.load(counting.tier, "run", NAME).gpus == found.state
 
+        def bring_back(record):
+            with restore.examined(counting.tier, record, fake.driver) as whole:
+                whole.bring_back(2, {})
+
         def refused(why, **change):
             before, printed = json.loads(fake.path.read_text()), counting.log.stat().st_size
             fake.change(**change)
             with pytest.raises(UnusableSnapshot, match=why):
-                restore.bring_back(counting.tier, record, 2, {}, fake.driver)
+                bring_back(record)
             assert tree.taken(record.tasks) == []
             fake.path.write_text(json.dumps(before))
             os.truncate(counting.log, printed)  # of the moment between CRIU and the driver
@@ -163,7 +167,7 @@ def test_gpu_state_is_set_aside_before_criu_and_put_back_after_it(criu_here, tmp
         refused("GPU-1 has 0 MB free", devices=[{**H200, "free": 0}])
         refused("CUDA_ERROR_OUT_OF_MEMORY", refuses=[["restore", pid, "CUDA_ERROR_OUT_OF_MEMORY"]])
 
-        restore.bring_back(counting.tier, record, 2, {}, fake.driver)
+        bring_back(record)
         counting.restored = Adopted(record.root)
         assert fake.states() == {pid: "RUNNING"}
         assert fake.calls()[-2:] == [("restore", SUCCESS), ("unlock", SUCCESS)]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,15 @@ import pytest
 from tests.process_dump.campaign import Run, wait_for
 from trainckpt.cli import doctor_dumps
 from trainckpt.errors import SaveFailed, UnusableSnapshot
+from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.dump import DumpName, Image
 from trainckpt.process_dump import criu, dump, restore, tree
+from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
+from trainckpt.supervisor.dumpable import Dumpable
+from trainckpt.supervisor.record import NamedRun
+from trainckpt.supervisor.restored import Dumped, supervise_restored
+from trainckpt.supervisor.signals import Inbox
 from trainckpt.tiers.local import LocalTier
 
 LIMIT_S = 60.0
@@ -132,8 +139,9 @@ class Counting:
             assert dump.await_gone(record) == []
         return record
 
-    def restore(self, record) -> None:
-        restore.bring_back(self.tier, record, 2, {"more": "text"})
+    def restore(self, record, key: bytes = b"") -> None:
+        with restore.examined(self.tier, record, key=key) as whole:
+            whole.bring_back(2, {"more": "text"})
         self.restored = Adopted(record.root)
 
     def end(self) -> None:
@@ -248,19 +256,31 @@ for number in range(10**6):
 """
 
 
-def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_that_cannot_restore(
+def refused(run, why, code=65):
+    """A resume that touches nothing, and says what to type."""
+    assert run.resume().wait() == code, run.said()
+    assert why in run.said().split("\nerror: ")[1], run.said()
+    assert "there is no snapshot, and the dump stays as it is" in run.said()
+    assert f"trainckpt resume {run.run} --dumps off" in run.said()
+    assert run.lines() == []
+    run.attempts -= 1  # none was claimed
+    assert len(list((Path(run.run) / "attempts").glob("*.json"))) == run.attempts
+
+
+def test_pause_says_why_not_and_the_command_goes_on_and_a_dump_that_is_refused_stays_of_use(
     criu_here, tmp_path
 ):
-    """A database; a library that is replaced between dump and restore; no CRIU."""
+    """A database; between dump and restore a library that is replaced, an image cut short, no
+    CRIU, an old one, its record damaged. Each is put right again, and the command goes on."""
     script, library = tmp_path / "counts.py", tmp_path / "library.so"
     script.write_text(SCRIPT)
     library.write_bytes(b"1" * 8192)
     with Run(tmp_path, script=script, nproc=1) as run:
         run.start().record()
         run.wait_lines(1)  # from then on the database is open
-        refused = run.pause()
-        assert refused.returncode == 74, refused.stdout + refused.stderr
-        told = json.loads(refused.stdout)
+        no = run.pause()
+        assert no.returncode == 74, no.stdout + no.stderr
+        told = json.loads(no.stdout)
         assert "base.db is a database, open for writing" in told["error"]
         assert "trainckpt doctor" in told["hint"]
         before = len(run.lines())
@@ -272,17 +292,54 @@ def test_pause_says_why_not_and_the_command_goes_on_and_so_does_a_resume_that_ca
         assert run.pause().returncode == 0
         assert run.wait() == 75
 
-        (tmp_path / "new.so").write_bytes(b"2" * 8192)  # as an upgrade does it
-        (tmp_path / "new.so").rename(library)
-        run.resume().record(3)  # the one before could not be restored
-        run.wait_lines(3)
-        assert f"cannot be restored: {library}, which was mapped, has changed since" in run.said()
-        assert run.lines()[:2] == ["0", "closed"]  # from the beginning: there is no snapshot
+        library.rename(tmp_path / "old.so")
+        library.write_bytes(b"2" * 8192)  # as an upgrade does it
+        changed = f"{library}, which was mapped, has changed since"
+        refused(run, f"dump~1.1 cannot be restored: {changed}")
+        (tmp_path / "old.so").rename(library)
 
+        image = Path(run.run) / "dumps" / "dump~1.1" / "images" / "inventory.img"
+        whole = image.read_bytes()
+        image.write_bytes(whole[:-4])
+        refused(run, "inventory.img")
+        image.write_bytes(whole)
+
+        record = image.parents[1] / "dump.json"
+        whole = record.read_bytes()
+        record.write_bytes(whole[:-40])
+        refused(run, "dump~1.1 is not restored: ")
+        record.write_bytes(whole)
+
+        run.environment[criu.VARIABLE] = str(tmp_path / "none")
+        refused(run, "dump~1.1 cannot be restored: TRAINCKPT_CRIU names")
+        run.environment[criu.VARIABLE] = str(pretend(tmp_path / "old", "3.17.1"))
+        refused(run, f"dump~1.1 cannot be restored: {tmp_path}/old is CRIU 3.17.1, 4.0 is needed")
+        del run.environment[criu.VARIABLE]
+
+        run.resume().record()
+        run.wait_lines(3)
         assert run.pause().returncode == 0
         assert run.wait() == 75
+        numbers = [int(line) for line in run.all_lines() if line != "closed"]
+        assert numbers == list(range(len(numbers)))  # it went on where it was
+
         (tmp_path / "end").touch()
-        run.environment[criu.VARIABLE] = str(tmp_path / "none")
-        assert run.resume().wait() == 0
-        assert "no dump is restored: " in run.said()
-        assert run.lines() == ["0", "closed"]  # from the beginning: there is no snapshot
+        assert run.resume("--dumps", "off").wait() == 0
+        assert run.lines() == ["0", "closed"]  # from the beginning, as was asked for
+
+
+def test_two_who_restore_one_dump_do_not_both(criu_here, counting, tmp_path):
+    """The second has looked at it before the first claimed its attempt."""
+    record = counting.dump()
+    attempts.found_run(counting.tier)
+    for parent in (None, str(NAME)):  # what was dumped, and what the first makes of it
+        attempts.claim(counting.tier, partial(AttemptRecord, parent=parent))
+    named = NamedRun(str(counting.tier.root), ["python"], str(tmp_path), 1)
+    dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
+    with Inbox() as inbox, pytest.raises(UnusableSnapshot, match="attempt 2 began meanwhile"):
+        supervise_restored(dumped, inbox)
+    assert tree.taken(record.tasks) == []
+    assert counting.supervisor.is_dir(), "the first one's"
+    assert attempts.read_attempts(counting.tier)[3].outcome["outcome"] == "failed"
+    counting.restore(record)
+    assert counting.counts_on()

@@ -32,6 +32,7 @@ class Dump:
         reason: Why a resume does not bring it back, or "".
         is_used: It was brought back already.
         tiers: Names of those that hold it.
+        is_superseded: No resume will bring it back any more, wherever that is.
     """
 
     name: DumpName
@@ -39,6 +40,7 @@ class Dump:
     reason: str
     is_used: bool = False
     tiers: tuple[str, ...] = ()
+    is_superseded: bool = False
 
 
 def dumps_of(tier: Place) -> list[Dump]:
@@ -96,7 +98,7 @@ def _look(
         why = restore.why_not(record, this_host()) or _lacks(tiers, record)
     if not why and not there:
         why = "; ".join(reasons)
-    return Dump(name, record, why, used, tuple(there))
+    return Dump(name, record, why, used, tuple(there), bool(superseded))
 
 
 def _lacks(tiers: Sequence[Tier], record: DumpRecord) -> str:

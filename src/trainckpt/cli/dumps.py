@@ -13,8 +13,9 @@ from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapsho
 from trainckpt.lifecycle import place
 from trainckpt.lifecycle.launch import PYTHON
 from trainckpt.lifecycle.options import read_options
-from trainckpt.process_dump import sealed_images
-from trainckpt.snapshot import attempts
+from trainckpt.process_dump import criu, sealed_images
+from trainckpt.process_dump.restore import NotNow
+from trainckpt.snapshot import attempts, catalog
 from trainckpt.supervisor.dumpable import Dumpable
 from trainckpt.supervisor.dumping import ability_for
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 VARIABLE = "TRAINCKPT_DUMPS"
-CHOICES = ("auto", "on", "off")
+OFF = "off"
+CHOICES = ("auto", "on", OFF)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,36 +75,66 @@ def restored(
     inbox: Inbox,
     max_restarts: int = 0,
 ) -> Ended | None:
-    """How the newest dump ended that was brought back; None: there is none, or it cannot be."""
-    if not isinstance(tier, LocalTier) or arguments.at or arguments.nproc:
-        return None
-    record = _newest(tier)
-    if record is None:
+    """How the newest dump ended that was brought back; None: there is none, or it cannot be.
+
+    Raises:
+        UnusableSnapshot: it cannot be, and there is nothing else to go on from.
+    """
+    declined = arguments.at or arguments.nproc or arguments.dumps == OFF
+    if not isinstance(tier, LocalTier) or declined:
         return None
     try:
-        key = _key(record)
-    except UnusableSnapshot as error:
+        record = _newest(tier)
+        if record is None:
+            return None
+        return supervise_restored(_dumped(tier, record, arguments, command, max_restarts), inbox)
+    except NotNow as error:
         _say(f"no dump is restored: {error.message}")
-        return None
-    try:
-        how = dumpable(arguments, _say)
-        if how is None:
-            raise ConfigurationError(f"{record.name}: this machine cannot restore dumps",
-                                     hint="trainckpt doctor")  # fmt: skip
-        argv, cwd, nproc = command
-        before = attempts.read_attempts(tier)[record.name.attempt].facts
-        has_checkpointer = before["launch"].get("by") != BY_SUPERVISOR
-        facts = {LISTENS: record.name.attempt} if has_checkpointer else {}
-        dumped = Dumped(
-            tier, record, NamedRun(arguments.run, argv, cwd, nproc), {**facts, **before}, how,
-            output=sys.stderr if arguments.json else None,
-            has_agent=before["launch"].get("kind") != PYTHON or nproc > 1,
-            max_restarts=max_restarts, key=key,
-        )  # fmt: skip
-        return supervise_restored(dumped, inbox)
+        if _has_snapshot(tier):
+            return None
+        again = f"trainckpt resume {tier.url}"
+        raise UnusableSnapshot(
+            f"{error.message}; there is no snapshot, and the dump stays as it is",
+            hint=f"{f'{error.hint}, then ' if error.hint else ''}{again}; "
+            f"or from the beginning: {again} --dumps off",
+        ) from error
+    except ConfigurationError:
+        raise  # no identity: the snapshots want the same
     except TrainckptError as error:
         _say(f"no dump is restored: {error.message}")
         return None
+
+
+def _dumped(
+    tier: LocalTier,
+    record: DumpRecord,
+    arguments: argparse.Namespace,
+    command: tuple[list[str], str, int],
+    max_restarts: int,
+) -> Dumped:
+    key = _key(record)
+    how = dumpable(arguments, _say)
+    if how is None:
+        why = criu.examine()
+        raise NotNow(f"{record.name} cannot be restored: {why.why_not}", hint=why.cure)
+    argv, cwd, nproc = command
+    before = attempts.read_attempts(tier)[record.name.attempt].facts
+    has_checkpointer = before["launch"].get("by") != BY_SUPERVISOR
+    facts = {LISTENS: record.name.attempt} if has_checkpointer else {}
+    return Dumped(
+        tier, record, NamedRun(arguments.run, argv, cwd, nproc), {**facts, **before}, how,
+        output=sys.stderr if arguments.json else None,
+        has_agent=before["launch"].get("kind") != PYTHON or nproc > 1,
+        max_restarts=max_restarts, key=key,
+    )  # fmt: skip
+
+
+def _has_snapshot(tier: LocalTier) -> bool:
+    """Whether the command, launched again, would find anything to go on from."""
+    run = attempts.run_id(tier) or ""
+    return any(
+        each.usable for each in catalog.read_catalog(tier, run, attempts.read_attempts(tier))
+    )
 
 
 def remind(run: str) -> None:
@@ -116,17 +148,23 @@ def remind(run: str) -> None:
 
 
 def _newest(tier: Place) -> DumpRecord | None:
-    """The dump to bring back; says why that, or why not the newest one."""
+    """The dump to bring back; says why that, or why not the newest one.
+
+    Raises:
+        NotNow: nothing newer is there, and it is of no use here.
+    """
     found = dumps_of(tier)[:1]
     if not found or found[0].is_used:
         return None
-    if found[0].reason:
-        _say(f"{found[0].name} is not restored: {found[0].reason}")
+    newest = found[0]
+    if newest.is_superseded:
+        _say(f"{newest.name} is not restored: {newest.reason}")
         return None
-    record = found[0].record
-    assert record is not None
-    _say(f"{record.name} is the newest of this run: it was taken because of {record.reason}")
-    return record
+    if newest.reason:
+        raise NotNow(f"{newest.name} is not restored: {newest.reason}")
+    assert newest.record is not None
+    _say(f"{newest.name} is the newest of this run: it was taken because of {newest.record.reason}")
+    return newest.record
 
 
 def _key(record: DumpRecord) -> bytes:

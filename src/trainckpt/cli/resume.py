@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.supervisor.supervise import Ended
     from trainckpt.tiers.places import Place
 
 TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"
@@ -60,42 +61,70 @@ def execute(arguments: argparse.Namespace) -> int:
     command, kind, nproc = launch.recorded_command(facts)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
-    restarts = _max_restarts(arguments)
-    full, with_torchrun = command, kind != launch.PYTHON or nproc > 1
-    if with_torchrun:
-        full = torchrun_command(nproc, ["--no-python"], command)
+    with_torchrun = kind != launch.PYTHON or nproc > 1
     prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
     say(prefix + shlex.join(launch.redact_arguments(command)))
-    cwd = _folder(facts, elsewhere)
-    by_us = facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
+    restarts, cwd = _max_restarts(arguments), _folder(facts, elsewhere)
     with Inbox() as inbox:
         dumped = None
         if not elsewhere:
             dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox, restarts)
         if dumped is not None and not dumped.again:
-            ask_to_be_queued_again(dumped, inbox)
-            return report(dumped, as_json=arguments.json)
-        environment, done = _variables(facts, arguments, given, elsewhere), 0
-        if dumped is not None:
-            done, restarts = 1, restarts - 1
-            environment[RESTART_VARIABLE] = "1"
-            say(f"{dumped.why}; started again, not from the dump: that is used up")
-        ended = supervise(
-            full,
-            environment=environment,
-            cwd=cwd,
-            output=sys.stderr if arguments.json else None,
-            max_restarts=restarts,
-            ours=not by_us,
-            name=partial(NamedRun, tier.url, command, cwd, nproc) if by_us else None,
-            say=say,
-            inbox=inbox,
-            run=None if elsewhere else tier.url,
-            dumpable=dumps.dumpable(arguments, say),
-        )
-        ended = replace(ended, restarts=ended.restarts + done)
+            ended = dumped
+        else:
+            environment = _variables(facts, arguments, given, elsewhere)
+            again = _Again(tier, facts, command, cwd, nproc, environment, with_torchrun)
+            run = None if elsewhere else tier.url
+            ended = _launched(again, arguments, inbox, restarts, run, dumped)
         ask_to_be_queued_again(ended, inbox)
     return report(ended, as_json=arguments.json)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """What is launched, and as what."""
+
+    tier: Place
+    facts: Mapping[str, Any]
+    command: list[str]
+    cwd: str
+    nproc: int
+    environment: dict[str, str]
+    with_torchrun: bool
+
+
+def _launched(
+    again: _Again,
+    arguments: argparse.Namespace,
+    inbox: Inbox,
+    restarts: int,
+    run: str | None,
+    dumped: Ended | None,
+) -> Ended:
+    """From a snapshot; `dumped`: how processes ended that were brought back before."""
+    command, environment, done = again.command, again.environment, 0
+    by_us = again.facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
+    name = partial(NamedRun, again.tier.url, command, again.cwd, again.nproc) if by_us else None
+    if again.with_torchrun:
+        command = torchrun_command(again.nproc, ["--no-python"], command)
+    if dumped is not None:
+        done, restarts = 1, restarts - 1
+        environment = {**environment, RESTART_VARIABLE: "1"}
+        say(f"{dumped.why}; started again, not from the dump: that is used up")
+    ended = supervise(
+        command,
+        environment=environment,
+        cwd=again.cwd,
+        output=sys.stderr if arguments.json else None,
+        max_restarts=restarts,
+        ours=not by_us,
+        name=name,
+        say=say,
+        inbox=inbox,
+        run=run,
+        dumpable=dumps.dumpable(arguments, say),
+    )
+    return replace(ended, restarts=ended.restarts + done)
 
 
 def _place(arguments: argparse.Namespace) -> tuple[Place, list[str]]:

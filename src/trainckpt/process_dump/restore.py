@@ -1,13 +1,16 @@
 """Brings a dumped tree of processes back, once. The mirror of `dump`.
 
-    1. refusals   host, kernel, processor, CRIU, GPUs, libraries that changed, numbers that are
-                  taken: nothing is touched yet
-    2. images     every length and digest; what is encrypted is opened
-    3. files      what the tree wrote is cut back to its length then, after what came later was
-                  copied aside (`<file>.after-<attempt>`)
-    4. folder     the supervisor's, with what the ranks had told it
-    5. CRIU       the tree runs again, its root a child of this process
-    6. GPUs       what was on them is put back; until then whoever uses them waits
+    examined      nothing is touched: what is refused here is as it was, and may be tried again
+      1. refusals   host, kernel, processor, CRIU, GPUs, libraries that changed, numbers that are
+                    taken
+      2. images     every length and digest; what is encrypted is opened
+      3. files      that the tree wrote are there, and long enough
+    bring_back    from here on the dump is used up
+      4. files      are cut back to their length then, after what came later was copied aside
+                    (`<file>.after-<attempt>`)
+      5. folder     the supervisor's, with what the ranks had told it
+      6. CRIU       the tree runs again, its root a child of this process
+      7. GPUs       what was on them is put back; until then whoever uses them waits
 
 A restore that fails leaves no process of the tree, and the dump is not tried again.
 """
@@ -18,6 +21,7 @@ import contextlib
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,56 +95,86 @@ def why_changed(record: DumpRecord) -> str:
     return ""
 
 
-def bring_back(
-    tier: LocalTier,
-    record: DumpRecord,
-    attempt: int,
-    more: Mapping[str, str],
-    driver: Callable[[], CudaDriver] = CudaDriver,
-    key: bytes = b"",
-) -> None:
-    """Restore it as another attempt of its run.
+class NotNow(UnusableSnapshot):
+    """Nothing was touched: the dump can be restored once what is against it is no more."""
 
-    Args:
-        tier, record, attempt: Where, what, and as which attempt.
-        more: File name -> text: what else stands in the supervisor's folder when it runs again.
-        driver: Made only where there is something to put back on GPUs.
-        key: Of images that are encrypted.
 
-    Raises:
-        UnusableSnapshot: it cannot be; nothing of it runs.
+@dataclass(frozen=True)
+class Whole:
+    """A dump that nothing is known against.
+
+    Attributes:
+        record: Which.
+        program: CRIU.
+        images: Where they lie as CRIU reads them, each as it was written.
+        gpus: What is to be put back on GPUs, or None.
     """
-    ability = criu.examine()
-    why = ability.why_not or why_not(record, this_host()) or why_changed(record)
-    why = why or _why_taken(record)
-    if why or ability.program is None:
-        raise UnusableSnapshot(f"{record.name} cannot be restored: {why}", hint=ability.cure)
-    images = tier.root / record.name.folder / IMAGES
-    with _gpus(record, driver) as gpus, _plain(images, record, key) as plain:
+
+    record: DumpRecord
+    program: Path
+    images: Path
+    gpus: GpuTree | None
+
+    def bring_back(self, attempt: int, more: Mapping[str, str]) -> None:
+        """Restore it as another attempt of its run. Once, whatever comes of it.
+
+        Args:
+            attempt: Which.
+            more: File name -> text: what else stands in the supervisor's folder when it runs again.
+
+        Raises:
+            UnusableSnapshot: it cannot be; nothing of it runs.
+        """
+        record = self.record
         try:
             for file in record.written:
                 cut_back(file, attempt)
             _put_folder(record, more)
         except OSError as error:
             raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        if said := criu.restore(ability.program, plain):
+        if said := criu.restore(self.program, self.images):
             kill(record)
             raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
-        if gpus is not None:
-            _put_back(gpus, record)
+        if self.gpus is not None:
+            _put_back(self.gpus, record)
 
 
 @contextlib.contextmanager
-def _plain(images: Path, record: DumpRecord, key: bytes) -> Iterator[Path]:
-    """Where the images lie as CRIU reads them, each as it was written."""
+def examined(
+    tier: LocalTier,
+    record: DumpRecord,
+    driver: Callable[[], CudaDriver] = CudaDriver,
+    key: bytes = b"",
+) -> Iterator[Whole]:
+    """Look at all that can be known before it is restored; the GPUs' driver waits for the block.
+
+    Args:
+        tier, record: Where, and what.
+        driver: Made only where there is something to put back on GPUs.
+        key: Of images that are encrypted.
+
+    Raises:
+        NotNow: it cannot be restored.
+    """
+    ability = criu.examine()
+    why = ability.why_not or why_not(record, this_host()) or why_changed(record)
+    why = why or _why_taken(record)
+    if why or ability.program is None:
+        raise NotNow(f"{record.name} cannot be restored: {why}", hint=ability.cure)
     with contextlib.ExitStack() as stack:
+        gpus = stack.enter_context(_gpus(record, driver))
+        images = tier.root / record.name.folder / IMAGES
         try:
             verify(images, record)
             if record.keys:
                 images = stack.enter_context(sealed_images.opened(images, record, key))
+            for file in record.written:
+                grown(file)
+        except UnusableSnapshot as error:
+            raise NotNow(error.message, hint=error.hint) from error
         except OSError as error:
-            raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        yield images
+            raise NotNow(f"{record.name} cannot be restored: {error}") from error
+        yield Whole(record, ability.program, images, gpus)
 
 
 @contextlib.contextmanager
@@ -154,7 +188,7 @@ def _gpus(record: DumpRecord, driver: Callable[[], CudaDriver]) -> Iterator[GpuT
             found = gpu_tree.of_record(record.gpus, cuda)
         except UnusableSnapshot as error:
             why = f"{record.name} cannot be restored: {error.message}"
-            raise UnusableSnapshot(why, hint=error.hint) from error
+            raise NotNow(why, hint=error.hint) from error
         yield found
 
 
@@ -182,8 +216,12 @@ def verify(images: Path, record: DumpRecord) -> None:
             raise UnusableSnapshot(f"{record.name}: the image {image.name} is damaged")
 
 
-def cut_back(file: WrittenFile, attempt: int) -> None:
-    """Make a file as long as it was; what came later is kept beside it."""
+def grown(file: WrittenFile) -> int:
+    """By how many bytes a file that the tree wrote has grown.
+
+    Raises:
+        UnusableSnapshot: it is shorter, or gone.
+    """
     path = Path(file.path)
     try:
         size = path.stat().st_size
@@ -191,8 +229,14 @@ def cut_back(file: WrittenFile, attempt: int) -> None:
         raise UnusableSnapshot(f"{path}, which was open for writing, is gone") from None
     if size < file.num_bytes:
         raise UnusableSnapshot(f"{path} has {size} bytes, {file.num_bytes} when it was dumped")
-    if size == file.num_bytes:
+    return size - file.num_bytes
+
+
+def cut_back(file: WrittenFile, attempt: int) -> None:
+    """Make a file as long as it was; what came later is kept beside it."""
+    if grown(file) == 0:
         return
+    path = Path(file.path)
     aside = path.with_name(f"{path.name}.after-{attempt}")
     with path.open("r+b") as source, aside.open("wb") as target:
         os.fchmod(target.fileno(), 0o600)

@@ -1,5 +1,6 @@
 """A dump brought back under a new supervisor: the same processes, as another attempt.
 
+examine    all that can be known against it: nothing is touched, so it stays what it is
 claim      the attempt that they become, its parent the dump: nobody restores it twice
 restore    the tree is a child of this process; its output goes on to where ours goes
 images     are deleted: the processes have gone on from them
@@ -21,6 +22,7 @@ from trainckpt.format.dump import IMAGES
 from trainckpt.lifecycle import attempt_number
 from trainckpt.lifecycle.told import REFUSED
 from trainckpt.process_dump import restore
+from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted
 from trainckpt.supervisor.dumpable import outputs
 from trainckpt.supervisor.flush_left import flush_left
@@ -30,12 +32,15 @@ from trainckpt.supervisor.supervise import Ended, settle
 from trainckpt.supervisor.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainckpt.format.dump import DumpRecord
+    from trainckpt.lifecycle.told import Told
+    from trainckpt.process_dump.restore import Whole
     from trainckpt.supervisor.dumpable import Dumpable
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.signals import Inbox
+    from trainckpt.supervisor.verdict import Course
     from trainckpt.tiers.local import LocalTier
 
 LISTENS = "listens"  # in the record: the attempt under whose number the ranks look for notices
@@ -72,43 +77,68 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
     """Bring it back, and look after it to its end. Main thread.
 
     Raises:
-        UnusableSnapshot: it cannot be restored, or its ranks could not be made whole; the attempt
-            says why, and nothing of it runs.
+        NotNow: it cannot be restored, and may be once what is against it is no more.
+        UnusableSnapshot: it could not be restored, or its ranks could not be made whole; the
+            attempt says why, and nothing of it runs.
     """
+    record, named, folder = dumped.record, dumped.named, Path(dumped.record.folder)
+    with contextlib.ExitStack() as closing:
+        with restore.examined(dumped.tier, record, key=dumped.key) as whole:
+            closing.callback(named.close)
+            attempt = _claim(dumped)
+            closing.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            logs = closing.enter_context(outputs(dumped.dumpable, folder, dumped.output))
+            _bring_back(dumped, whole, attempt)
+        process = Adopted(record.root)
+        launched = Launched(
+            process, folder, inbox,
+            has_agent=dumped.has_agent, ours=LISTENS in dumped.facts, named=named,
+            dumping=dumped.dumpable.dumping(process, folder, logs, named),
+        )  # fmt: skip
+        course = launched.run()
+        ranks = launched.told()
+    # They know their attempt by the number under which they began.
+    ranks = [replace(r, attempt=attempt) if r.attempt is not None else r for r in ranks]
+    return _ended(dumped, course, ranks, inbox)
+
+
+def _claim(dumped: Dumped) -> int:
+    """The attempt that it becomes; refused where another one has begun since the dump."""
     record, named = dumped.record, dumped.named
     claimed = named.claim_from(str(record.name), dumped.facts)
     if claimed is None:
-        raise UnusableSnapshot(f"{record.name}: no attempt can be claimed: {named.problem}")
-    folder = Path(record.folder)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        raise restore.NotNow(f"{record.name}: no attempt can be claimed: {named.problem}")
+    between = range(record.name.attempt + 1, claimed.attempt)
+    if others := [each for each in attempts.read_attempts(dumped.tier) if each in between]:
+        raise _refused(named, f"{record.name} is not restored: attempt {others[0]} began meanwhile")
+    return claimed.attempt
+
+
+def _refused(named: NamedRun, why: str) -> UnusableSnapshot:
+    """The attempt that was claimed says so too."""
+    error = UnusableSnapshot(why)
+    named.end((), Verdict(error.exit_code, FAILED, why))
+    return error
+
+
+def _bring_back(dumped: Dumped, whole: Whole, attempt: int) -> None:
+    """The processes run again, and need their images no more."""
+    record = dumped.record
     try:
-        with outputs(dumped.dumpable, folder, dumped.output) as logs:
-            try:
-                number = attempt_number.spell(claimed.attempt)
-                restore.bring_back(dumped.tier, record, claimed.attempt, number, key=dumped.key)
-            except UnusableSnapshot as error:
-                verdict = Verdict(error.exit_code, FAILED, error.message)
-                named.end((), verdict)
-                raise
-            dumped.dumpable.say(f"restored {record.name} as attempt {claimed.attempt}")
-            with contextlib.suppress(OSError):
-                shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
-            process = Adopted(record.root)
-            launched = Launched(
-                process, folder, inbox,
-                has_agent=dumped.has_agent, ours=LISTENS in dumped.facts, named=named,
-                dumping=dumped.dumpable.dumping(process, folder, logs, named),
-            )  # fmt: skip
-            course = launched.run()
-        ranks = launched.told()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        named.close()
-    # They know their attempt by the number under which they began.
-    ranks = [replace(r, attempt=claimed.attempt) if r.attempt is not None else r for r in ranks]
-    verdict, found, _, asked = settle(course, ranks, inbox, named)
+        whole.bring_back(attempt, attempt_number.spell(attempt))
+    except UnusableSnapshot as error:
+        raise _refused(dumped.named, error.message) from error
+    dumped.dumpable.say(f"restored {record.name} as attempt {attempt}")
+    with contextlib.suppress(OSError):
+        shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
+
+
+def _ended(dumped: Dumped, course: Course, ranks: Sequence[Told], inbox: Inbox) -> Ended:
+    """Judge how it ended."""
+    verdict, found, _, asked = settle(course, ranks, inbox, dumped.named)
     if any(told.how == REFUSED for told in ranks):
-        raise UnusableSnapshot(f"{record.name} was brought back, but {verdict.why}")
+        raise UnusableSnapshot(f"{dumped.record.name} was brought back, but {verdict.why}")
     again = starts_again(verdict, done=0, most=dumped.max_restarts, signalled=asked)
     if found is not None and not again:
         say, url = dumped.dumpable.say, dumped.tier.url
