@@ -13,6 +13,7 @@ Exit code: 0 there is one that runs; 1 there is not, with the reason.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -34,7 +35,9 @@ _MIRROR = re.compile(r"^(?:URIs:\s*|deb\s+(?:\[[^]]*\]\s+)?)(\S+/debian)/?(?:\s|
 
 def main(arguments: list[str]) -> int:
     """Install into the folder that is named, or beside this Python."""
-    folder = Path(arguments[0]).absolute() if arguments else INSTALLED
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=INSTALLED)
+    folder = parser.parse_args(arguments).folder.absolute()
     if version_of(folder / PROGRAM) is not None:
         return 0
     why_not = _why_not()
