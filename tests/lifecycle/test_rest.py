@@ -9,16 +9,22 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.lifecycle.training import Parts, attempt
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.lifecycle import attempt_number, rest_told
+from trainckpt.lifecycle.attempt_number import AttemptNumber
+from trainckpt.lifecycle.hooks import Hooks
 from trainckpt.lifecycle.rest import Rest
 from trainckpt.lifecycle.rest_told import RestOrder
 from trainckpt.preemption.notice import Notice
+from trainckpt.ranks.channel import OverStore
+from trainckpt.ranks.world import World
 from trainckpt.snapshot import attempts
 from trainckpt.state import lean
 from trainckpt.state.captured import Captured
@@ -180,3 +186,39 @@ def test_memory_that_was_dropped_is_empty_and_is_told_from_what_it_was():
         dropped.filled()
     tensors["a"].copy_(kept["a"])
     dropped.filled()
+
+
+class Memory:
+    """What was dropped on one rank; it may not come back."""
+
+    def __init__(self, comes_back):
+        self.comes_back, self.is_whole, self.collective = comes_back, False, 0
+
+    def refill(self):
+        if not self.comes_back:
+            raise UnusableSnapshot("its file is damaged")
+
+    def make_buckets(self):
+        self.collective += 1
+
+
+def test_a_rank_whose_memory_does_not_come_back_keeps_no_other_waiting(monkeypatch):
+    """Two ranks over one store: neither begins what is collective, and both end, and say why."""
+
+    def end(_, why):
+        raise Ended(why)
+
+    monkeypatch.setattr(Rest, "_end", end)
+    store, memories = HashStore(), [Memory(comes_back=True), Memory(comes_back=False)]
+
+    def come_back(rank):
+        channel = OverStore(World(rank, 2, rank, "here"), store)
+        rest = Rest(channel, Hooks(), AttemptNumber(1), None, None, memories[rank])
+        with pytest.raises(Ended) as why:
+            rest._come_back()
+        return str(why.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        said = list(ranks.map(come_back, range(2)))
+    assert all("rank 1: its file is damaged" in each for each in said)
+    assert [memory.collective for memory in memories] == [0, 0]

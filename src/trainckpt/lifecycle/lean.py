@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class Lean:
-    """Of one rank. Sequence of calls: `prepare`, `drop` once all ranks have prepared, `refill`.
+    """Of one rank. Sequence of calls: `prepare`, `drop` once all ranks have prepared, `refill`,
+    `make_buckets` once all ranks have refilled.
 
-    The last is right at any time: it undoes what was done.
+    The last two are right at any time: they undo what was done.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Lean:
             self._prepared = captured, manifest
 
     def drop(self) -> int:
-        """Give back the memory of what was prepared. Every rank, or `refill` waits for the others.
+        """Give back the memory of what was prepared. Every rank, or `make_buckets` waits for them.
 
         Returns:
             How many bytes.
@@ -82,7 +83,7 @@ class Lean:
         return dropped.num_bytes
 
     def refill(self) -> None:
-        """Read it back into place. Every rank, training thread.
+        """Read it back into place. Training thread; waits for no other rank.
 
         Raises:
             UnusableSnapshot: the snapshot is damaged, or not what was in memory.
@@ -96,5 +97,8 @@ class Lean:
             destination.finish({})
             dropped.filled()
         self._dropped = None
+
+    def make_buckets(self) -> None:
+        """Those of DDP. Collective: nobody may be missing, so all say first that they refilled."""
         while self._buckets:
             self._buckets.pop(0)()

@@ -11,6 +11,7 @@
 
     the same processes, later, as another attempt
     5   what was dropped is read from the snapshot, and compared with what it was
+        ALL  each says what went wrong, so that nobody waits for it in what is collective
     6   the script's `after_restore` hooks
         ALL  if anything went wrong all end at once, and whoever brought them back goes on from the
              snapshot
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 
         def refill(self) -> None:
             """Make it what it was; nothing to do if nothing was dropped."""
+
+        def make_buckets(self) -> None:
+            """What takes all ranks, once each has refilled."""
 
 
 ASKED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
@@ -184,23 +188,29 @@ class Rest:
     def _come_back(self) -> None:
         """5 and 6."""
 
-        def come_back() -> None:
-            if self._lean is not None:
-                self._lean.refill()
-            self._hooks.open_again()
-
-        why = _try(come_back)
-        try:
-            why = self._agree("back", why)
-        except NoAgreement as error:  # another rank has ended already
-            why = why or error.message
+        why = self._fill()
+        why = self._agreed("back", why or _try(self._hooks.open_again))
         if why:
             self._end(f"brought back, but {why}")
 
     def _put_back(self) -> None:
         """The script may look at its tensors after the stop."""
-        if self._lean is not None and (why := _try(self._lean.refill)):
+        if why := self._fill():
             self._end(f"what was dropped for a dump could not be read back: {why}")
+
+    def _fill(self) -> str:
+        """5. Why memory is not whole, on whatever rank, or ""."""
+        if self._lean is None:
+            return ""
+        why = self._agreed("filled", _try(self._lean.refill))
+        return why or _try(self._lean.make_buckets)
+
+    def _agreed(self, key: str, why: str) -> str:
+        """As `_agree`; a rank that does not answer has ended already."""
+        try:
+            return self._agree(key, why)
+        except NoAgreement as error:
+            return why or error.message
 
     def _end(self, why: str) -> None:
         """Nothing of the script may run any more: what it would see or save could be anything."""

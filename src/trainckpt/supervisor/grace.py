@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.preemption import kubernetes
+from trainckpt.supervisor.orders import less_margin_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 def without_ranks_s() -> float | None:
-    """Seconds from a signal until we are killed; None: nobody says."""
+    """Seconds that a signal leaves, less what we need ourselves; None: nobody says."""
     from trainckpt.lifecycle.options import read_options
 
     try:
-        return read_options({}).grace or kubernetes.granted_s(os.environ)
+        granted_s = read_options({}).grace or kubernetes.granted_s(os.environ)
     except ConfigurationError:
         return None
+    return None if granted_s is None else less_margin_s(granted_s)
 
 
 def host_returns(environment: Mapping[str, str] | None = None) -> bool:

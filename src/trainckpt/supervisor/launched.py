@@ -163,7 +163,7 @@ class Launched:
             return
         if order.what == orders.DELIVER:
             if not self._signal:
-                self._signal, self._signalled_at = name, time.monotonic()
+                self._signal, self._signalled_at = name, self._inbox.came_s or time.monotonic()
             send(order.pids, order.number)
         elif order.what == orders.PASS_ON:
             send([self._process.pid] if self._process.poll() is None else [], number)
@@ -197,7 +197,7 @@ class Launched:
         grace_s = orders.deadline_after_s(ranks) if ranks else grace.without_ranks_s()
         if not ranks and self._handles(number):
             return False
-        came = self._inbox.first_s
+        came = self._inbox.came_s  # not the first: that one was answered, and is over
         gone_s = 0.0 if came is None else time.monotonic() - came
         left_s = None if grace_s is None else max(grace_s - gone_s, 0.0)
         wish = Wish(name, left_s, host_returns=grace.host_returns())

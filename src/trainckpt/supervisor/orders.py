@@ -109,7 +109,12 @@ def deadline_after_s(ranks: Sequence[Rank]) -> float | None:
     graces = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]
     if not graces:
         return None
-    return min(graces) - min(MOST_MARGIN_S, MARGIN * min(graces))
+    return less_margin_s(min(graces))
+
+
+def less_margin_s(grace_s: float) -> float:
+    """What of a grace may be used: the rest is ours, to end the ranks and write it down."""
+    return grace_s - min(MOST_MARGIN_S, MARGIN * grace_s)
 
 
 def someone_is_lost(ranks: Sequence[Rank]) -> bool:

@@ -25,14 +25,16 @@ class Inbox:
         signalled: Whether any has come.
         count: How many have.
         first_s: When the first came, by `time.monotonic`; None before.
+        came_s: When the one came that `next` has returned last; None: that was none.
     """
 
     def __init__(self) -> None:
         self.first = ""
         self.interrupts = self.count = 0
         self.first_s: float | None = None
+        self.came_s: float | None = None
         self.signalled = False
-        self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Inbox:
@@ -49,12 +51,15 @@ class Inbox:
 
     def put(self, number: int) -> None:
         """Let `next` return this number."""
-        self._queue.put(number)
+        self._queue.put((number, time.monotonic()))
 
     def next(self, timeout_s: float) -> int | None:
         """The next number, or None if none comes in time."""
+        self.came_s = None
         with contextlib.suppress(queue.Empty):
-            return self._queue.get(timeout=max(timeout_s, 0.0))
+            number, came_s = self._queue.get(timeout=max(timeout_s, 0.0))
+            self.came_s = came_s
+            return number
         return None
 
     def _hear(self, number: int, _: Any) -> None:
@@ -63,4 +68,4 @@ class Inbox:
         self.first_s = time.monotonic() if self.first_s is None else self.first_s
         self.first = self.first or signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
-        self._queue.put(number)  # safe in a handler: SimpleQueue is re-entrant
+        self._queue.put((number, time.monotonic()))  # safe in a handler: SimpleQueue is re-entrant
