@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 
+from trainckpt.cli import asking
 from trainckpt.encryption import keys
 from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
@@ -16,9 +18,11 @@ from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
 from trainckpt.lifecycle.told import Teller, Told
 from trainckpt.process_dump.criu import Ability
+from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import ancestry
-from trainckpt.supervisor import secrecy
+from trainckpt.supervisor import dumping as dumping_module
+from trainckpt.supervisor import requests, secrecy
 from trainckpt.supervisor.dumping import Dumping, Launch, Wish
 from trainckpt.tiers.local import LocalTier
 
@@ -156,3 +160,32 @@ def test_snapshots_before_a_dump_are_on_the_ancestry_of_what_was_restored_from_i
         3: AttemptRecord(3, "dump~2.5"),
     }
     assert ancestry(records, []) == {3: float("inf"), 2: 5, 1: 2}
+
+
+def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_not_there(
+    tmp_path, monkeypatch
+):
+    """GPUs may take longer to look at than it takes to see that nobody answers."""
+    monkeypatch.setattr(asking, "ANSWERS_WITHIN_S", 0.2)
+    tier, request = LocalTier(tmp_path), requests.Request("notices/1-a.ask", "x")
+    assert asking.wait_for_answer(tier, request.key).why == asking.NOBODY
+    requests.answer(tier, request, requests.Answer(requests.LOOKING, ""))
+    chosen = requests.Answer(DUMP, "it fits")
+    later = threading.Timer(0.6, lambda: requests.answer(tier, request, chosen))
+    later.start()
+    assert asking.wait_for_answer(tier, request.key) == chosen
+    later.join()
+
+
+def test_looking_at_gpus_leaves_most_of_the_time_that_is_left(tmp_path, monkeypatch):
+    """A driver that does not answer: a quarter of the time is spent on it at most."""
+    asked = []
+    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
+
+    def of_tree(pids, driver, **more):
+        asked.append(driver.look_within_s)
+
+    monkeypatch.setattr(dumping_module.gpu_tree, "of_tree", of_tree)
+    assert dumping._why_not_gpus([1], 8.0, CudaDriver()) == ""
+    assert dumping._why_not_gpus([1], None, CudaDriver()) == ""
+    assert asked == [2.0, 60.0]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.tiers.places import Place
 
-ANSWERS_WITHIN_S = 15.0
+ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
 LOOK_EVERY_S = 0.1
 NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
 
@@ -42,13 +42,15 @@ def listens_as(live: AttemptRecord) -> int:
 
 def wait_for_answer(tier: Place, key: str) -> Answer:
     """What the supervisor chose; that nobody answers is an answer too."""
-    until = time.monotonic() + ANSWERS_WITHIN_S
-    while time.monotonic() < until:
+    begun, within_s, why = time.monotonic(), ANSWERS_WITHIN_S, NOBODY
+    while time.monotonic() < begun + within_s:
         found = requests.read_answer(tier, key)
-        if found is not None:
+        if found is not None and found.choice != requests.LOOKING:
             return found
+        if found is not None:
+            within_s, why = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
         time.sleep(LOOK_EVERY_S)
-    return Answer(NOTHING, NOBODY)
+    return Answer(NOTHING, why)
 
 
 def wait_for_dump(

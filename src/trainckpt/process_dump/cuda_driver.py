@@ -33,6 +33,9 @@ class CudaDriver:
 
     Args:
         environment: Of the helper, on top of this process's.
+
+    Attributes:
+        look_within_s: For each call that touches no process.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -41,7 +44,7 @@ class CudaDriver:
             if name not in OUR_VARIABLES
         }  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
-        self._move_within_s = ANSWERS_WITHIN_S
+        self._move_within_s = self.look_within_s = ANSWERS_WITHIN_S
 
     def __enter__(self) -> CudaDriver:
         return self
@@ -59,7 +62,7 @@ class CudaDriver:
     def machine(self) -> Machine:
         """What is here, or why nothing can be done."""
         try:
-            told = self._ask("machine", 0)
+            told = self._ask("machine", 0, self.look_within_s)
         except CallFailed as error:
             lacks = "not installed" in error.code or "too old" in error.code
             return Machine(why_not=error.code, cure=gpus.INSTALL if lacks else DRIVER)
@@ -75,7 +78,7 @@ class CudaDriver:
 
     def users(self, pids: Sequence[int]) -> list[int]:
         """Those that use CUDA."""
-        return list(self._ask("users", 0, pids=list(pids)))
+        return list(self._ask("users", 0, self.look_within_s, pids=list(pids)))
 
     def state(self, pid: int) -> str:
         """Of `Driver`; while a call is under way it waits for that."""

@@ -139,6 +139,7 @@ class Dumping:
         if request is None:
             return False
         tier = self._tier
+        requests.answer(tier, request, Answer(requests.LOOKING, ""))
         wish = Wish(request.reason, request.seconds_left, asked=request.dump)
         return self._answer(wish, ranks, lambda answer: requests.answer(tier, request, answer))
 
@@ -281,9 +282,13 @@ class Dumping:
 
     def _measured(self, facts: DumpFacts, driver: CudaDriver) -> DumpFacts:
         """The same, with what has to be looked for: GPUs, and how long a dump takes."""
+        begun, left_s = time.monotonic(), facts.seconds_left
         pids = tree.processes(self._launch.process.pid)
-        why = facts.why_no_dump or self._why_not_gpus(pids, facts.seconds_left, driver)
-        return replace(facts, dump_s=self._dump_s(pids), why_no_dump=why)
+        why = facts.why_no_dump or self._why_not_gpus(pids, left_s, driver)
+        dump_s = self._dump_s(pids)
+        if left_s is not None:
+            left_s = max(left_s - (time.monotonic() - begun), 0.0)  # GPUs may have taken their time
+        return replace(facts, dump_s=dump_s, why_no_dump=why, seconds_left=left_s)
 
     def _why_not(self) -> str:
         if self._ability.why_not:
@@ -298,6 +303,8 @@ class Dumping:
 
     def _why_not_gpus(self, pids: list[int], seconds_left: float | None, driver: CudaDriver) -> str:
         limit_s = LOCK_WITHIN_S if seconds_left is None else seconds_left * LOCK_SHARE
+        if seconds_left is not None:
+            driver.look_within_s = min(limit_s, driver.look_within_s)
         try:
             self._gpus = gpu_tree.of_tree(pids, driver, lock_within_s=min(limit_s, LOCK_WITHIN_S))
         except SaveFailed as error:

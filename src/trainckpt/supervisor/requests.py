@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 ASK, ANSWER = ".ask", ".answer"
+LOOKING = "looking"  # a first answer: GPUs may take their time until there is a choice
 
 
 @dataclass(frozen=True)
