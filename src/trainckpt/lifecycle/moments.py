@@ -115,7 +115,9 @@ class Moments:
         if self._small is not None:
             self._small.bring(moment)
         if moment.overlapped is not None:
-            copy = threading.Thread(target=_run, args=(moment.overlapped,), daemon=True)
+            copy = threading.Thread(
+                target=_run, args=(moment.overlapped,), name="trainckpt-moment", daemon=True
+            )
             copy.start()
         return None
 

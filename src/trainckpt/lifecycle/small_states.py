@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 MAX_BYTES = 1 << 34
+END_WITHIN_S = 5.0  # of the thread; longer where a partner is gone, and then it stays where it is
 
 
 class SmallStates:
@@ -57,9 +58,14 @@ class SmallStates:
         self._queue.put(moment)
 
     def close(self) -> None:
-        """The attempt is over: others leaving is no sign any more."""
+        """The attempt is over: others leaving is no sign any more.
+
+        The thread is waited for: one that takes a group apart while the interpreter ends would
+        abort the process, whatever its exit code was to be.
+        """
         self._closed = True
         self._queue.put(None)
+        self._thread.join(END_WITHIN_S)
 
     def _work(self) -> None:
         # background thread: no collectives of training's groups
