@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.launchers.conftest import log, server, straight  # noqa: F401 - fixtures
+from tests.launchers.conftest import log, straight  # noqa: F401 - fixtures
 from tests.launchers.started import ROOT, Forks, Run, ended, stop
 from tests.preemption.metadata_server import serving
 

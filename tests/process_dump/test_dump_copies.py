@@ -22,6 +22,8 @@ from trainckpt.format.dump import DumpRecord, Image
 from trainckpt.lifecycle import dump_copies
 from trainckpt.lifecycle.old_dumps import old_dumps, remove
 from trainckpt.process_dump import host_word, restore, sealed_images
+from trainckpt.snapshot import attempts, flush
+from trainckpt.supervisor import left_dump
 from trainckpt.supervisor.flush_left import left_by
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.object_store import open_object_store
@@ -291,3 +293,23 @@ def test_an_encrypted_dump_is_copied_to_another_tier_and_restored_from_there(
 
 def _size(path):
     return path.stat().st_size
+
+
+def test_every_tier_that_holds_a_dump_hears_who_goes_on_from_it(tmp_path, monkeypatch):
+    """Once the run's place is lost, nothing else says there that it was restored."""
+    place, far, other = (LocalTier(tmp_path / name) for name in ("run", "far", "other"))
+    run = attempts.found_run(place)
+    for tier in (far, other):
+        flush.found_there(place, tier, run)
+    far.create(RECORD.name.record, RECORD.dump())
+    monkeypatch.setenv("TRAINCKPT_TIERS", f"{far.root},{other.root},{tmp_path / 'file' / 'none'}")
+    (tmp_path / "file").touch()
+    attempts.claim(place, lambda number: AttemptRecord(number, str(RECORD.name)))
+    said = []
+
+    left_dump.tell_who_goes_on(place, RECORD.name, said.append)
+
+    assert attempts.read_attempts(far)[1].parent == str(RECORD.name)
+    assert attempts.read_attempts(other) == {}
+    assert len(said) == 1
+    assert f"does not hear who goes on from {RECORD.name}" in said[0]

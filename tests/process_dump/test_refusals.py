@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -17,14 +18,14 @@ import pytest
 from tests.process_dump.campaign import Run, wait_for
 from trainckpt.cli import doctor_dumps
 from trainckpt.errors import SaveFailed, UnusableSnapshot
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
 from trainckpt.process_dump import criu, dump, restore, tree
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
 from trainckpt.supervisor.dumpable import Dumpable
 from trainckpt.supervisor.record import NamedRun
-from trainckpt.supervisor.restored import Dumped, supervise_restored
+from trainckpt.supervisor.restored import Dumped, GoesOn, supervise_restored
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.tiers.local import LocalTier
 
@@ -103,7 +104,7 @@ class Counting:
         self.tier = LocalTier(folder / "run")
         self.supervisor, self.mapped = folder / "supervisor", folder / "mapped.so"
         self.log, self.program, self.version = folder / "log", program, version
-        self.supervisor.mkdir()
+        self.supervisor.mkdir(mode=0o700)
         self.mapped.write_bytes(os.urandom(8192))
         with self.log.open("ab") as log:
             python = [sys.executable, *(["-I", "-S"] if bare else [])]
@@ -328,18 +329,37 @@ def test_pause_says_why_not_and_the_command_goes_on_and_a_dump_that_is_refused_s
         assert run.lines() == ["0", "closed"]  # from the beginning, as was asked for
 
 
+class Slower(NamedRun):
+    """Somebody else claims an attempt first, and does not ask for the dump."""
+
+    def claim_from(self, parent, facts):
+        attempts.claim(self.tier, partial(AttemptRecord, parent=None))
+        return super().claim_from(parent, facts)
+
+
 def test_two_who_restore_one_dump_do_not_both(criu_here, counting, tmp_path):
-    """The second has looked at it before the first claimed its attempt."""
+    """Whether the other is at it, has begun an attempt, or begins one meanwhile."""
     record = counting.dump()
     attempts.found_run(counting.tier)
-    for parent in (None, str(NAME)):  # what was dumped, and what the first makes of it
-        attempts.claim(counting.tier, partial(AttemptRecord, parent=parent))
-    named = NamedRun(str(counting.tier.root), ["python"], str(tmp_path), 1)
-    dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
-    with Inbox() as inbox, pytest.raises(UnusableSnapshot, match="attempt 2 began meanwhile"):
-        supervise_restored(dumped, inbox)
-    assert tree.taken(record.tasks) == []
-    assert counting.supervisor.is_dir(), "the first one's"
-    assert attempts.read_attempts(counting.tier)[3].outcome["outcome"] == "failed"
+    attempts.claim(counting.tier, partial(AttemptRecord, parent=None))
+    assert attempts.newest(counting.tier) == record.name.attempt
+
+    def refused(why, kind=NamedRun):
+        named = kind(str(counting.tier.root), ["python"], str(tmp_path), 1)
+        dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
+        with Inbox() as inbox, pytest.raises(GoesOn, match=why):
+            supervise_restored(dumped, inbox)
+        assert tree.taken(record.tasks) == []
+
+    folder = os.open(counting.tier.root / NAME.folder, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    refused(r"another process is restoring dump~1\.1")
+    os.close(folder)
+    refused("attempt 2 began meanwhile", Slower)
+    found = attempts.read_attempts(counting.tier)
+    assert found[3].outcome["outcome"] == "failed"
+    assert found[3].parent == UNDECIDED, "what attempt 2 commits stays on the ancestry"
+    refused("attempt 3 began meanwhile")
+    assert attempts.newest(counting.tier) == 3
     counting.restore(record)
     assert counting.counts_on()

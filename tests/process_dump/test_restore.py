@@ -115,4 +115,10 @@ def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):
     for old in found:
         remove(tier, old)
     assert old_dumps(tier, records) == []
+    opened = tmp_path / names[1].folder / "opened"  # by a resume that was killed: in the clear
+    opened.mkdir()
+    (opened / "core-1.img").write_bytes(b"secret")
+    (found,) = old_dumps(tier, records)
+    remove(tier, found)
+    assert not opened.exists()
     assert restore.names_in(tier) == sorted(names, reverse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.conftest import server, straight  # noqa: F401 - fixtures
+from tests.launchers.conftest import straight  # noqa: F401 - fixtures
 from tests.slurm.cluster import running, why_not
 
 

@@ -11,16 +11,19 @@ from trainckpt.cli.dumped import dumps_of
 from trainckpt.encryption.keys import read_identity
 from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
 from trainckpt.lifecycle import place
+from trainckpt.lifecycle.everywhere import open_everywhere
 from trainckpt.lifecycle.launch import PYTHON
 from trainckpt.lifecycle.options import read_options
 from trainckpt.process_dump import criu, sealed_images
 from trainckpt.process_dump.restore import NotNow
-from trainckpt.snapshot import attempts, catalog
+from trainckpt.snapshot import attempts
 from trainckpt.supervisor.dumpable import Dumpable
 from trainckpt.supervisor.dumping import ability_for
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
-from trainckpt.supervisor.restored import LISTENS, Dumped, supervise_restored
+from trainckpt.supervisor.restored import LISTENS, Dumped, GoesOn, supervise_restored
+from trainckpt.tiers import kept
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
     import argparse
@@ -78,6 +81,7 @@ def restored(
     """How the newest dump ended that was brought back; None: there is none, or it cannot be.
 
     Raises:
+        GoesOn: somebody else goes on from it: nothing is launched beside that.
         UnusableSnapshot: it cannot be, and there is nothing else to go on from.
     """
     declined = arguments.at or arguments.nproc or arguments.dumps == OFF
@@ -88,9 +92,11 @@ def restored(
         if record is None:
             return None
         return supervise_restored(_dumped(tier, record, arguments, command, max_restarts), inbox)
+    except GoesOn:
+        raise
     except NotNow as error:
         _say(f"no dump is restored: {error.message}")
-        if _has_snapshot(tier):
+        if _has_snapshot(tier, arguments):
             return None
         again = f"trainckpt resume {tier.url}"
         raise UnusableSnapshot(
@@ -115,8 +121,9 @@ def _dumped(
     key = _key(record)
     how = dumpable(arguments, _say)
     if how is None:
-        why = criu.examine()
-        raise NotNow(f"{record.name} cannot be restored: {why.why_not}", hint=why.cure)
+        can = criu.examine()
+        why = can.why_not or f"{VARIABLE} is {OFF}"
+        raise NotNow(f"{record.name} cannot be restored: {why}", hint=can.cure)
     argv, cwd, nproc = command
     before = attempts.read_attempts(tier)[record.name.attempt].facts
     has_checkpointer = before["launch"].get("by") != BY_SUPERVISOR
@@ -129,12 +136,22 @@ def _dumped(
     )  # fmt: skip
 
 
-def _has_snapshot(tier: LocalTier) -> bool:
-    """Whether the command, launched again, would find anything to go on from."""
-    run = attempts.run_id(tier) or ""
-    return any(
-        each.usable for each in catalog.read_catalog(tier, run, attempts.read_attempts(tier))
-    )
+def _has_snapshot(tier: LocalTier, arguments: argparse.Namespace) -> bool:
+    """Whether the command, launched again, would find anything to go on from, in any tier."""
+    memory = MemoryPlace.found(tier.url)
+    if memory is not None and any(
+        kept.MANIFEST in kept.files(memory, each) for each in memory.folders()
+    ):
+        return True
+    with contextlib.suppress(TrainckptError):
+        everywhere = open_everywhere(arguments.run, *named_tiers(arguments))
+        return any(each.usable for each in everywhere.candidates())
+    return False
+
+
+def named_tiers(arguments: argparse.Namespace) -> list[str]:
+    """URLs of the tiers that `--tiers` names."""
+    return [url.strip() for url in (arguments.tiers or "").split(",") if url.strip()]
 
 
 def remind(run: str) -> None:

@@ -130,7 +130,7 @@ def _launched(
 def _place(arguments: argparse.Namespace) -> tuple[Place, list[str]]:
     """The run's place, with what it has lost of a dump, and the tiers that are named."""
     tier = place.open_place(arguments.run)
-    given = [url.strip() for url in (arguments.tiers or "").split(",") if url.strip()]
+    given = dumps.named_tiers(arguments)
     if not (arguments.at or arguments.nproc):
         dump_home.bring_home(tier, arguments.run, given, say)
     return tier, given

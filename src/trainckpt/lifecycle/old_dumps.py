@@ -84,6 +84,6 @@ def remove(tier: Tier, old: OldDump, *, is_copy: bool = False) -> None:
 
 def _num_bytes(tier: Readable, name: DumpName) -> int:
     with contextlib.suppress(TrainckptError):
-        folder = f"{name.folder}/{IMAGES}"
-        return sum(tier.size(f"{folder}/{image}") or 0 for image in tier.list(folder))
+        folders = [f"{name.folder}/{each}" for each in (IMAGES, OPENED)]
+        return sum(tier.size(f"{f}/{image}") or 0 for f in folders for image in tier.list(f))
     return 0

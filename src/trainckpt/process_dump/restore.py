@@ -174,6 +174,8 @@ def examined(
             raise NotNow(error.message, hint=error.hint) from error
         except OSError as error:
             raise NotNow(f"{record.name} cannot be restored: {error}") from error
+        if why := why_changed(record) or _why_taken(record):  # that took its time
+            raise NotNow(f"{record.name} cannot be restored: {why}")
         yield Whole(record, ability.program, images, gpus)
 
 

@@ -131,7 +131,8 @@ def apply_rng(saved: Saved) -> None:
 def _bucket_order(registry: Registry, saved: Saved) -> None:
     for model in registry.models:
         hidden = saved.values[DDP].get(model.name)
-        if ddp.rounds_by_buckets(model.wrapped):
+        # What was so then may be so again: a hook can be registered after the resume.
+        if ddp.rounds_by_buckets(model.wrapped) or (hidden or {}).get("own_way", True):
             ddp.apply_bucket_order(model.wrapped, hidden)
         if hidden:
             registry.bucket_orders[model.name] = hidden["bucket_order"]

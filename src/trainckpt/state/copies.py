@@ -48,21 +48,16 @@ class Copies:
             for part in parts:
                 part()
             return
-        _prepare_threads()
+        import torch
+
         with Workers(num_threads, "trainckpt-copy") as workers:  # without the interpreter's lock
+            # In a forked process the first thread that asks has torch's pool made anew; two at once
+            # fail ("Invalid thread pool!"). To set the number here would change MKL's mode as well.
+            workers.submit(torch.get_num_threads)
+            workers.settle()
             for part in parts:
                 workers.submit(part)
             workers.settle()
-
-
-def _prepare_threads() -> None:
-    """Have torch's own pool of threads made anew now, where this process was forked.
-
-    Else the first copy of each thread does it, and two at once fail: "Invalid thread pool!".
-    """
-    import torch
-
-    torch.set_num_threads(torch.get_num_threads())
 
 
 def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: Proof) -> None:

@@ -59,12 +59,14 @@ class Dumpable:
 
 
 @contextlib.contextmanager
-def outputs(dumpable: Dumpable | None, folder: Path, output: Any) -> Iterator[Logs | None]:
+def outputs(
+    dumpable: Dumpable | None, folder: Path, output: Any, *, apart: bool = False
+) -> Iterator[Logs | None]:
     """The files to which a command prints while the block runs; None: to where it always did."""
     if dumpable is None or output not in (None, sys.stderr):
         yield None
         return
-    logs = Logs(folder, out_to=1 if output is None else 2)
+    logs = Logs(folder, out_to=1 if output is None else 2, apart=apart)
     try:
         with logs.followed():
             yield logs

@@ -1,4 +1,7 @@
-"""The dump that an attempt ended with, copied to the slower tiers once its processes are gone."""
+"""The dump that an attempt ended with, and the slower tiers.
+
+It is copied there once the processes are gone; and when somebody goes on from it they are told.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
 from trainckpt.lifecycle import dump_copies
+from trainckpt.lifecycle.everywhere import open_everywhere
 from trainckpt.snapshot import attempts, flush
 
 if TYPE_CHECKING:
@@ -44,6 +48,27 @@ def send_dump(
         with suppress(TrainckptError):
             _note(everywhere.place, number, str(name), held)
     return [*held, *over]
+
+
+def tell_who_goes_on(place: Tier, name: DumpName, say: Callable[[str], object]) -> None:
+    """Bring the attempts' records to every tier that holds the dump.
+
+    Once the run's place is lost, nothing else says there that it was restored.
+    """
+    try:
+        everywhere = open_everywhere(place.url)
+    except TrainckptError as error:
+        say(f"the tiers of {place.url} do not hear who goes on from {name}: {error.message}")
+        return
+    silent = dict(everywhere.silent)
+    for tier in everywhere.tiers:
+        try:
+            if tier is not everywhere.place and tier.size(name.record) is not None:
+                flush.mirror_records(everywhere.place, tier, {})
+        except TrainckptError as error:
+            silent[tier.name] = error.message
+    for tier_name, why in silent.items():
+        say(f"{tier_name} does not hear who goes on from {name}: {why}")
 
 
 def _send(

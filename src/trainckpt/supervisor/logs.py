@@ -33,9 +33,14 @@ class Logs:
         paths: Of the files.
     """
 
-    def __init__(self, folder: Path, *, out_to: int = 1, err_to: int = 2) -> None:
-        """Open the files in `folder`; they pass on to descriptors of ours."""
-        both = _is_same(out_to, err_to)
+    def __init__(
+        self, folder: Path, *, out_to: int = 1, err_to: int = 2, apart: bool = False
+    ) -> None:
+        """Open the files in `folder`; they pass on to descriptors of ours.
+
+        `apart`: two files in any case, for a command that may have been launched with two.
+        """
+        both = _is_same(out_to, err_to) and not apart
         files = (
             [(folder / OUT, out_to)] if both else [(folder / OUT, out_to), (folder / ERR, err_to)]
         )

@@ -1,7 +1,9 @@
 """A dump brought back under a new supervisor: the same processes, as another attempt.
 
+alone      the dump's folder is locked, and no attempt has begun since
 examine    all that can be known against it: nothing is touched, so it stays what it is
-claim      the attempt that they become, its parent the dump: nobody restores it twice
+claim      the attempt that they become, its parent the dump, told to all tiers that hold a copy:
+           nobody restores it twice
 restore    the tree is a child of this process; its output goes on to where ours goes
 images     are deleted: the processes have gone on from them
 watch      as if they had been launched here; what is started again after a failure is the command
@@ -10,6 +12,7 @@ watch      as if they had been launched here; what is started again after a fail
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -17,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.attempt import FAILED
+from trainckpt.format.attempt import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
 from trainckpt.lifecycle import attempt_number
+from trainckpt.lifecycle.slower import TIERS
 from trainckpt.lifecycle.told import REFUSED
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempts
@@ -27,23 +31,30 @@ from trainckpt.supervisor.adopted import Adopted
 from trainckpt.supervisor.dumpable import outputs
 from trainckpt.supervisor.flush_left import flush_left
 from trainckpt.supervisor.launched import Launched
+from trainckpt.supervisor.left_dump import tell_who_goes_on
 from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.supervise import Ended, settle
 from trainckpt.supervisor.verdict import Verdict
+from trainckpt.tiers.private import must_be_private
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.format.dump import DumpRecord
     from trainckpt.lifecycle.told import Told
     from trainckpt.process_dump.restore import Whole
     from trainckpt.supervisor.dumpable import Dumpable
+    from trainckpt.supervisor.logs import Logs
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.signals import Inbox
     from trainckpt.supervisor.verdict import Course
     from trainckpt.tiers.local import LocalTier
 
 LISTENS = "listens"  # in the record: the attempt under whose number the ranks look for notices
+
+
+class GoesOn(UnusableSnapshot):
+    """Another process goes on from the dump, or from what came after it."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +89,19 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
 
     Raises:
         NotNow: it cannot be restored, and may be once what is against it is no more.
+        GoesOn: another process has gone on from it, or is about to.
         UnusableSnapshot: it could not be restored, or its ranks could not be made whole; the
             attempt says why, and nothing of it runs.
     """
     record, named, folder = dumped.record, dumped.named, Path(dumped.record.folder)
     with contextlib.ExitStack() as closing:
-        with restore.examined(dumped.tier, record, key=dumped.key) as whole:
+        with _alone(dumped), restore.examined(dumped.tier, record, key=dumped.key) as whole:
+            logs = closing.enter_context(_outputs(dumped, folder))
             closing.callback(named.close)
             attempt = _claim(dumped)
-            closing.callback(shutil.rmtree, folder, ignore_errors=True)
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            logs = closing.enter_context(outputs(dumped.dumpable, folder, dumped.output))
             _bring_back(dumped, whole, attempt)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
         process = Adopted(record.root)
         launched = Launched(
             process, folder, inbox,
@@ -103,6 +115,44 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
     return _ended(dumped, course, ranks, inbox)
 
 
+@contextlib.contextmanager
+def _alone(dumped: Dumped) -> Iterator[None]:
+    """While nobody else restores it. No attempt has begun since it was taken."""
+    name, folder = dumped.record.name, dumped.tier.root / dumped.record.name.folder
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise restore.NotNow(f"{name} cannot be restored: {error}") from error
+    try:
+        with contextlib.suppress(OSError):  # no locks: then whoever claims second is refused
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise GoesOn(f"another process is restoring {name}") from None
+        later = max(attempts.read_attempts(dumped.tier), default=0)
+        if later > name.attempt:
+            raise GoesOn(f"{name} is not restored: attempt {later} began meanwhile")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _outputs(dumped: Dumped, folder: Path) -> Iterator[Logs | None]:
+    """The supervisor's folder again, and in it the files that the processes print to."""
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            must_be_private(folder)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            # Both: how many they had was told by the outputs of whoever launched them.
+            logs = stack.enter_context(outputs(dumped.dumpable, folder, dumped.output, apart=True))
+        except OSError as error:
+            why = f"{dumped.record.name} cannot be restored: {error}"
+            raise restore.NotNow(why) from error
+        yield logs
+
+
 def _claim(dumped: Dumped) -> int:
     """The attempt that it becomes; refused where another one has begun since the dump."""
     record, named = dumped.record, dumped.named
@@ -111,7 +161,12 @@ def _claim(dumped: Dumped) -> int:
         raise restore.NotNow(f"{record.name}: no attempt can be claimed: {named.problem}")
     between = range(record.name.attempt + 1, claimed.attempt)
     if others := [each for each in attempts.read_attempts(dumped.tier) if each in between]:
-        raise _refused(named, f"{record.name} is not restored: attempt {others[0]} began meanwhile")
+        named.record = claimed.with_(parent=UNDECIDED)  # the other's snapshots stay on the ancestry
+        why = f"{record.name} is not restored: attempt {others[0]} began meanwhile"
+        named.end((), Verdict(GoesOn.exit_code, FAILED, why))
+        raise GoesOn(why)
+    if TIERS in dumped.facts:
+        tell_who_goes_on(dumped.tier, record.name, dumped.dumpable.say)
     return claimed.attempt
 
 
@@ -130,8 +185,6 @@ def _bring_back(dumped: Dumped, whole: Whole, attempt: int) -> None:
     except UnusableSnapshot as error:
         raise _refused(dumped.named, error.message) from error
     dumped.dumpable.say(f"restored {record.name} as attempt {attempt}")
-    with contextlib.suppress(OSError):
-        shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
 
 
 def _ended(dumped: Dumped, course: Course, ranks: Sequence[Told], inbox: Inbox) -> Ended:

@@ -59,6 +59,7 @@ def capture(module: nn.Module, known_order: str) -> dict[str, Any] | None:
     return {
         "bucket_order": known_order or _bucket_order(module),
         "forward_sync": bool(module.require_forward_param_sync),
+        "own_way": _has_ways_of_its_own(module),
     }
 
 
@@ -164,7 +165,7 @@ def _has_ways_of_its_own(module: Any) -> bool:
     return bool(
         hooked
         or any(getattr(module, name, None) for name in ways)
-        or module._get_ddp_logging_data().get("comm_hook")
+        or (module.logger is not None and module._get_ddp_logging_data().get("comm_hook"))
     )
 
 
