@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from trainckpt.state import apply
 from trainckpt.state.kinds import ddp
 
 
@@ -62,6 +65,24 @@ def test_the_order_is_replayed_only_where_sums_depend_on_it():
     hooked.register_comm_hook(None, allreduce_hook)  # some sum by bucket: PowerSGD
 
     assert ddp.rounds_by_buckets(hooked)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_an_order_under_a_hook_is_replayed_before_the_hook_is_there_again(hooked):
+    # A script may register it after the resume: then its first buckets have to be the same ones.
+    model, fresh = wrapped(), wrapped()
+    if hooked:
+        model.register_comm_hook(None, allreduce_hook)
+    train(model)
+    hidden = ddp.capture(model, "")
+    registry = SimpleNamespace(
+        models=[SimpleNamespace(name="model", wrapped=fresh)], bucket_orders={}
+    )
+
+    apply._bucket_order(registry, SimpleNamespace(values={apply.DDP: {"model": hidden}}))
+
+    assert fresh._has_rebuilt_buckets == hooked
+    assert registry.bucket_orders == {"model": hidden["bucket_order"]}
 
 
 def test_what_is_not_wrapped_has_nothing_hidden():
