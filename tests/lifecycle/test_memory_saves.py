@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -72,6 +74,25 @@ def test_two_processes_never_bring_the_same_memory(tmp_path):
             scavenge(*how, alone_within_s=0.1)
         assert usable(tmp_path) == ["s3~1.3"]
     assert str(scavenge(*how)) == "s4~1.4"  # the other has ended
+
+
+def test_memory_is_brought_where_the_system_gives_no_lock_and_nobody_tries_for_ever(
+    tmp_path, monkeypatch
+):
+    crashed(tmp_path, CRASH_AT, **SAVING)
+    tier, channel, opened, asked = LocalTier(tmp_path), Alone(World(0, 1, 0, "host")), os.open, []
+
+    def refused(path, *arguments, **how):
+        if str(path).endswith("/fetching"):
+            asked.append(path)
+            assert len(asked) < 10
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **how)
+
+    monkeypatch.setattr(os, "open", refused)
+    name = scavenge(tier, channel, run_id(tier), [Seat("host", own_view())], alone_within_s=30.0)
+    assert str(name) == "s4~1.4"
+    assert asked
 
 
 @pytest.mark.parametrize("spoil", ["file", "manifest", "gone"])

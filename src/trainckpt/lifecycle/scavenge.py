@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 EXCHANGE_S = 60.0
 ALONE_WITHIN_S = 540.0  # less than others wait for this rank
 SAID_AFTER_S = 5.0
+QUICKER_S = 0.02  # whoever was quicker has the lock for longer than that
 MOST = 4  # snapshots of a host that are looked at
 
 
@@ -137,8 +138,10 @@ def _alone(place: MemoryPlace | None, limit_s: float) -> Iterator[bool]:
             try:
                 stack.enter_context(place.fetching())
                 is_alone = True
-            except (BlockingIOError, PermissionError):  # somebody was quicker
-                continue
+            except MemoryTaken:  # somebody was quicker
+                if time.monotonic() > until_s:
+                    break
+                time.sleep(QUICKER_S)
             except OSError:  # no lock is to be had here, by anybody
                 is_alone = True
         yield is_alone

@@ -16,6 +16,7 @@ alone, a reader shares what it reads with other readers, and whoever finds it ta
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -140,10 +141,20 @@ class MemoryPlace:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Around bringing files here: others wait for them, as long as this process lives."""
+        """Around bringing files here: others wait for them, as long as this process lives.
+
+        Raises:
+            MemoryTaken: another process brings some.
+            OSError: as the system reports it: no lock can be had here.
+        """
         descriptor = os.open(self.root / _FETCHING, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                raise MemoryTaken(error.errno, "another process brings files here") from error
             yield
         finally:
             os.close(descriptor)
