@@ -159,6 +159,31 @@ def test_it_is_written_when_all_is_copied_though_the_copy_is_still_being_proved(
     assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
 
 
+class Slow(Disk):
+    """Writes nothing before what it is told of has happened."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = threading.Event()
+
+    def write(self, path, descriptor, block, first_byte):
+        assert self.ended.wait(10), "the copy's end waits for what is written"
+        super().write(path, descriptor, block, first_byte)
+
+
+def test_the_copy_ends_when_all_is_copied_however_long_it_takes_to_write_it(tmp_path):
+    """Its end is measured, and the live tensors are looked at once more."""
+    tier = LocalTier(tmp_path, Slow())
+    shard = Shard(content(HEAD + 2 * BLOCK_BYTES), HEAD)
+
+    def copied():
+        yield address(shard.memory) + len(shard.memory)
+        tier.disk.ended.set()
+
+    entry = write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+    assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
+
+
 def test_what_is_abandoned_after_it_was_copied_leaves_nothing(tier):
     shard = Shard(content(HEAD + 2 * BLOCK_BYTES), HEAD)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.encryption.sealed_file import TAG_BYTES, Layout, Place, Sealer
@@ -26,7 +26,6 @@ from trainckpt.tiers.direct import address, copy, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from concurrent.futures import Future
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.snapshot.save import InMemory
@@ -147,6 +146,20 @@ class _SealedFile:
         for behind in copied:  # training may wait for that, and to encrypt takes the cores it needs
             if behind >= end_of_all:
                 break
+        with _Drained(copied) as rest:
+            yield from self._body(data, complete, into)
+            rest.result()  # it may yet be abandoned
+        last = self._end(head.result())
+        if into is not None:
+            body_bytes = self.layout.body_bytes
+            into[body_bytes:] = last
+            last = into[body_bytes:]
+        yield last
+
+    def _body(
+        self, data: memoryview, complete: threading.Event, into: memoryview | None
+    ) -> Iterator[memoryview]:
+        """What is copied, encrypted; all but the head."""
         body = data[self.layout.head_bytes :]
         size = min(BLOCK_BYTES, len(body))
         buffers = direct.buffers(NUM_BUFFERS, size) if into is None else []
@@ -162,13 +175,6 @@ class _SealedFile:
             complete.set()
             while waiting:
                 yield waiting.popleft().result()
-        for _ in copied:  # it may yet be abandoned
-            pass
-        last = self._end(head.result())
-        if into is not None:
-            into[len(body) :] = last
-            last = into[len(body) :]
-        yield last
 
     def digested(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         """The same blocks, each digested while whoever takes it writes it."""
@@ -242,6 +248,35 @@ class _SealedFile:
         found[layout.head_bytes :] = self._sealer.tail()
         self._behind = digest.digest(found)
         return found
+
+
+class _Drained:
+    """What is left of an iterator is drawn by a thread: its end must not wait for what is written.
+
+    The thread ends before the context does. No interpreter waits for it that is about to exit.
+    """
+
+    def __init__(self, rest: Iterator[int]) -> None:
+        self._drained: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(rest,), name="trainckpt-copied", daemon=True
+        )
+
+    def _run(self, rest: Iterator[int]) -> None:
+        try:
+            for _ in rest:
+                pass
+        except BaseException as error:  # noqa: BLE001 - it is for whoever asks for the result
+            self._drained.set_exception(error)
+        else:
+            self._drained.set_result(None)
+
+    def __enter__(self) -> Future[None]:
+        self._thread.start()
+        return self._drained
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
 
 
 def _cuts(num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
