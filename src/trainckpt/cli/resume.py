@@ -104,7 +104,10 @@ def _launched(
     """From a snapshot; `dumped`: how processes ended that were brought back before."""
     command, environment, done = again.command, again.environment, 0
     by_us = again.facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
-    name = partial(NamedRun, again.tier.url, command, again.cwd, again.nproc) if by_us else None
+    name = None
+    if by_us:
+        own = {**os.environ, **environment}
+        name = partial(NamedRun, again.tier.url, command, again.cwd, again.nproc, own)
     if again.with_torchrun:
         command = torchrun_command(again.nproc, ["--no-python"], command)
     if dumped is not None:

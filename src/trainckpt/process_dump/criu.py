@@ -2,7 +2,7 @@
 
 By subprocess: no protocol library, the same program everywhere, its log on disk. A CRIU that was
 told to dump is never killed: the tree would be left half frozen. Whoever has a deadline judges
-before whether the time suffices.
+before whether the time suffices, and a session of its own keeps a terminal's Ctrl-C from it.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _ask(
     try:
         return subprocess.run(
             [program, *arguments], capture_output=True, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, timeout=limit_s, check=False,
+            stdin=subprocess.DEVNULL, timeout=limit_s, check=False, start_new_session=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         return subprocess.CompletedProcess([str(program)], 1, "", str(error))

@@ -92,29 +92,37 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
         GpusLost: nor can all of it go on.
         TierUnavailable: the place refused; it goes on.
     """
-    pids = tree.processes(order.root)
-    held = _look(order, pids, variable)
-    _must_have_room(tier, pids, order.gpus.state.num_bytes if order.gpus else 0)
+    with _as_refusal("it could not be looked at"):
+        pids = tree.processes(order.root)
+        held = _look(order, pids, variable)
+        _must_have_room(tier, pids, order.gpus.state.num_bytes if order.gpus else 0)
     images = tier.root / order.name.folder / IMAGES
     tier.make_folder(order.name.folder)
     try:
-        images.mkdir(mode=0o700)
-        with _without_gpus(order, pids):
+        with _as_refusal("the dump could not be written"), _without_gpus(order, pids):
+            images.mkdir(mode=0o700)
             _freeze(order, images)
             pids = tree.processes(order.root)  # some may have come and gone until they were stopped
             held, tasks = _look(order, pids, variable), tree.tasks(pids)
             keys = _seal(order, images)
             record = _record(order, tasks, held, _settle(images), keys)
             tier.replace(order.name.record, record.dump())
-    except BaseException as error:
+    except BaseException:
         _send(tree.processes(order.root), signal.SIGCONT)
         with contextlib.suppress(OSError):
             shutil.rmtree(tier.root / order.name.folder)
-        if isinstance(error, OSError):
-            raise SaveFailed(f"the dump could not be written: {error}") from error
         raise
     _send(pids, signal.SIGKILL)
     return record
+
+
+@contextlib.contextmanager
+def _as_refusal(what: str) -> Iterator[None]:
+    """Whatever the system says against it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SaveFailed(f"{what}: {error}") from error
 
 
 def await_gone(record: DumpRecord) -> list[int]:

@@ -56,8 +56,9 @@ def _code(key: bytes, record: bytes) -> bytes:
 
 def _key(*, make: bool) -> bytes:
     """b"": there is none, and none was to be made."""
-    path = key_file()
+    path = None
     try:
+        path = key_file()
         if make and not path.exists():
             _make(path)
         if not path.exists():
@@ -69,7 +70,11 @@ def _key(*, make: bool) -> bytes:
             )
         key = path.read_bytes()
     except (OSError, RuntimeError) as error:
-        raise TierUnavailable(f"the key of this host, {path}, cannot be used: {error}") from error
+        where = "" if path is None else f", {path},"
+        hint = "set XDG_STATE_HOME to a directory of yours" if path is None else ""
+        raise TierUnavailable(
+            f"the key of this host{where} cannot be used: {error}", hint=hint
+        ) from error
     if len(key) != KEY_BYTES:
         raise TierUnavailable(f"{path} holds no key", hint="remove it: another one is made")
     return key

@@ -7,7 +7,7 @@
       3. files      that the tree wrote are there, and long enough
     bring_back    from here on the dump is used up
       4. files      are cut back to their length then, after what came later was copied aside
-                    (`<file>.after-<attempt>`)
+                    (`<file>.after-<attempt>`, on stable storage)
       5. folder     the supervisor's, with what the ranks had told it
       6. CRIU       the tree runs again, its root a child of this process
       7. GPUs       what was on them is put back; until then whoever uses them waits
@@ -18,6 +18,7 @@ A restore that fails leaves no process of the tree, and the dump is not tried ag
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -35,6 +36,7 @@ from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import BinaryIO
 
     from trainckpt.format.dump import Host, WrittenFile
     from trainckpt.process_dump.gpu_tree import GpuTree
@@ -239,16 +241,33 @@ def cut_back(file: WrittenFile, attempt: int) -> None:
     if grown(file) == 0:
         return
     path = Path(file.path)
-    aside = path.with_name(f"{path.name}.after-{attempt}")
-    with path.open("r+b") as source, aside.open("wb") as target:
-        os.fchmod(target.fileno(), 0o600)
+    with path.open("r+b") as source, _new_beside(path, f"after-{attempt}") as target:
         source.seek(file.num_bytes)
         while block := source.read(COPY_BYTES):
             target.write(block)
         target.flush()
         os.fsync(target.fileno())
+        _sync_folder(path.parent)  # the copy has its name before the source is cut
         source.truncate(file.num_bytes)
         os.fsync(source.fileno())
+
+
+def _new_beside(path: Path, ending: str) -> BinaryIO:
+    """A new file `<path>.<ending>`, or `<path>.<ending>-2` and on: none is written over."""
+    for number in itertools.count(1):
+        beside = path.with_name(f"{path.name}.{ending}{f'-{number}' if number > 1 else ''}")
+        with contextlib.suppress(FileExistsError):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            return os.fdopen(os.open(beside, flags, 0o600), "wb")
+    raise AssertionError
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def kill(record: DumpRecord) -> None:

@@ -273,7 +273,8 @@ def _everybody() -> list[int]:
 
 def _parent(pid: int) -> int:
     try:
-        stat = (PROC / str(pid) / "stat").read_text()
+        # A name is cut at 15 bytes, and may be no text at all.
+        stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return -1
     return int(stat.rpartition(")")[2].split()[1])

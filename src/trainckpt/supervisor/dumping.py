@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
+from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.lifecycle import place, rest_told
@@ -181,7 +181,9 @@ class Dumping:
         """As `look`; whatever fails, the ranks are looked after, and the stop is theirs."""
         try:
             return self._choose(wish, ranks, answer)
-        except (TrainckptError, OSError) as error:
+        except (TrainckptError, OSError, ValueError) as error:
+            if self.taken is not None:  # committed, whatever came after
+                return True
             why = getattr(error, "message", None) or str(error)
             self._say(f"{wish.reason}: no dump: {why}")
             with contextlib.suppress(TrainckptError, OSError):
@@ -233,18 +235,26 @@ class Dumping:
                 rest_told.refuse(self._launch.folder, waiting.order, why)
             return False
         self._waiting = self._first_rests_s = None
-        pids = tree.processes(self._launch.process.pid)
-        with CudaDriver() as driver:
-            why = self._why_not_gpus(pids, None if left_s == math.inf else left_s, driver)
-            why = why or is_too_late(self._dump_s(pids), left_s)
-            why = why or self._try(waiting.wish.reason, waiting.record, resting)
-        if why:
+        if why := self._why_not_at_rest(waiting, resting, left_s):
             rest_told.refuse(self._launch.folder, waiting.order, why)
             return False
         dropped = sum(told.dropped for told in resting)
         lean = f", but for {dropped / 1e6:.1f} MB in {resting[0].snapshot}" if dropped else ""
         self._say(f"dumped as {self.taken} within {time.monotonic() - begun:.1f} s{lean}")
         return True
+
+    def _why_not_at_rest(self, waiting: _Waiting, resting: Sequence[Resting], left_s: float) -> str:
+        """Why the tree, all of whose ranks rest, is not dumped, or "". They wait for the answer."""
+        try:
+            pids = tree.processes(self._launch.process.pid)
+            with CudaDriver() as driver:
+                why = self._why_not_gpus(pids, None if left_s == math.inf else left_s, driver)
+                why = why or is_too_late(self._dump_s(pids), left_s)
+                return why or self._try(waiting.wish.reason, waiting.record, resting)
+        except (TrainckptError, OSError, ValueError) as error:
+            if self.taken is not None:  # committed, whatever came after
+                return ""
+            return getattr(error, "message", None) or f"it could not be looked at: {error}"
 
     def _why_no_longer(self, waiting: _Waiting, resting: Sequence[Resting], left_s: float) -> str:
         """Why ranks that rest do not wait for the others any longer, or ""."""
@@ -277,7 +287,7 @@ class Dumping:
             boundary_s=max(known, default=None),
             hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
             host_returns=wish.host_returns,
-            why_no_dump=self._why_not(),
+            why_no_dump=self._why_not(record),
         )
 
     def _measured(self, facts: DumpFacts, driver: CudaDriver) -> DumpFacts:
@@ -290,14 +300,14 @@ class Dumping:
             left_s = max(left_s - (time.monotonic() - begun), 0.0)  # GPUs may have taken their time
         return replace(facts, dump_s=dump_s, why_no_dump=why, seconds_left=left_s)
 
-    def _why_not(self) -> str:
+    def _why_not(self, record: AttemptRecord) -> str:
         if self._ability.why_not:
             return self._ability.why_not
         if not isinstance(self._tier, LocalTier):
             return "the run's place is no directory, where dumps lie"
         try:
-            self._recipients = secrecy.recipients(self._launch.folder)
-        except ConfigurationError as error:
+            self._recipients = secrecy.recipients(self._launch.folder, self._tier, record)
+        except TrainckptError as error:
             return error.message
         return secrecy.why_exposed(self._tier)
 

@@ -160,6 +160,8 @@ def _everybody() -> list[tuple[int, list[str]]]:
 
 def _stat(pid: int) -> list[str]:
     try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        # A name is cut at 15 bytes, and may be no text at all.
+        stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
+    return stat.rpartition(")")[2].split()

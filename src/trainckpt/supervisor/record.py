@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
@@ -183,6 +184,8 @@ def _outcome(snapshot: str | None, started: float | None) -> dict[str, Any]:
 class NamedRun:
     """`--run`: the run of a command that has no Checkpointer, so that it can be launched again.
 
+    Its environment is this process's, unless one is given: of a command that is launched again.
+
     Its attempt is claimed when it is clear that no rank will: after 30 s without trainckpt being
     imported (3 s, where the script does not speak of it), or at the end.
 
@@ -192,12 +195,21 @@ class NamedRun:
         tier: Where the run lies.
     """
 
-    def __init__(self, run: str, command: Sequence[str], cwd: str | None, nproc: int) -> None:
+    def __init__(
+        self,
+        run: str,
+        command: Sequence[str],
+        cwd: str | None,
+        nproc: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.record: AttemptRecord | None = None
         self.problem = ""
         self.tier = place.open_place(run)
         self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
-        self._begun, self._pids, self._tiers = time.time(), list[int](), _tiers(self.tier)
+        self._environment = dict(os.environ if environment is None else environment)
+        self._begun, self._pids = time.time(), list[int]()
+        self._tiers = _tiers(self.tier, self._environment, Path(self._cwd))
         silent = is_silent(self._command, self._cwd)
         self._claim_after_s = CLAIM_SILENT_AFTER_S if silent else CLAIM_AFTER_S
         self._heartbeat: Heartbeat | None = None
@@ -267,7 +279,7 @@ class NamedRun:
         facts = {
             "argv": launch.redact_arguments(self._command),
             "cwd": self._cwd,
-            "env": launch.redact_environment(os.environ),
+            "env": launch.redact_environment(self._environment),
             "launch": {"kind": "torchrun", "nproc": self._nproc, "by": BY_SUPERVISOR},
             "world": self._nproc,
             "hosts": [socket.gethostname()] * self._nproc,
@@ -278,8 +290,8 @@ class NamedRun:
         return AttemptRecord(attempt, parent, RUNNING, facts=self._facts or facts)
 
 
-def _tiers(tier: Place) -> dict[str, Any]:
-    """The slower tiers, as the options name them: they get the dump that the command ends with.
+def _tiers(tier: Place, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """The slower tiers, as the command's options name them: they get the dump that it ends with.
 
     Raises:
         ConfigurationError: an option is unreadable, or names no tier.
@@ -287,6 +299,6 @@ def _tiers(tier: Place) -> dict[str, Any]:
     from trainckpt.lifecycle.options import read_options
     from trainckpt.lifecycle.slower import WHERE, open_slower, where
 
-    options = read_options({})
+    options = read_options({}, environment, folder)
     told = open_slower(options.tiers, options.durable, tier).to_facts()
     return {**told, WHERE: where(tier)} if told else {}

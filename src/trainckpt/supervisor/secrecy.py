@@ -2,37 +2,81 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainckpt.encryption.keys import parse_recipients
+from trainckpt.encryption.keys import RECIPIENT, parse_recipients, public_bytes
 from trainckpt.encryption.package import must_be_there
+from trainckpt.format.dump import DumpName
 from trainckpt.lifecycle.told import read_told
+from trainckpt.process_dump.restore import load
+from trainckpt.snapshot import attempts
 from trainckpt.tiers.capabilities import file_system, is_remote
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
+    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.lifecycle.options import Options
     from trainckpt.tiers.local import LocalTier
 
 
-def recipients(folder: Path) -> tuple[str, ...]:
-    """To whom the ranks of a launch encrypt; of those that do not say, what the options say here.
+def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[str, ...]:
+    """To whom the ranks of a launch encrypt; of those that do not say, what the options say.
+
+    And to whom the dump is encrypted that they were brought back from: secrets that it kept do not
+    get into the clear because whoever brought it back had other options.
 
     Args:
         folder: The supervisor's.
+        tier: The run's place.
+        record: Of the attempt.
 
     Raises:
         ConfigurationError: an option is unreadable, or the package is missing.
+        UnusableSnapshot, TierUnavailable: to whom that dump is encrypted cannot be read.
     """
+    cwd = _folder(record.facts)
     claimed = [told for told in read_told(folder).values() if told.attempt is not None]
     words = tuple(sorted({word for told in claimed for word in told.encrypt_to}))
     if not claimed:
-        from trainckpt.lifecycle.options import read_options
-
-        words = read_options({}).encrypt_to
-    if words:
+        words = _options(record.facts).encrypt_to
+    before = _before(tier, record)
+    if words or before:
         must_be_there()
-    return parse_recipients(words)
+    # A file of recipients lies where the command was launched, as the command has it.
+    found = (w if w.startswith(RECIPIENT) else str(cwd / w) for w in words)
+    return tuple(dict.fromkeys([*parse_recipients(found), *before]))
+
+
+def _options(facts: Mapping[str, Any]) -> Options:
+    """The options of a command without a Checkpointer: as recorded, but for what is set here.
+
+    Raises:
+        ConfigurationError: one is unreadable.
+    """
+    from trainckpt.lifecycle.options import read_options
+
+    recorded = facts.get("env")
+    known = recorded if isinstance(recorded, dict) else {}
+    return read_options({}, {**known, **os.environ}, _folder(facts))
+
+
+def _folder(facts: Mapping[str, Any]) -> Path:
+    cwd = facts.get("cwd")
+    return Path(cwd) if isinstance(cwd, str) else Path.cwd()
+
+
+def _before(tier: LocalTier, record: AttemptRecord) -> list[str]:
+    """To whom the dump is encrypted that this attempt goes on from, if it does."""
+    name = DumpName.parse(record.parent or "")
+    if name is None:
+        return []
+    found = [key.to for key in load(tier, attempts.run_id(tier) or "", name).keys]
+    for each in found:
+        public_bytes(each)
+    return found
 
 
 def why_exposed(tier: LocalTier) -> str:
