@@ -241,6 +241,19 @@ def test_a_run_of_accelerate_gets_its_variables_back(recorded, tmp_path, monkeyp
     assert json.loads(capfd.readouterr().out)["exit_code"] == 0
 
 
+def test_a_command_without_a_checkpointer_keeps_its_options_when_it_is_launched_again(
+    recorded, tmp_path, capfd
+):
+    """The supervisor needs them too: where its dumps are copied to, and to whom encrypted."""
+    far, to = str(tmp_path / "far"), keys.generate().recipient
+    env = {"TRAINCKPT_TIERS": far, "TRAINCKPT_ENCRYPT_TO": to}
+    recorded("python", launch={"kind": "python", "nproc": 1, "by": "supervisor"}, env=env)
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    facts = attempts.read_attempts(open_directory(str(tmp_path / "run")))[2].facts
+    assert {name: facts["env"].get(name) for name in env} == env
+    assert [tier["url"] for tier in facts["tiers"]] == [far]
+
+
 def test_a_run_of_srun_says_what_to_type(recorded, tmp_path, capfd):
     """Only Slurm can start its tasks again."""
     file = recorded("srun")

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import subprocess
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.process_dump.test_restore import RECORD
 from trainckpt.cli import asking
 from trainckpt.encryption import keys
 from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.dump import DumpName
+from trainckpt.format.encryption import Wrapped
+from trainckpt.lifecycle import rest_told
 from trainckpt.lifecycle.attempt_number import AttemptNumber, spell
 from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.lifecycle.pace import Pace
 from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
+from trainckpt.lifecycle.rest_told import Resting, RestOrder
 from trainckpt.lifecycle.told import Teller, Told
+from trainckpt.process_dump import tree
 from trainckpt.process_dump.criu import Ability
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import ancestry
 from trainckpt.supervisor import dumping as dumping_module
 from trainckpt.supervisor import requests, secrecy
-from trainckpt.supervisor.dumping import Dumping, Launch, Wish
+from trainckpt.supervisor.dumping import Dumping, Launch, Wish, _Waiting
 from trainckpt.tiers.local import LocalTier
 
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}
@@ -100,19 +111,89 @@ def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatc
 
 def test_images_are_encrypted_to_whom_the_ranks_say_or_else_the_options(tmp_path, monkeypatch):
     ours, theirs = keys.generate().recipient, keys.generate().recipient
+    tier, record = LocalTier(tmp_path), AttemptRecord(1)
+
+    def recipients():
+        return secrecy.recipients(tmp_path, tier, record)
+
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", theirs)
-    assert secrecy.recipients(tmp_path) == (theirs,), "a command without a Checkpointer"
+    assert recipients() == (theirs,), "a command without a Checkpointer"
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
     teller = Teller(tmp_path)
     teller.tell(attempt=1)
-    assert secrecy.recipients(tmp_path) == ()
+    assert recipients() == ()
     teller.tell(encrypt_to=(ours,))
-    assert secrecy.recipients(tmp_path) == (ours,)
+    assert recipients() == (ours,)
     dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
-    dumping._tier = LocalTier(tmp_path)
-    assert dumping._why_not() == ""
+    dumping._tier = tier
+    assert dumping._why_not(record) == ""
     teller.tell(encrypt_to=("nobody",))
-    assert "nobody" in dumping._why_not()
+    assert "nobody" in dumping._why_not(record)
+
+
+def test_what_was_encrypted_stays_so_whoever_brings_it_back(tmp_path, monkeypatch):
+    """A command without a Checkpointer: `resume` may be typed elsewhere, with other options."""
+    monkeypatch.delenv("TRAINCKPT_ENCRYPT_TO", raising=False)
+    first, second, other = (keys.generate().recipient for _ in range(3))
+    tier, cwd = LocalTier(tmp_path / "run"), tmp_path / "cwd"
+    cwd.mkdir()
+
+    def recipients(**more):
+        return secrecy.recipients(tmp_path, tier, AttemptRecord(2, **more))
+
+    facts = {"cwd": str(cwd), "env": {"TRAINCKPT_ENCRYPT_TO": "team"}}
+    (cwd / "team").write_text(f"{first}\n{second}\n")
+    assert recipients(facts=facts) == (first, second), "as it was launched, and where"
+    (cwd / "trainckpt.toml").write_text(f'encrypt_to = "{other}"')
+    assert recipients(facts={"cwd": str(cwd)}) == (other,)
+
+    name = DumpName(1, 1)
+    run = attempts.found_run(tier)
+    wrapped = (Wrapped(first, b"key"), Wrapped(second, b"key"))
+    dumped = replace(RECORD, name=name, run=run, keys=wrapped)
+    tier.replace(name.record, dumped.dump())
+    assert recipients(parent=str(name)) == (first, second), "nothing else says so"
+    monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", "none")
+    assert recipients(parent=str(name), facts=facts) == (first, second)
+    monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", other)
+    assert recipients(parent=str(name), facts=facts) == (other, first, second)
+
+    monkeypatch.delenv("TRAINCKPT_ENCRYPT_TO")
+    tier.replace(name.record, b"{}")
+    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
+    dumping._tier = tier
+    assert "dump.json" in dumping._why_not(AttemptRecord(2, str(name))), "never in the clear"
+
+
+def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path, monkeypatch):
+    """The supervisor outlives it: there is room for no file more, or no more room to ask for."""
+    run = LocalTier(tmp_path / "run")
+    attempts.found_run(run)
+    record = attempts.claim(run, lambda number: AttemptRecord(number, None, facts={"world": 1}))
+    said = []
+
+    def refused(where, function):
+        with monkeypatch.context() as broken, subprocess.Popen(["sleep", "60"]) as process:
+            ability = Ability(Path("/bin/false"), "4.2")
+            dumping = Dumping(Launch(process, tmp_path, (), None), ability, said.append)
+            order = RestOrder(function, os.getpid())
+            rest_told.give(tmp_path, order)
+            rest_told.rests(tmp_path, 0, Resting(order.id))
+            dumping._tier, dumping._attempt = run, record.attempt
+            wish = Wish("a test", asked=True)
+            dumping._waiting = _Waiting(order, wish, record, time.monotonic())
+
+            def breaks(*_):
+                raise OSError(errno.EMFILE, "too many open files")
+
+            broken.setattr(where, function, breaks)
+            assert not dumping.look([])
+            assert process.poll() is None
+            process.kill()
+        return rest_told.given(tmp_path).refused
+
+    for where, function in ((tree, "processes"), (tree, "memory_bytes"), (shutil, "disk_usage")):
+        assert "it could not be looked at: " in refused(where, function)
 
 
 def test_images_are_not_written_to_a_place_beyond_this_host(tmp_path, monkeypatch):

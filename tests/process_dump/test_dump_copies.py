@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,21 @@ def test_a_copy_comes_back_as_it_was_if_this_host_made_it(place, tmp_path, image
     (state / "trainckpt" / "dump-key").chmod(0o644)
     with pytest.raises(TierUnavailable, match="may be read by others"):
         host_word.give(b"")
+
+
+def test_a_user_without_a_home_is_told_that_there_is_no_place_for_the_key(monkeypatch):
+    """As a container may have it: no HOME, and a number that no name belongs to."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    for name in ("XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for ask in (host_word.give, lambda record: host_word.is_ours(record, b"")):
+        with pytest.raises(TierUnavailable, match="the key of this host cannot be used: ") as found:
+            ask(b"")
+        assert "XDG_STATE_HOME" in found.value.hint
 
 
 def test_what_is_not_encrypted_does_not_leave_the_host(

@@ -12,11 +12,13 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tests.process_dump.campaign import Run, wait_for
 from trainckpt.cli import doctor_dumps
+from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
@@ -24,7 +26,8 @@ from trainckpt.process_dump import criu, dump, restore, tree
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
 from trainckpt.supervisor.dumpable import Dumpable
-from trainckpt.supervisor.record import NamedRun
+from trainckpt.supervisor.dumping import Dumping, Launch
+from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
 from trainckpt.supervisor.restored import Dumped, GoesOn, supervise_restored
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.tiers.local import LocalTier
@@ -71,7 +74,8 @@ def test_without_criu_with_an_old_one_or_a_broken_one_doctor_has_the_cure(tmp_pa
         assert "trainckpt.process_dump.install" in item.cure
 
 
-def test_without_privileges_doctor_says_so():
+def without_privileges() -> str:
+    """Why a process that lacks them cannot dump."""
     text = (
         "import os\nfrom trainckpt.process_dump import criu\nif os.getuid() == 0: os.setuid(65534)"
         "\nprint(criu.examine().why_not)"
@@ -83,7 +87,48 @@ def test_without_privileges_doctor_says_so():
             [sys.executable, "-c", text], env={**os.environ, criu.VARIABLE: str(program)},
             capture_output=True, text=True, check=True, timeout=LIMIT_S,
         )  # fmt: skip
-    assert done.stdout == "to dump processes takes CAP_SYS_ADMIN\n"
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "why"),
+    [
+        ("a newer CRIU", "is CRIU 3.17.1, 4.0 is needed"),
+        ("privileges", "to dump processes takes CAP_SYS_ADMIN"),
+    ],
+)
+def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks, why):
+    """The real ones on both sides; nothing is dumped, and the attempt goes on."""
+    if lacks == "privileges":
+        ability = criu.Ability(why_not=without_privileges())
+    else:
+        monkeypatch.setenv(criu.VARIABLE, str(pretend(tmp_path / "old", "3.17.1")))
+        ability = criu.examine()
+    run, codes, said = str(tmp_path / "run"), list[int](), list[str]()
+    named = NamedRun(run, ["python"], str(tmp_path), 1)
+    named.claim_from("s1~1.1", {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}})
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        dumping = Dumping(Launch(process, tmp_path, (), named), ability, said.append)
+        pause = Thread(target=lambda: codes.append(main(["pause", "--json", "--dump", run])))
+        pause.start()
+        while pause.is_alive():
+            assert not dumping.look([])
+            pause.join(0.01)
+        assert process.poll() is None
+        process.kill()
+    named.close()
+    assert codes == [74]
+    assert why in json.loads(capsys.readouterr().out)["error"]
+    assert why in said[0]
+
+
+def test_criu_is_out_of_reach_of_a_terminals_ctrl_c(tmp_path):
+    """It has a session of its own: killed amid a dump it would leave the processes half frozen."""
+    say = 'echo "Error (x:1): session $(cut -d" " -f6 /proc/$$/stat)" >&2; exit 1'
+    program = pretend(tmp_path / "criu", "4.2", say)
+    for said in (criu.dump(program, 1, tmp_path), criu.restore(program, tmp_path)):
+        assert said.startswith("session ")
+        assert int(said.split()[1]) != os.getsid(0)
 
 
 def test_doctor_dumps_and_restores_two_small_processes(criu_here):

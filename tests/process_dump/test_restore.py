@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -85,11 +87,29 @@ def test_a_file_that_has_grown_is_cut_back_and_what_came_later_is_kept(tmp_path)
     assert (tmp_path / "log.after-4").read_bytes() == b", and later"
     restore.cut_back(WrittenFile(str(path), 9), attempt=5)
     assert not (tmp_path / "log.after-5").exists()
+    path.write_bytes(b"as it was, again")
+    restore.cut_back(WrittenFile(str(path), 9), attempt=4)
+    assert (tmp_path / "log.after-4").read_bytes() == b", and later", "nothing is written over"
+    assert (tmp_path / "log.after-4-2").read_bytes() == b", again"
     with pytest.raises(UnusableSnapshot, match="has 9 bytes, 10 when it was dumped"):
         restore.cut_back(WrittenFile(str(path), 10), attempt=6)
     path.unlink()
     with pytest.raises(UnusableSnapshot, match="is gone"):
         restore.cut_back(WrittenFile(str(path), 9), attempt=6)
+
+
+def test_what_came_later_is_safe_under_its_name_before_the_file_is_cut(tmp_path, monkeypatch):
+    path, synced, sync = tmp_path / "log", [], os.fsync
+
+    def noted(descriptor):
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name  # noqa: PTH115
+        synced.append((name, path.stat().st_size))
+        sync(descriptor)
+
+    path.write_bytes(b"as it was, and later")
+    monkeypatch.setattr(os, "fsync", noted)
+    restore.cut_back(WrittenFile(str(path), 9), attempt=4)
+    assert synced == [("log.after-4", 20), (tmp_path.name, 20), ("log", 9)]
 
 
 def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):

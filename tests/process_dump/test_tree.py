@@ -4,16 +4,19 @@ process; nothing is dumped."""
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trainckpt.process_dump import tree
 from trainckpt.process_dump.tree import Held, Look, why_not
+from trainckpt.supervisor import processes
 
 ME = os.getpid()
 
@@ -63,6 +66,19 @@ def test_who_else_has_a_file_open_for_writing_is_found(tmp_path):
         other.stdin.close()
         other.wait()
     assert tree.taken([other.pid]) == []
+
+
+def test_a_process_whose_name_is_no_text_is_a_process_like_others(tmp_path):
+    """The kernel cuts a name at 15 bytes, wherever that is."""
+    link = os.fsencode(tmp_path) + b"/" + "ä".encode() * 8  # the eighth is cut in two
+    os.symlink(shutil.which("sleep"), link)  # noqa: PTH211 - no text
+    with subprocess.Popen(["sleep", "60"], executable=link) as other:
+        stat = Path(f"/proc/{other.pid}/stat").read_bytes()
+        with pytest.raises(UnicodeDecodeError):
+            stat.decode()
+        assert other.pid in tree.processes(ME)
+        assert other.pid in processes.children(ME)
+        other.kill()
 
 
 def test_a_connection_is_a_stranger_unless_both_ends_are_in_the_tree():
