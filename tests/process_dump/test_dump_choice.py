@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -40,6 +41,16 @@ from trainckpt.tiers.local import LocalTier
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}
 EARLY = {**LATE, "boundary_s": 3.0}
 BARE = {"instrumented": False, "seconds_left": 8.0, "dump_s": 2.0}
+
+
+@contextlib.contextmanager
+def asleep():
+    """A process that does nothing while the block runs."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +184,7 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
     said = []
 
     def refused(where, function):
-        with monkeypatch.context() as broken, subprocess.Popen(["sleep", "60"]) as process:
+        with monkeypatch.context() as broken, asleep() as process:
             ability = Ability(Path("/bin/false"), "4.2")
             dumping = Dumping(Launch(process, tmp_path, (), None), ability, said.append)
             order = RestOrder(function, os.getpid())
@@ -189,7 +200,6 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
             broken.setattr(where, function, breaks)
             assert not dumping.look([])
             assert process.poll() is None
-            process.kill()
         return rest_told.given(tmp_path).refused
 
     for where, function in ((tree, "processes"), (tree, "memory_bytes"), (shutil, "disk_usage")):

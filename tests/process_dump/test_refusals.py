@@ -17,6 +17,7 @@ from threading import Thread
 import pytest
 
 from tests.process_dump.campaign import Run, wait_for
+from tests.process_dump.test_dump_choice import asleep
 from trainckpt.cli import doctor_dumps
 from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
@@ -107,7 +108,7 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
     run, codes, said = str(tmp_path / "run"), list[int](), list[str]()
     named = NamedRun(run, ["python"], str(tmp_path), 1)
     named.claim_from("s1~1.1", {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}})
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+    with asleep() as process:
         dumping = Dumping(Launch(process, tmp_path, (), named), ability, said.append)
         pause = Thread(target=lambda: codes.append(main(["pause", "--json", "--dump", run])))
         pause.start()
@@ -115,7 +116,6 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
             assert not dumping.look([])
             pause.join(0.01)
         assert process.poll() is None
-        process.kill()
     named.close()
     assert codes == [74]
     assert why in json.loads(capsys.readouterr().out)["error"]

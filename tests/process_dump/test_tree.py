@@ -73,12 +73,14 @@ def test_a_process_whose_name_is_no_text_is_a_process_like_others(tmp_path):
     link = os.fsencode(tmp_path) + b"/" + "ä".encode() * 8  # the eighth is cut in two
     os.symlink(shutil.which("sleep"), link)  # noqa: PTH211 - no text
     with subprocess.Popen(["sleep", "60"], executable=link) as other:
-        stat = Path(f"/proc/{other.pid}/stat").read_bytes()
-        with pytest.raises(UnicodeDecodeError):
-            stat.decode()
-        assert other.pid in tree.processes(ME)
-        assert other.pid in processes.children(ME)
-        other.kill()
+        try:
+            stat = Path(f"/proc/{other.pid}/stat").read_bytes()
+            with pytest.raises(UnicodeDecodeError):
+                stat.decode()
+            assert other.pid in tree.processes(ME)
+            assert other.pid in processes.children(ME)
+        finally:
+            other.kill()
 
 
 def test_a_connection_is_a_stranger_unless_both_ends_are_in_the_tree():

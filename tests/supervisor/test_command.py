@@ -9,6 +9,7 @@ import pytest
 from trainckpt.cli.main import parse
 from trainckpt.errors import ConfigurationError
 from trainckpt.supervisor.command import (
+    is_silent,
     mentions_us,
     recorded_form,
     take_max_restarts,
@@ -67,8 +68,10 @@ def test_a_script_that_speaks_of_trainckpt_is_known_before_it_runs(tmp_path, our
     assert mentions_us([sys.executable, "train.py"], cwd) is ours
 
 
-def test_a_script_that_is_not_there_says_nothing(tmp_path):
-    assert not mentions_us(torchrun_command(2, [], ["nowhere.py"]), str(tmp_path))
+@pytest.mark.parametrize("word", ["nowhere.py", "x" * 5000])
+def test_a_script_that_is_not_there_says_nothing(tmp_path, word):
+    assert not mentions_us(torchrun_command(2, [], [word]), str(tmp_path))
+    assert not is_silent([sys.executable, "-c", word], str(tmp_path))
 
 
 @pytest.mark.parametrize(

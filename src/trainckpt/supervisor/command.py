@@ -124,7 +124,7 @@ def mentions_us(command: Sequence[str], cwd: str | None = None) -> bool:
             module = following.replace(".", "/")
             files = [folder / f"{module}.py", folder / module / "__main__.py"]
             return _MENTION.match(following.encode()) is not None or any(map(_speaks, files))
-        if not word.startswith("-") and (folder / word).is_file():
+        if not word.startswith("-") and _is_file(folder / word):
             if Path(word).name.startswith("python") or _is_program(folder / word):
                 continue  # the interpreter
             return _speaks(folder / word)
@@ -135,7 +135,7 @@ def is_silent(command: Sequence[str], cwd: str | None = None) -> bool:
     """Whether the script that a command runs could be read, and does not speak of trainckpt."""
     folder = Path(cwd or ".")
     files = (folder / word for word in command if not word.startswith("-"))
-    read = [f for f in files if f.is_file() and not f.name.startswith("python")]
+    read = [f for f in files if _is_file(f) and not f.name.startswith("python")]
     return bool(read) and not _is_program(read[0]) and not mentions_us(command, cwd)
 
 
@@ -149,6 +149,13 @@ def likely_run(command: Sequence[str], cwd: str | None = None) -> str | None:
                     if (folder / RUN_RECORD).is_file():
                         return str(folder.absolute())
     return None
+
+
+def _is_file(path: Path) -> bool:
+    """An argument may be longer than any name of a file."""
+    with contextlib.suppress(OSError):
+        return path.is_file()
+    return False
 
 
 def _is_program(path: Path) -> bool:
