@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.lifecycle.training import attempt, notice, record, usable
+from tests.lifecycle.training import Crash, attempt, notice, record, usable
 from trainckpt.encryption import keys
+from trainckpt.lifecycle import arenas
 from trainckpt.lifecycle.stop_tier import Way, choose_tier, takes_machine, ways_of
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -111,6 +115,14 @@ def test_memory_of_other_hosts_is_lost_where_the_whole_job_goes(reason, environm
     assert [way.outlives_machine for way in ways if way.tier == "partner"] == [stays]
 
 
+@pytest.fixture
+def sealed(tmp_path):
+    """Options of an encrypted run."""
+    identity = keys.generate()
+    keys.write_identity(tmp_path / "id", identity)
+    return {"encrypt_to": identity.recipient, "identity": str(tmp_path / "id")}
+
+
 def stop_on_a_slow_disk(run, **options):
     """An attempt that is told to stop within two minutes, and whose saves have taken ten."""
 
@@ -130,13 +142,9 @@ def stop_on_a_slow_disk(run, **options):
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_on_from_it(
-    tmp_path, caplog, is_encrypted
+    tmp_path, caplog, sealed, is_encrypted
 ):
-    how = {}
-    if is_encrypted:
-        identity = keys.generate()
-        keys.write_identity(tmp_path / "id", identity)
-        how = {"encrypt_to": identity.recipient, "identity": str(tmp_path / "id")}
+    how = sealed if is_encrypted else {}
     straight, _ = attempt(tmp_path / "straight", epochs=3)
     with caplog.at_level(logging.INFO, "trainckpt"):
         stop_on_a_slow_disk(tmp_path / "run", **how)
@@ -158,6 +166,56 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert (ckpt._attempt.beginning.manifest.encryption is not None) == is_encrypted
     assert parts.state() == straight.state()
     assert MemoryPlace.found(str(tmp_path / "run")) is None
+
+
+@pytest.mark.parametrize("others_keep", [False, True])
+def test_a_last_save_that_is_cut_off_leaves_what_was_in_memory_before_it(
+    tmp_path, sealed, others_keep
+):
+    how = {"every": "never", "memory_every": "1 step", "epochs": 3, **sealed}
+
+    def inside(ckpt, _):
+        if ckpt.cursor.micro_batches == 2:  # the first of two arenas holds the newest
+            ckpt._attempt.saver.wait()
+            protecting = ckpt._attempt.saver.protecting
+            plan = protecting.protection.plan
+            protecting.protection.plan = replace(plan, num_losses=int(others_keep))
+            protecting.prepare_last(others=False)
+            arena = protecting.room(100_000, in_memory=True)
+            arena.memory[:] = b"x" * 100_000
+            opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+            assert opened.count(str(arena.path)) <= 2  # its own and its mapping's: none is left
+            raise Crash
+
+    with pytest.raises(Crash):
+        attempt(tmp_path / "run", inside=inside, **how)
+    _, ckpt = attempt(tmp_path / "run", **how)
+    assert ckpt._attempt.beginning.manifest.cursor.step == 1
+
+
+def test_an_encrypted_last_save_takes_no_memory_that_is_not_left(tmp_path, sealed, monkeypatch):
+    asked = []
+
+    def inside(ckpt, _):
+        protecting = ckpt._attempt.saver.protecting
+        if ckpt.cursor.micro_batches == 6:
+            asked.append(protecting.room(1 << 20, in_memory=True))
+            with monkeypatch.context() as full:
+                full.setattr(arenas, "available_bytes", lambda: 0)
+                asked.append(protecting.room(2 << 20, in_memory=True))
+                asked.append(protecting.room(1 << 20, in_memory=True))  # which it has already
+            raise Crash
+
+    with pytest.raises(Crash):
+        attempt(tmp_path / "every", inside=inside, memory_every="50 steps", **sealed)
+    assert [arena is not None for arena in asked] == [True, False, True]
+
+    stop_on_a_slow_disk(tmp_path / "run", memory_budget="4 MB", **sealed)  # two files, not a third
+    outcome = record(tmp_path / "run", 1)["outcome"]
+    assert outcome["chosen"]["tier"] != "memory"
+    assert outcome["snapshot"] in usable(tmp_path / "run")
+    folder = MemoryPlace.found(str(tmp_path / "run")).root / "arenas"
+    assert sorted(p.name for p in folder.iterdir()) == ["rank00000.0", "rank00000.1"]
 
 
 def test_what_was_given_up_is_one_save_and_later_ones_are_committed(tmp_path):

@@ -285,16 +285,37 @@ class Arenas:
 
     def _allowed(self, num_bytes: int, shared_bytes: int) -> int | None:
         """What this rank may take in all, of which it may have some already."""
-        budget = None
-        if self._budget is not None:
-            budget = budget_bytes(self._budget.share, self._budget.num_bytes)
-        if budget is not None:
-            budget //= len(self._ranks)
+        budget = self._own_budget()
         taken = max(shared_bytes, len(self._private))
-        if taken >= MAX_ARENAS * num_bytes or (left := available_bytes()) is None:
+        if taken >= MAX_ARENAS * num_bytes or (left := self._left()) is None:
             return budget
-        most = taken + max(left // len(self._ranks) - transient_bytes(), 0)
-        return most if budget is None else min(budget, most)
+        return taken + left if budget is None else min(budget, taken + left)
+
+    def leave_room(self, more: int, beside: int | None) -> bool:
+        """Whether so many bytes may be taken for something else.
+
+        Args:
+            more: Bytes.
+            beside: What has been taken for such things before, all of which is to be within
+                `memory_budget`; None: it need not be.
+        """
+        left, budget = self._left(), self._own_budget()
+        if left is not None and more > left:
+            return False
+        own = sum(arena.capacity_bytes for arena in self._open)
+        return budget is None or beside is None or own + beside + more <= budget
+
+    def _own_budget(self) -> int | None:
+        """This rank's share of `memory_budget`; None: nobody knows a limit."""
+        if self._budget is None:
+            return None
+        budget = budget_bytes(self._budget.share, self._budget.num_bytes)
+        return None if budget is None else budget // len(self._ranks)
+
+    def _left(self) -> int | None:
+        """This rank's share of what host and cgroups have left; None where nobody says."""
+        left = available_bytes()
+        return None if left is None else max(left // len(self._ranks) - transient_bytes(), 0)
 
     def _close(self) -> None:
         self._leave(self._open)

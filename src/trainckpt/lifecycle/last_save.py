@@ -166,7 +166,7 @@ class LastSave:
         """What this rank can do besides saving to the run's place."""
         saver = self._saver
         ready = saver.arenas.are_ready and saver.arenas.are_two
-        memory_s = self._outlook.memory_s() if ready else None
+        memory_s = self._outlook.memory_s() if ready and saver.has_room else None
         others_s = saver.protecting.seconds
         both = (memory_s, others_s)
         machine_goes = stop_tier.takes_machine(reason, os.environ)

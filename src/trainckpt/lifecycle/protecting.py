@@ -39,6 +39,7 @@ class Protecting:
     def __init__(self, arenas: Arenas, rank: int) -> None:
         self._arenas, self._rank = arenas, rank
         self._failures = 0
+        self._has_looked = False
 
     def give_way(self) -> None:
         """A last save comes. All ranks alike."""
@@ -47,6 +48,7 @@ class Protecting:
 
     def take_way(self) -> None:
         """It was not the last one after all. All ranks alike, at a boundary."""
+        self._has_looked = False
         if self.protection is not None:
             self.protection.take_way()
 
@@ -55,7 +57,20 @@ class Protecting:
         protection = self.protection
         if protection is None or not (in_memory or protection.plan.num_losses):
             return None
+        if in_memory and not self._has_looked and not self.has_room(num_bytes, in_budget=False):
+            return None
         return protection.room(num_bytes)
+
+    def has_room(self, num_bytes: int, *, in_budget: bool = True) -> bool:
+        """Whether this rank's encrypted file may be brought into memory, beside its own.
+
+        Args:
+            num_bytes: Of the file.
+            in_budget: `memory_budget` holds for it: `memory_every` did not ask for it.
+        """
+        spare, taken = self.protection.sealed_bytes() if self.protection is not None else (0, 0)
+        more = num_bytes - spare
+        return more <= 0 or self._arenas.leave_room(more, taken if in_budget else None)
 
     def prepare_last(self, *, others: bool) -> None:
         """The save that ends the attempt stays in memory; every rank alike, no save in flight.
@@ -64,9 +79,20 @@ class Protecting:
             others: Other hosts are to keep it as well.
         """
         if not others and self.on_this_host is not None:
-            self.protection = self.on_this_host()
+            self._keep_here(self.on_this_host)
+        self._has_looked = True  # each rank has offered its memory (`has_room`), before any took it
         if self.protection is not None:
             self.protection.take_way()
+
+    def _keep_here(self, on_this_host: Callable[[], Protection]) -> None:
+        """Nobody else is to keep anything. What is kept so far stands until there is newer."""
+        old = self.protection
+        if old is not None and not (old.plan.num_losses or old.is_cut_off):
+            return
+        if old is not None:  # before the new one opens anything: closing gives up locks
+            old.close(keep=True)
+        self.protection = on_this_host()
+        self.protection.newest = old.newest if old is not None else None
 
     def protect(
         self,

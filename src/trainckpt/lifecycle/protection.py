@@ -106,6 +106,11 @@ class Protection:
                 self._sealed = arena
         return self._sealed
 
+    def sealed_bytes(self) -> tuple[int, int]:
+        """What `room` has already for the next save, and in all."""
+        slot = self._slots.get(kept.sealed_slot(self._rank))
+        return slot.capacity_bytes(self.newest) if slot is not None else (0, 0)
+
     @property
     def has_sealed(self) -> bool:
         """Whether this rank's file of the save in flight lies in memory, encrypted."""

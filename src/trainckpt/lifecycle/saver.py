@@ -21,12 +21,13 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.encryption.sealed_file import Layout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle import save_keys
-from trainckpt.lifecycle.arenas import NoArena
+from trainckpt.lifecycle.arenas import SPARE_BYTES, NoArena
 from trainckpt.lifecycle.copying import Copying
 from trainckpt.lifecycle.flushing import Flushing
 from trainckpt.lifecycle.log import logger
@@ -109,6 +110,7 @@ class Saver:
             tier, channel, registry.files, facts, log, self.references,
             lambda: self.flushing.busy, sealing, self.protecting.room,
         )  # fmt: skip
+        self._is_encrypted = sealing is not None
         self._stale = Stale(registry)
         self._registry = registry
         self._facts = facts
@@ -224,6 +226,14 @@ class Saver:
     def give_up(self) -> None:
         """The save in flight must not be committed any more, unless all is written already."""
         self._writer.give_up()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a last save may stay in memory. Encrypted, it lies there twice."""
+        num_bytes = shard_bytes(self._registry, self._channel.world.size)
+        num_bytes += weigh(self._registry, gradients=True).gradients
+        stored_bytes = Layout(SPARE_BYTES, num_bytes).stored_bytes
+        return not self._is_encrypted or self.protecting.has_room(stored_bytes)
 
     @property
     def sequence(self) -> int:

@@ -217,7 +217,9 @@ class Writer:
             return only_digested(self._rank, shard)
         arena = self._room(stored_bytes(shard), in_memory=True)
         if arena is None:
-            raise SaveFailed("there is no shared memory in which it could stay encrypted")
+            raise SaveFailed(
+                "there is no shared memory in which it could stay encrypted, or too little is left"
+            )
         receipt = None
         with contextlib.suppress(Lost):
             receipt = self._beside_us(None, name, shard, copied, seal, arena)

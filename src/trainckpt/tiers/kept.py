@@ -62,6 +62,12 @@ class Slot:
         arena.remove()
         return self._place.open_arena(path)
 
+    def capacity_bytes(self, newest: str | None) -> tuple[int, int]:
+        """Of the arena that `free` would give, and of both, as far as they were opened."""
+        found = [self._open[number] for number in sorted(self._open)]
+        free = (arena.capacity_bytes for arena in found if newest not in arena.holds())
+        return next(free, 0), sum(arena.capacity_bytes for arena in found)
+
     def release(self, newest: str | None) -> None:
         """Take away the names of what belongs to other snapshots."""
         for arena in self._open.values():
