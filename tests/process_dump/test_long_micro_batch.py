@@ -113,7 +113,7 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
 
         images = Path(run.run) / "dumps" / third["name"] / "images"
         with its_host("elsewhere", images.parent / "dump.json"):
-            asked = argparse.Namespace(run=run.run, at=None, nproc=None, dumps=None)
+            asked = argparse.Namespace(run=run.run, at=None, nproc=None, dumps=None, tiers=None)
             assert dumps.restored(open_directory(run.run), asked, ([], ".", 2), None) is None
             said = capsys.readouterr().err
             assert f"{third['name']} is not restored: it was taken on elsewhere, this is" in said
