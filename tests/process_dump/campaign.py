@@ -35,7 +35,7 @@ class Run:
     def __init__(self, folder, script=SCRIPT, nproc=2, **variables):
         self.folder, self.run = Path(folder), str(Path(folder) / "run")
         self.script, self.nproc, self.environment = script, nproc, environment(**variables)
-        self.attempts = 0
+        self.attempts, self.before = 0, ()
         self.process = None
 
     def start(self, *options):
@@ -49,7 +49,7 @@ class Run:
         self.attempts += 1
         with self.log("out").open("wb") as out, self.log("err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*CLI, *arguments], stdout=out, stderr=err, env=self.environment,
+                [*self.before, *CLI, *arguments], stdout=out, stderr=err, env=self.environment,
                 start_new_session=True, cwd=self.folder,
             )  # fmt: skip
         return self
