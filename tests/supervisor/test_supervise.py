@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -19,9 +20,9 @@ import pytest
 from trainckpt import Checkpointer, NothingToResume
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.place import open_directory
-from trainckpt.lifecycle.told import read_told
+from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE, read_told
 from trainckpt.snapshot import attempts
-from trainckpt.supervisor import record
+from trainckpt.supervisor import processes, record
 from trainckpt.supervisor.record import NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
@@ -142,6 +143,32 @@ def test_a_second_interrupt_leaves_at_once_with_130_and_leaves_nobody(program):
     assert ended.exit_code == 130
     assert time.monotonic() - begun < LIMIT_S
     assert goes(program.orphan())
+
+
+def test_a_rank_that_is_just_being_started_is_not_left_behind(monkeypatch):
+    """Between fork and exec nothing says whose it is; one look without anybody is not enough."""
+    folder, wait = "/none/of/ours", time.sleep
+    shell = subprocess.Popen(["sh"], stdin=subprocess.PIPE)
+
+    def become_ours(seconds):
+        if shell.stdin.closed:
+            wait(seconds)
+            return
+        shell.stdin.write(f"exec env {SUPERVISOR_VARIABLE}={folder} sleep 600\n".encode())
+        shell.stdin.close()
+        while processes.environment(shell.pid).get(SUPERVISOR_VARIABLE) != folder:
+            wait(0.001)
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(processes.time, "sleep", become_ours)
+    try:
+        processes.kill_all(gone, folder)
+        monkeypatch.undo()
+        assert shell.wait(LIMIT_S) == -signal.SIGKILL
+    finally:
+        shell.kill()
+        shell.wait()
 
 
 def test_ranks_of_a_launcher_that_died_are_not_left_behind(program):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 HAS_PROC = (PROC / "self" / "stat").exists()
 KILL_ROUNDS, KILL_ROUND_S = 50, 0.02
+QUIET_ROUNDS = 2  # without any: what is just being executed has no environment for a moment
 CLOCKS_DIFFER_S = 1.0
 
 
@@ -117,11 +118,13 @@ def kill_all(process: Process, folder: str, told: Iterable[int] = ()) -> None:
     also = tuple(told)
     if not HAS_PROC:  # nobody else can be found
         send(also, signal.SIGKILL)
+    nobody = 0
     for _ in range(KILL_ROUNDS):  # a process may be forking while the list is made
         leader = [process.pid] if process.returncode is None else []
         members = _members([*leader, *also], folder)
         send(members, signal.SIGKILL)
-        if not members:
+        nobody = 0 if members else nobody + 1
+        if nobody == QUIET_ROUNDS:
             break
         time.sleep(KILL_ROUND_S)
     with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
