@@ -20,7 +20,7 @@ from trainckpt import errors
 from trainckpt.cli.main import VERBS, build_parser
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names, strict
-from trainckpt.lifecycle.options import TABLE, read_options
+from trainckpt.lifecycle.run.options import TABLE, read_options
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -23,13 +23,13 @@ from trainckpt.errors import (
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.versions import VERSION
 from trainckpt.importing import without_collections
-from trainckpt.lifecycle import told as _told  # noqa: F401 - so a supervisor learns of the import
-from trainckpt.lifecycle.stopped import Stopped
+from trainckpt.lifecycle.run import told as _told  # noqa: F401 - so a supervisor learns of the import
+from trainckpt.lifecycle.stopping.stopped import Stopped
 
 if TYPE_CHECKING:
     from trainckpt import lightning as lightning
     from trainckpt.lifecycle.checkpointer import Checkpointer
-    from trainckpt.lifecycle.load import load
+    from trainckpt.lifecycle.reading.load import load
 
 __all__ = [
     "Checkpointer",
@@ -51,7 +51,7 @@ __version__ = VERSION
 # Loaded when first asked for: they import torch, which takes seconds that `trainckpt list` has not.
 _LATER = {
     "Checkpointer": "trainckpt.lifecycle.checkpointer",
-    "load": "trainckpt.lifecycle.load",
+    "load": "trainckpt.lifecycle.reading.load",
 }
 # Modules; each imports its framework.
 _TRAINERS = frozenset({"accelerate", "lightning", "transformers"})

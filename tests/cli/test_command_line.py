@@ -12,8 +12,8 @@ from torch.distributed.run import get_args_parser
 from trainckpt.cli.main import VERBS, main, parse
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle import launch
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
+from trainckpt.lifecycle.run import launch
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.command import FLAGS, WITH_VALUE
 from trainckpt.supervisor.supervise import split_torchrun_options, torchrun_command

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainckpt.cli.main import main
-from trainckpt.lifecycle.options import TABLE
+from trainckpt.lifecycle.run.options import TABLE
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from trainckpt.cli import doctor, doctor_speed
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle import heartbeat, machine
+from trainckpt.lifecycle.run import heartbeat, machine
 from trainckpt.snapshot import attempts
 from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier

@@ -16,8 +16,8 @@ from tests.ranks.processes import context, run_ranks
 from trainckpt.cli import pause
 from trainckpt.cli.main import main
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle import heartbeat
-from trainckpt.lifecycle.heartbeat import Heartbeat
+from trainckpt.lifecycle.run import heartbeat
+from trainckpt.lifecycle.run.heartbeat import Heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.tiers.local import LocalTier
 

@@ -9,7 +9,7 @@ import pytest
 from tests.snapshot.written import written
 from trainckpt.cli.main import main
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle import heartbeat
+from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.tiers.local import LocalTier
 

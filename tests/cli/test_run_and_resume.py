@@ -22,7 +22,7 @@ from tests.campaign.cases import Settings
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
 
 ROOT = launch.ROOT

@@ -9,7 +9,7 @@ import pytest
 
 import trainckpt
 from trainckpt.cli import main, show
-from trainckpt.lifecycle.told import imported
+from trainckpt.lifecycle.run.told import imported
 
 FREE_OF_TORCH = ["list", "show", "verify", "pause", "config"]
 

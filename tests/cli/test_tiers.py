@@ -16,7 +16,7 @@ from tests.lifecycle.training import attempt, record, usable
 from tests.s3_servers import BUCKET
 from trainckpt.cli import doctor, doctor_speed, tiers_shown
 from trainckpt.cli.main import main
-from trainckpt.lifecycle import heartbeat
+from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.tiers import calls
 from trainckpt.tiers.calls import Limits

@@ -24,7 +24,7 @@ import yaml
 
 from trainckpt.cli.main import parse
 from trainckpt.errors import ConfigurationError, NothingToResume, UnusableSnapshot
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.supervisor.command import split_torchrun_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

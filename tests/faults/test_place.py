@@ -14,8 +14,8 @@ from tests.faults import programs
 from tests.faults.dead_mount import dead_mount, why_not
 from tests.lifecycle.training import Crash, attempt, crashed, record, usable
 from trainckpt.errors import ConfigurationError, TierUnavailable
-from trainckpt.lifecycle import place as places
-from trainckpt.lifecycle.attach import Seat, attach
+from trainckpt.lifecycle.places import place as places
+from trainckpt.lifecycle.places.attach import Seat, attach
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.tiers.disk import Disk

@@ -21,13 +21,13 @@ from tests.snapshot.written import committed, referring
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
-from trainckpt.lifecycle.arenas import Arenas
-from trainckpt.lifecycle.attempt_log import AttemptLog
-from trainckpt.lifecycle.attempt_number import AttemptNumber
-from trainckpt.lifecycle.pace import Pace
-from trainckpt.lifecycle.pending import PendingSave
-from trainckpt.lifecycle.saver import Saver
-from trainckpt.lifecycle.writer import Facts
+from trainckpt.lifecycle.deciding.pace import Pace
+from trainckpt.lifecycle.run.attempt_log import AttemptLog
+from trainckpt.lifecycle.run.attempt_number import AttemptNumber
+from trainckpt.lifecycle.run.pending import PendingSave
+from trainckpt.lifecycle.saving.arenas import Arenas
+from trainckpt.lifecycle.saving.saver import Saver
+from trainckpt.lifecycle.saving.writer import Facts
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.snapshot import attempts, prune

@@ -21,7 +21,7 @@ from tests import s3_servers
 from tests.faults.s3_proxy import proxy
 from tests.lifecycle.training import Parts, attempt
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import place
+from trainckpt.lifecycle.places import place
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.verify import verify

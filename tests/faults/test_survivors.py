@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.farm import farm, why_not
 from tests.faults.survivors import EXACT, LEFT, MARKED, SIZE, WENT_ON, Case, play, straight
-from trainckpt.lifecycle.survival import says_that_a_rank_is_gone
+from trainckpt.lifecycle.stopping.survival import says_that_a_rank_is_gone
 
 
 @pytest.fixture(scope="module")

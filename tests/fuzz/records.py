@@ -14,8 +14,9 @@ from tests.fuzz.snapshots import MANIFEST_2, sealed
 from tests.fuzz.texts import as_json, envelope
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import ENDED, AttemptRecord
-from trainckpt.lifecycle import choice, launch
-from trainckpt.lifecycle.told import Told, read_told
+from trainckpt.lifecycle.resuming import choice
+from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run.told import Told, read_told
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.supervisor.report import End, read_ends

@@ -17,8 +17,8 @@ from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format import shard_file, strict
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import heartbeat
-from trainckpt.lifecycle.told import read_told
+from trainckpt.lifecycle.run import heartbeat
+from trainckpt.lifecycle.run.told import read_told
 from trainckpt.preemption.halt_file import NoticeFiles
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.supervisor.report import ENDS, FAILURES, read_ends

@@ -13,7 +13,9 @@ from tests.fuzz.mutate import spell
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.format.duration import parse_duration
-from trainckpt.lifecycle import deadline, launch, options, place
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.run import launch, options
+from trainckpt.lifecycle.stopping import deadline
 from trainckpt.preemption import wall_time
 from trainckpt.ranks.world import current_world
 from trainckpt.supervisor import command

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 import trainckpt
 from tests.integrations.accelerated import be_rank
 from tests.integrations.struck import strike
-from trainckpt.lifecycle import departure
+from trainckpt.lifecycle.stopping import departure
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, ACCUMULATE, STRIKE_AT = 3, 3, 4  # one micro-batch into the second window

@@ -24,7 +24,7 @@ def test_an_example_stopped_and_started_again_trains_what_it_would_have(
     name, tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr("trainckpt.lifecycle.departure.exit_soon", lambda *_: None)
+    monkeypatch.setattr("trainckpt.lifecycle.stopping.departure.exit_soon", lambda *_: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
     threads = torch.get_num_threads()
     example = importlib.import_module(name)

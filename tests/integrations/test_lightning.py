@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 import trainckpt
 from tests.integrations.toy_lightning import Alternating, Augmented, StopAt, Toy, fit, loaders
 from tests.state.helpers import frozen
-from trainckpt.lifecycle import departure
+from trainckpt.lifecycle.stopping import departure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

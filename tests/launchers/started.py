@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tests.campaign import launch
 from tests.campaign.cases import Settings
 from tests.launchers.pace import SLOW
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.lifecycle import candidate, read_state
+from trainckpt.lifecycle.resuming import candidate, read_state
 
 
 def die(how):

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.lifecycle import copying
-from trainckpt.lifecycle.copy_choice import OVERLAP, PLAIN
+from trainckpt.lifecycle.deciding.copy_choice import OVERLAP, PLAIN
+from trainckpt.lifecycle.saving import copying
 from trainckpt.snapshot import write_beside
 from trainckpt.snapshot.attempts import read_attempts, run_id
 from trainckpt.snapshot.catalog import read_catalog

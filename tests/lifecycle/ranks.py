@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
-from trainckpt.lifecycle import fetch_together
+from trainckpt.lifecycle.resuming import fetch_together
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
 WIDTH = 300  # the first matrix is large enough to be cut

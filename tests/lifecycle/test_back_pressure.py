@@ -8,7 +8,7 @@ import pytest
 
 from tests.lifecycle.training import attempt, catalog, usable
 from trainckpt.errors import SaveFailed
-from trainckpt.lifecycle import saver
+from trainckpt.lifecycle.saving import saver
 from trainckpt.tiers.local import LocalTier
 
 HANGS_S = 60.0

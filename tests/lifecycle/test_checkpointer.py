@@ -20,7 +20,7 @@ from tests.lifecycle.training import (
 )
 from trainckpt import Checkpointer, ConfigurationError
 from trainckpt.errors import NothingToResume, SaveFailed
-from trainckpt.lifecycle.arenas import Arenas
+from trainckpt.lifecycle.saving.arenas import Arenas
 from trainckpt.tiers.disk import Disk
 
 

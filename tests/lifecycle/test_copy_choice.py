@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from trainckpt.lifecycle.copy_choice import LOOK_AGAIN, NONE, OVERLAP, PLAIN, CopyChoice, choose
+from trainckpt.lifecycle.deciding.copy_choice import (
+    LOOK_AGAIN,
+    NONE,
+    OVERLAP,
+    PLAIN,
+    CopyChoice,
+    choose,
+)
 
 
 def test_both_kinds_are_tried_and_the_faster_one_is_taken():

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from trainckpt.lifecycle.deadline import Deadline, granted_s, margin_s
-from trainckpt.lifecycle.pace import Pace
-from trainckpt.lifecycle.watch import early_limit_s
+from trainckpt.lifecycle.deciding.pace import Pace
+from trainckpt.lifecycle.stopping.deadline import Deadline, granted_s, margin_s
+from trainckpt.lifecycle.stopping.watch import early_limit_s
 
 FAR_S = 3600.0
 

@@ -21,9 +21,9 @@ from trainckpt.encryption import envelope, keys
 from trainckpt.errors import ConfigurationError, NoUsableSnapshot, UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.format.encryption import to_text
-from trainckpt.lifecycle.options import read_options
-from trainckpt.lifecycle.resume import AT_VARIABLE
-from trainckpt.lifecycle.sealing import check
+from trainckpt.lifecycle.resuming.resume import AT_VARIABLE
+from trainckpt.lifecycle.run.options import read_options
+from trainckpt.lifecycle.saving.sealing import check
 from trainckpt.snapshot import write_beside
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 

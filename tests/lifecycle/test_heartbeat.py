@@ -11,8 +11,8 @@ import time
 import pytest
 
 from tests.ranks.processes import context
-from trainckpt.lifecycle import heartbeat
-from trainckpt.lifecycle.heartbeat import Heartbeat, age_s, is_alive, path_of
+from trainckpt.lifecycle.run import heartbeat
+from trainckpt.lifecycle.run.heartbeat import Heartbeat, age_s, is_alive, path_of
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.tiers.local import LocalTier
 

@@ -11,7 +11,8 @@ from torch import nn
 import trainckpt
 from tests.lifecycle.training import attempt, catalog, crashed, record
 from trainckpt.errors import ConfigurationError, NothingToResume, StateMismatch
-from trainckpt.lifecycle import contents, source
+from trainckpt.lifecycle.places import source
+from trainckpt.lifecycle.reading import contents
 
 
 @pytest.fixture

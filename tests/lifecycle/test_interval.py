@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainckpt.format.attempt import FAILED, FINISHED, KILLED, STOPPED, AttemptRecord
-from trainckpt.lifecycle.interval import (
+from trainckpt.lifecycle.deciding.interval import (
     FIRST_S,
     LEAST_S,
     MOST_S,
@@ -15,8 +15,8 @@ from trainckpt.lifecycle.interval import (
     interval_s,
     mean_time_between_failures_s,
 )
-from trainckpt.lifecycle.options import read_options
-from trainckpt.lifecycle.policy import Policy
+from trainckpt.lifecycle.deciding.policy import Policy
+from trainckpt.lifecycle.run.options import read_options
 
 
 def ended(number, how, seconds):

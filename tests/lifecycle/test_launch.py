@@ -8,7 +8,7 @@ import pytest
 
 from tests.lifecycle.training import attempt, record
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle import launch
+from trainckpt.lifecycle.run import launch
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.lifecycle import memory
+from trainckpt.lifecycle.run import memory
 
 GB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory")

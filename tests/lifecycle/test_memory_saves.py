@@ -16,9 +16,9 @@ from tests.lifecycle.test_memory_tier import flip
 from tests.lifecycle.training import attempt, crashed, usable
 from trainckpt import Checkpointer
 from trainckpt.errors import TierUnavailable
-from trainckpt.lifecycle.attach import Seat, own_view
-from trainckpt.lifecycle.domains import domains_of
-from trainckpt.lifecycle.scavenge import scavenge
+from trainckpt.lifecycle.places.attach import Seat, own_view
+from trainckpt.lifecycle.resuming.scavenge import scavenge
+from trainckpt.lifecycle.saving.domains import domains_of
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.snapshot.attempts import run_id

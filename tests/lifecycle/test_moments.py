@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainckpt.format.cursor import Cursor
-from trainckpt.lifecycle.moments import Moments
+from trainckpt.lifecycle.surviving.moments import Moments
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.state.moment import read_small

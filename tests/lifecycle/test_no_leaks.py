@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from tests.lifecycle.many_saves import BESIDE_FROM_BYTES, KINDS, SHARED, by_turns, save_often
-from trainckpt.lifecycle import copying
+from trainckpt.lifecycle.saving import copying
 from trainckpt.snapshot import write_beside
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE, MemoryPlace
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle import notice_sources
-from trainckpt.lifecycle.notice_sources import check_notices, further_sources, machine_sources
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.run.options import read_options
+from trainckpt.lifecycle.stopping import notice_sources
+from trainckpt.lifecycle.stopping.notice_sources import (
+    check_notices,
+    further_sources,
+    machine_sources,
+)
 from trainckpt.preemption.background import Background
 from trainckpt.preemption.slurm import JobEnd
 from trainckpt.preemption.wall_time import WallTime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle.options import TABLE, Every, read_options
+from trainckpt.lifecycle.run.options import TABLE, Every, read_options
 
 
 def test_the_defaults():

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.lifecycle import copy_choice, copying, saver
-from trainckpt.lifecycle.copy_choice import OVERLAP
-from trainckpt.lifecycle.launch import AT_VARIABLE
+from trainckpt.lifecycle.deciding import copy_choice
+from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
+from trainckpt.lifecycle.run.launch import AT_VARIABLE
+from trainckpt.lifecycle.saving import copying, saver
 from trainckpt.snapshot import write_beside
 from trainckpt.state import overlap
 from trainckpt.state.overlap import Fence, Overlapped, Piece, calls_hooks

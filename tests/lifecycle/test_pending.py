@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from trainckpt.errors import ConfigurationError, SaveFailed
-from trainckpt.lifecycle.pending import COMMITTED, DURABLE, STAGED, PendingSave
+from trainckpt.lifecycle.run.pending import COMMITTED, DURABLE, STAGED, PendingSave
 
 
 def test_a_moment_that_was_reached_is_not_waited_for():

@@ -16,8 +16,9 @@ from tests.faults.s3_proxy import proxy
 from tests.lifecycle.training import attempt, crashed
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, TierUnavailable
-from trainckpt.lifecycle import heartbeat, place
-from trainckpt.lifecycle.stored_notices import StoredNotices
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.stored_notices import StoredNotices
+from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.tiers.calls import Limits

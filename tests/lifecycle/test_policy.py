@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainckpt.lifecycle.options import Every
-from trainckpt.lifecycle.policy import Policy
+from trainckpt.lifecycle.deciding.policy import Policy
+from trainckpt.lifecycle.run.options import Every
 
 
 def due(policy, places):

@@ -12,9 +12,9 @@ from tests.faults.s3_proxy import proxy
 from tests.lifecycle import in_a_store, ranks
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.fetch_together import plan_passing
-from trainckpt.lifecycle.same_places import must_be_the_same
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.same_places import must_be_the_same
+from trainckpt.lifecycle.resuming.fetch_together import plan_passing
 from trainckpt.snapshot import attempts
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.tiers.memory import MemoryPlace

@@ -8,7 +8,7 @@ from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.reasons import other_state
-from trainckpt.lifecycle.resume import Beginning
+from trainckpt.lifecycle.resuming.resume import Beginning
 from trainckpt.state.captured import Saved
 
 

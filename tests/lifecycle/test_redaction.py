@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.lifecycle.launch import redact_arguments, redact_environment
+from trainckpt.lifecycle.run.launch import redact_arguments, redact_environment
 
 
 @pytest.mark.parametrize(

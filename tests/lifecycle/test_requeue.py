@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.lifecycle.requeue import LINGER_S, Requeue
+from trainckpt.lifecycle.stopping.requeue import LINGER_S, Requeue
 from trainckpt.preemption.slurm import UNKNOWN, Job, Scontrol
 
 

@@ -17,11 +17,12 @@ from torch.distributed import HashStore
 
 from tests.lifecycle.training import Parts, attempt
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.lifecycle import attempt_number, rest_told
-from trainckpt.lifecycle.attempt_number import AttemptNumber
-from trainckpt.lifecycle.hooks import Hooks
-from trainckpt.lifecycle.rest import Rest
-from trainckpt.lifecycle.rest_told import RestOrder
+from trainckpt.lifecycle.dumping import rest_told
+from trainckpt.lifecycle.dumping.rest_told import RestOrder
+from trainckpt.lifecycle.run import attempt_number
+from trainckpt.lifecycle.run.attempt_number import AttemptNumber
+from trainckpt.lifecycle.run.hooks import Hooks
+from trainckpt.lifecycle.stopping.rest import Rest
 from trainckpt.preemption.notice import Notice
 from trainckpt.ranks.channel import OverStore
 from trainckpt.ranks.world import World

@@ -11,7 +11,7 @@ import pytest
 from tests import warm
 from tests.lifecycle.training import record, usable
 from trainckpt.format.attempt import ENDED, RUNNING, STARTING, UNDECIDED, AttemptRecord
-from trainckpt.lifecycle.choice import died_on, lost_since
+from trainckpt.lifecycle.resuming.choice import died_on, lost_since
 from trainckpt.supervisor.supervise import supervise
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
-from trainckpt.lifecycle import save_keys
+from trainckpt.lifecycle.saving import save_keys
 from trainckpt.ranks import OverStore, World
 
 RANKS, LIMIT_S = 3, 60.0

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tests.lifecycle.training import Parts, attempt
-from trainckpt.lifecycle.stale import unchanged
+from trainckpt.lifecycle.saving.stale import unchanged
 
 
 def test_a_model_that_is_not_the_one_that_is_trained_is_said_once(tmp_path, caplog):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.lifecycle.stop_plan import (
+from trainckpt.lifecycle.deciding.stop_plan import (
     Offer,
     StopFacts,
     choose_mode,

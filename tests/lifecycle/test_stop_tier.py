@@ -12,8 +12,8 @@ import pytest
 
 from tests.lifecycle.training import Crash, attempt, notice, record, usable
 from trainckpt.encryption import keys
-from trainckpt.lifecycle import arenas
-from trainckpt.lifecycle.stop_tier import Way, choose_tier, takes_machine, ways_of
+from trainckpt.lifecycle.deciding.stop_tier import Way, choose_tier, takes_machine, ways_of
+from trainckpt.lifecycle.saving import arenas
 from trainckpt.tiers.memory import MemoryPlace
 
 DISK = Way("local", outlives_machine=False, predicted_s=8.0)

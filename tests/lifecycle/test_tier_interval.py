@@ -10,10 +10,10 @@ import pytest
 from tests.lifecycle.training import attempt, usable
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.flush_queue import Queue
-from trainckpt.lifecycle.options import Every, read_options
-from trainckpt.lifecycle.pending import PendingSave
-from trainckpt.lifecycle.tier_interval import LastCopy, wait_s
+from trainckpt.lifecycle.deciding.tier_interval import LastCopy, wait_s
+from trainckpt.lifecycle.flushing.flush_queue import Queue
+from trainckpt.lifecycle.run.options import Every, read_options
+from trainckpt.lifecycle.run.pending import PendingSave
 
 BEGUN = LastCopy(7, 100.0)
 

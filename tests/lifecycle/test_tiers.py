@@ -14,7 +14,7 @@ from tests.lifecycle import lora
 from tests.lifecycle.training import attempt, catalog, crashed, record, usable
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, SaveFailed
-from trainckpt.lifecycle.slower import open_slower
+from trainckpt.lifecycle.places.slower import open_slower
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
 

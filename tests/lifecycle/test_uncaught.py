@@ -10,7 +10,7 @@ SCRIPT = """
 import atexit, logging, sys
 from trainckpt import Checkpointer
 from trainckpt.errors import TierUnavailable
-from trainckpt.lifecycle.log import prepare
+from trainckpt.lifecycle.run.log import prepare
 prepare()
 atexit.register(lambda: print("the script's own atexit"))
 logging.getLogger("x").addHandler(logging.StreamHandler())

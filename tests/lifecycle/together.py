@@ -16,7 +16,7 @@ from tests.faults.test_bad_bytes import flip
 from trainckpt import Checkpointer
 from trainckpt.errors import NoAgreement, TrainckptError
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import read_together
+from trainckpt.lifecycle.resuming import read_together
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.attempts import run_id
 from trainckpt.snapshot.restore import read_header

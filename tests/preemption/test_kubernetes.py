@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from trainckpt.lifecycle.deadline import granted_s
+from trainckpt.lifecycle.stopping.deadline import granted_s
 from trainckpt.preemption.kubernetes import last_word
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests.process_dump.campaign import CLI, LIMIT_S, Run, wait_for
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
 
 SCRIPT = Path(__file__).parent / "held_example.py"

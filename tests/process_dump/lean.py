@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.process_dump.example import Example, dumped_at_a_boundary
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts, catalog
 
 SHARE = 0.05

@@ -21,13 +21,20 @@ from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.dump import DumpName
 from trainckpt.format.encryption import Wrapped
-from trainckpt.lifecycle import rest_told
-from trainckpt.lifecycle.attempt_number import AttemptNumber, spell
-from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
-from trainckpt.lifecycle.pace import Pace
-from trainckpt.lifecycle.pace_told import PaceTeller, ToldPace, read_paces
-from trainckpt.lifecycle.rest_told import Resting, RestOrder
-from trainckpt.lifecycle.told import Teller, Told
+from trainckpt.lifecycle.deciding.dump_choice import (
+    BOTH,
+    DUMP,
+    NOTHING,
+    SNAPSHOT,
+    DumpFacts,
+    choose,
+)
+from trainckpt.lifecycle.deciding.pace import Pace
+from trainckpt.lifecycle.dumping import rest_told
+from trainckpt.lifecycle.dumping.rest_told import Resting, RestOrder
+from trainckpt.lifecycle.run.attempt_number import AttemptNumber, spell
+from trainckpt.lifecycle.run.told import Teller, Told
+from trainckpt.lifecycle.stopping.pace_told import PaceTeller, ToldPace, read_paces
 from trainckpt.process_dump import tree
 from trainckpt.process_dump.criu import Ability
 from trainckpt.process_dump.cuda_driver import CudaDriver

@@ -20,8 +20,8 @@ from trainckpt.errors import ConfigurationError, SaveFailed, TierUnavailable, Un
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpRecord, Image
-from trainckpt.lifecycle import dump_copies
-from trainckpt.lifecycle.old_dumps import old_dumps, remove
+from trainckpt.lifecycle.dumping import dump_copies
+from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
 from trainckpt.process_dump import host_word, restore, sealed_images
 from trainckpt.snapshot import attempts, flush
 from trainckpt.supervisor import left_dump

@@ -19,7 +19,7 @@ from tests.process_dump.campaign import wait_for
 from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
 from trainckpt.cli import dumps
 from trainckpt.format.dump import DumpRecord
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 
 HELD_S, DEADLINE_S = 11.0, 10.0
 

@@ -13,7 +13,7 @@ from trainckpt.format import strict
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
-from trainckpt.lifecycle.old_dumps import old_dumps, remove
+from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
 from trainckpt.process_dump import restore
 from trainckpt.tiers.local import LocalTier
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.campaign import launch
-from trainckpt.lifecycle.place import PROVE_VARIABLE, open_directory
+from trainckpt.lifecycle.places.place import PROVE_VARIABLE, open_directory
 from trainckpt.prove.compare import read_records
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.supervisor.supervise import Ended

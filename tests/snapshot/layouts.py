@@ -12,7 +12,7 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.layout import Layout, whole
 from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.read_state import alone
+from trainckpt.lifecycle.resuming.read_state import alone
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save import write_shard

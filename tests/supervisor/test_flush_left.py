@@ -15,7 +15,7 @@ from tests.lifecycle.test_stop_tier import stop_on_a_slow_disk
 from tests.lifecycle.training import crashed, record, usable
 from tests.s3_servers import BUCKET
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.told import Told
+from trainckpt.lifecycle.run.told import Told
 from trainckpt.supervisor.flush_left import LEAVE_S, _limit_s, left_by
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise

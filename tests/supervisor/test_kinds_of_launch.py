@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle import launch
+from trainckpt.lifecycle.run import launch
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
 ACCELERATE = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "bf16"}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import orders
 from trainckpt.supervisor.supervise import supervise
@@ -241,7 +241,7 @@ def test_a_failure_that_made_the_others_stop_or_fail_is_recorded_as_itself(launc
     stops = f"""
         wait_for("failed")
         record = {{"outcome": "{how}", "exit_code": {code}, "snapshot": "s4~1.2"}}
-        from trainckpt.lifecycle.place import open_directory
+        from trainckpt.lifecycle.places.place import open_directory
         from trainckpt.snapshot import attempts
         tier = open_directory(str(FOLDER / "run"))
         attempts.replace(tier, attempts.read_attempts(tier)[1].with_(outcome=record, state="ended"))

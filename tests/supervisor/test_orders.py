@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.lifecycle.told import CLAIMED, LEFT, LISTENING, Told
+from trainckpt.lifecycle.run.told import CLAIMED, LEFT, LISTENING, Told
 from trainckpt.supervisor import grace, orders
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import Order, Rank, about_signal, deadline_after_s

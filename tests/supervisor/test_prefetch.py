@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from tests.lifecycle.training import attempt, crashed, usable
-from trainckpt.lifecycle import fetch_together
+from trainckpt.lifecycle.resuming import fetch_together
 from trainckpt.supervisor import prefetch
 from trainckpt.supervisor.command import likely_run
 from trainckpt.tiers.memory import MemoryPlace

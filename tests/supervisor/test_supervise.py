@@ -19,8 +19,8 @@ import pytest
 
 from trainckpt import Checkpointer, NothingToResume
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.place import open_directory
-from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE, read_told
+from trainckpt.lifecycle.places.place import open_directory
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, read_told
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import processes, record
 from trainckpt.supervisor.record import NamedRun

@@ -13,7 +13,7 @@ import pytest
 
 from tests.campaign import launch as campaign
 from trainckpt.cli.main import main
-from trainckpt.lifecycle.place import open_directory
+from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.supervise import supervise, torchrun_command
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.lifecycle.told import CLAIMED, LEFT, LISTENING, Told
+from trainckpt.lifecycle.run.told import CLAIMED, LEFT, LISTENING, Told
 from trainckpt.supervisor import verdict
 from trainckpt.supervisor.report import End
 from trainckpt.supervisor.verdict import Course, judge

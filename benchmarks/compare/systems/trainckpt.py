@@ -17,7 +17,7 @@ from trainckpt.tiers.memory import MemoryPlace, reclaim
 if TYPE_CHECKING:
     from benchmarks.compare.training import Training
 
-    from trainckpt.lifecycle.pending import PendingSave
+    from trainckpt.lifecycle.run.pending import PendingSave
 
 SPIN_S = 0.001
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.dump_choice import NOTHING
+from trainckpt.lifecycle.deciding.dump_choice import NOTHING
 from trainckpt.supervisor import requests
 from trainckpt.supervisor.record import BY_SUPERVISOR
 from trainckpt.supervisor.requests import Answer

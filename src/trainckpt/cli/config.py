@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
-from trainckpt.lifecycle.options import TABLE, read_options
+from trainckpt.lifecycle.run.options import TABLE, read_options
 
 if TYPE_CHECKING:
     import argparse

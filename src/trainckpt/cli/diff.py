@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainckpt.cli import show
-from trainckpt.lifecycle import source
+from trainckpt.lifecycle.places import source
 
 if TYPE_CHECKING:
-    from trainckpt.lifecycle.contents import Contents
-    from trainckpt.lifecycle.difference import TensorDifference, ValueDifference
+    from trainckpt.lifecycle.reading.contents import Contents
+    from trainckpt.lifecycle.reading.difference import TensorDifference, ValueDifference
 
 DIFFERENT = 1
 MOST_VALUES, MOST_TEXT = 40, 40
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Compare two snapshots; 1 if they differ."""
-    from trainckpt.lifecycle import difference
-    from trainckpt.lifecycle.contents import Contents
+    from trainckpt.lifecycle.reading import difference
+    from trainckpt.lifecycle.reading.contents import Contents
 
     a, b = (Contents(source.open_source(target)) for target in (arguments.a, arguments.b))
     names = {*a.names, *b.names}

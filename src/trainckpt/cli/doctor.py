@@ -18,8 +18,9 @@ from trainckpt.cli import (
     show,
 )
 from trainckpt.errors import TierUnavailable, TrainckptError
-from trainckpt.lifecycle import heartbeat, machine, place, source
-from trainckpt.lifecycle.machine import Item
+from trainckpt.lifecycle.places import place, source
+from trainckpt.lifecycle.run import heartbeat, machine
+from trainckpt.lifecycle.run.machine import Item
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier

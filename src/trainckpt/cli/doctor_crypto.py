@@ -11,11 +11,11 @@ from trainckpt.encryption.keys import parse_recipients, read_identity
 from trainckpt.encryption.package import INSTALL, must_be_there
 from trainckpt.encryption.sealed_file import bytes_per_s
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle.machine import Item
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.run.machine import Item
+from trainckpt.lifecycle.run.options import read_options
 
 if TYPE_CHECKING:
-    from trainckpt.lifecycle.options import Options
+    from trainckpt.lifecycle.run.options import Options
 
 NAME = "encryption"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainckpt.lifecycle.machine import Item
+from trainckpt.lifecycle.run.machine import Item
 from trainckpt.process_dump import criu, gpus, toy
 from trainckpt.process_dump.cuda_driver import CudaDriver
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.cli import doctor_speed
 from trainckpt.errors import TrainckptError
-from trainckpt.lifecycle.machine import Item
+from trainckpt.lifecycle.run.machine import Item
 from trainckpt.tiers.breaker import CLOSED
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from trainckpt.cli import doctor_speed, doctor_store, tiers_shown
 from trainckpt.errors import TrainckptError
-from trainckpt.lifecycle import launch
-from trainckpt.lifecycle.machine import Item
-from trainckpt.lifecycle.options import read_options
-from trainckpt.lifecycle.slower import open_slower, recorded
+from trainckpt.lifecycle.places.slower import open_slower, recorded
+from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run.machine import Item
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot import attempts
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.object_store import ObjectStoreTier

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import NothingToResume, TrainckptError, UnusableSnapshot
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import dump_copies
-from trainckpt.lifecycle.everywhere import move, open_everywhere
-from trainckpt.lifecycle.old_dumps import why_superseded
-from trainckpt.lifecycle.options import read_options
-from trainckpt.lifecycle.slower import TIERS, WHERE, where
+from trainckpt.lifecycle.dumping import dump_copies
+from trainckpt.lifecycle.dumping.old_dumps import why_superseded
+from trainckpt.lifecycle.places.everywhere import move, open_everywhere
+from trainckpt.lifecycle.places.slower import TIERS, WHERE, where
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.process_dump import restore
 from trainckpt.process_dump.host import this_host
 from trainckpt.snapshot import attempts, flush
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.dump import DumpRecord
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.places import Place
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.format.names import MANIFEST, SnapshotName
-from trainckpt.lifecycle import dump_copies
-from trainckpt.lifecycle.old_dumps import why_superseded
+from trainckpt.lifecycle.dumping import dump_copies
+from trainckpt.lifecycle.dumping.old_dumps import why_superseded
 from trainckpt.process_dump import restore
 from trainckpt.process_dump.host import this_host
 from trainckpt.snapshot import attempts
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.dump import DumpName, DumpRecord
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.places import Place
 

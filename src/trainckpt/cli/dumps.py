@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from trainckpt.cli.dumped import dumps_of
 from trainckpt.encryption.keys import read_identity
 from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.everywhere import open_everywhere
-from trainckpt.lifecycle.launch import PYTHON
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.everywhere import open_everywhere
+from trainckpt.lifecycle.run.launch import PYTHON
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.process_dump import criu, sealed_images
 from trainckpt.process_dump.restore import NotNow
 from trainckpt.snapshot import attempts

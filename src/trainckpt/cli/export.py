@@ -14,12 +14,12 @@ from rich.progress import Progress
 from trainckpt.cli import show
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs
-from trainckpt.lifecycle import source
+from trainckpt.lifecycle.places import source
 
 if TYPE_CHECKING:
-    from trainckpt.lifecycle.contents import Contents
-    from trainckpt.lifecycle.export import Written
-    from trainckpt.lifecycle.export_plan import Plan
+    from trainckpt.lifecycle.reading.contents import Contents
+    from trainckpt.lifecycle.reading.export import Written
+    from trainckpt.lifecycle.reading.export_plan import Plan
 
 DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 DEFAULT = "5GB"
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan it, write it, say what was written."""
-    from trainckpt.lifecycle import export, export_plan
-    from trainckpt.lifecycle.contents import Contents
+    from trainckpt.lifecycle.reading import export, export_plan
+    from trainckpt.lifecycle.reading.contents import Contents
 
     out: Path = arguments.out
     if export.is_one_file(out) and arguments.max_shard_size:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.cli import moving
 from trainckpt.format.names import split_target
-from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.places.everywhere import open_everywhere
 
 if TYPE_CHECKING:
     import argparse

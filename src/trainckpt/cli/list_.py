@@ -9,8 +9,9 @@ from trainckpt.cli import show, tiers_shown
 from trainckpt.cli.dumped import dumps_everywhere
 from trainckpt.format.attempt import ENDED, UNDECIDED
 from trainckpt.format.dump import KIND
-from trainckpt.lifecycle import heartbeat, place
-from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.everywhere import open_everywhere
+from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:

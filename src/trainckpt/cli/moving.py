@@ -14,9 +14,9 @@ from rich.progress import Progress
 from trainckpt.cli import dump_home, show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import DumpName
-from trainckpt.lifecycle import dump_copies
-from trainckpt.lifecycle import everywhere as tiers_of
-from trainckpt.lifecycle.everywhere import Moved
+from trainckpt.lifecycle.dumping import dump_copies
+from trainckpt.lifecycle.places import everywhere as tiers_of
+from trainckpt.lifecycle.places.everywhere import Moved
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import catalog, flush
 from trainckpt.snapshot.verify import files_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.manifest import Manifest
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.tiers.base import Tier
 
 

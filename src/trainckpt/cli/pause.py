@@ -42,8 +42,9 @@ from trainckpt.errors import (
 from trainckpt.format import names
 from trainckpt.format.attempt import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
-from trainckpt.lifecycle import heartbeat, place
-from trainckpt.lifecycle.dump_choice import DUMP
+from trainckpt.lifecycle.deciding.dump_choice import DUMP
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import requests
 from trainckpt.tiers.local import LocalTier

@@ -13,12 +13,12 @@ from trainckpt.errors import TierUnavailable
 from trainckpt.format import names
 from trainckpt.format.attempt import UNDECIDED
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import heartbeat
-from trainckpt.lifecycle import place as places
-from trainckpt.lifecycle.choice import KEEP_LAST, READING
-from trainckpt.lifecycle.everywhere import open_everywhere
-from trainckpt.lifecycle.old_dumps import old_dumps, remove
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
+from trainckpt.lifecycle.places import place as places
+from trainckpt.lifecycle.places.everywhere import open_everywhere
+from trainckpt.lifecycle.resuming.choice import KEEP_LAST, READING
+from trainckpt.lifecycle.run import heartbeat
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot import attempts, catalog, prune, sweep
 from trainckpt.tiers import memory
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.places import Place
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.cli import dump_home, dumps, show
 from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
-from trainckpt.lifecycle import launch, place, slower
-from trainckpt.lifecycle.everywhere import open_everywhere
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.places import place, slower
+from trainckpt.lifecycle.places.everywhere import open_everywhere
+from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.command import take_max_restarts, torchrun_command
 from trainckpt.supervisor.early_stop import ask_to_be_queued_again

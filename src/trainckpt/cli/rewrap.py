@@ -9,9 +9,9 @@ from trainckpt.cli import show
 from trainckpt.encryption.keys import parse_recipients
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.names import split_target
-from trainckpt.lifecycle.everywhere import open_everywhere
-from trainckpt.lifecycle.options import read_options
-from trainckpt.lifecycle.rewrap import rewrap
+from trainckpt.lifecycle.places.everywhere import open_everywhere
+from trainckpt.lifecycle.reading.rewrap import rewrap
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.opened import Opener
 

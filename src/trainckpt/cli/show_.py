@@ -9,8 +9,8 @@ from trainckpt.cli import list_, show
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS, split_target
 from trainckpt.format.shard_file import ITEM_BYTES
-from trainckpt.lifecycle import place, source
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.places import place, source
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.restore import Reader
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
-from trainckpt.lifecycle import launch
-from trainckpt.lifecycle.slower import TIERS, TROUBLE
+from trainckpt.lifecycle.places.slower import TIERS, TROUBLE
+from trainckpt.lifecycle.run import launch
 from trainckpt.tiers.breaker import CLOSED
 from trainckpt.tiers.places import health_of
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.snapshot.catalog import Candidate
 
 COLUMNS = ("tier", "url", "newest there", "now", "in the run")

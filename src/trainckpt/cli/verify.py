@@ -12,10 +12,10 @@ from trainckpt.cli import show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import RECORD, DumpName
 from trainckpt.format.names import MANIFEST, split_target
-from trainckpt.lifecycle import dump_copies
-from trainckpt.lifecycle.everywhere import open_everywhere
-from trainckpt.lifecycle.old_dumps import why_superseded
-from trainckpt.lifecycle.options import read_options
+from trainckpt.lifecycle.dumping import dump_copies
+from trainckpt.lifecycle.dumping.old_dumps import why_superseded
+from trainckpt.lifecycle.places.everywhere import open_everywhere
+from trainckpt.lifecycle.run.options import read_options
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import catalog, memory_copies
 from trainckpt.snapshot import verify as verifying
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from trainckpt.format.manifest import FileEntry
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.base import Tier
 

@@ -33,7 +33,7 @@ from trainckpt.integrations.lightning_needs import (
 from trainckpt.integrations.lightning_results import MetricState
 from trainckpt.integrations.lightning_state import LoopState
 from trainckpt.lifecycle.checkpointer import Checkpointer
-from trainckpt.lifecycle.stopped import Stopped
+from trainckpt.lifecycle.stopping.stopped import Stopped
 
 if TYPE_CHECKING:
     import os

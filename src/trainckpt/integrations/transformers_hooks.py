@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.integrations.transformers_window import Left, Window
-from trainckpt.lifecycle.stopped import Stopped
+from trainckpt.lifecycle.stopping.stopped import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

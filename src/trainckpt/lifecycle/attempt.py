@@ -12,34 +12,36 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle import launch, sealing, tier_interval
-from trainckpt.lifecycle.announce import say_how_it_stops, say_where
-from trainckpt.lifecycle.arenas import Arenas
-from trainckpt.lifecycle.attempt_log import AttemptLog
-from trainckpt.lifecycle.attempt_number import AttemptNumber
-from trainckpt.lifecycle.choice import KEEP_LAST
-from trainckpt.lifecycle.departure import Departure
-from trainckpt.lifecycle.domains import on_this_host, set_up
-from trainckpt.lifecycle.fingerprint import EXACT, compare, fingerprint
-from trainckpt.lifecycle.flush_work import Near, Work
-from trainckpt.lifecycle.flusher import Flusher
-from trainckpt.lifecycle.flushing import Flushing
-from trainckpt.lifecycle.initial import Initial, read_initial
-from trainckpt.lifecycle.interval import PRIOR_S, interval_s, mean_time_between_failures_s
-from trainckpt.lifecycle.last_save import LastSave
-from trainckpt.lifecycle.lean import Lean
-from trainckpt.lifecycle.load import put
-from trainckpt.lifecycle.log import logger
-from trainckpt.lifecycle.policy import Policy
-from trainckpt.lifecycle.reach import Reach
+from trainckpt.lifecycle.deciding import tier_interval
+from trainckpt.lifecycle.deciding.interval import PRIOR_S, interval_s, mean_time_between_failures_s
+from trainckpt.lifecycle.deciding.policy import Policy
+from trainckpt.lifecycle.dumping.lean import Lean
+from trainckpt.lifecycle.flushing.flush_work import Near, Work
+from trainckpt.lifecycle.flushing.flusher import Flusher
+from trainckpt.lifecycle.flushing.flushing import Flushing
+from trainckpt.lifecycle.places.reach import Reach
+from trainckpt.lifecycle.places.slower import WHERE, Slower, open_slower, where
+from trainckpt.lifecycle.reading.load import put
 from trainckpt.lifecycle.reasons import other_state, own_objects, said_by_objects
-from trainckpt.lifecycle.rest import Rest
-from trainckpt.lifecycle.resume import Beginning, begin, record_parent, record_refusal
-from trainckpt.lifecycle.saver import Saver
-from trainckpt.lifecycle.slower import WHERE, Slower, open_slower, where
-from trainckpt.lifecycle.survival import set_up as survive
-from trainckpt.lifecycle.told import CLAIMED, SUPERVISOR_VARIABLE
-from trainckpt.lifecycle.writer import Facts
+from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
+from trainckpt.lifecycle.resuming.choice import KEEP_LAST
+from trainckpt.lifecycle.resuming.initial import Initial, read_initial
+from trainckpt.lifecycle.resuming.resume import Beginning, begin, record_parent, record_refusal
+from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run.attempt_log import AttemptLog
+from trainckpt.lifecycle.run.attempt_number import AttemptNumber
+from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.told import CLAIMED, SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.saving import sealing
+from trainckpt.lifecycle.saving.arenas import Arenas
+from trainckpt.lifecycle.saving.domains import on_this_host, set_up
+from trainckpt.lifecycle.saving.saver import Saver
+from trainckpt.lifecycle.saving.writer import Facts
+from trainckpt.lifecycle.stopping.departure import Departure
+from trainckpt.lifecycle.stopping.last_save import LastSave
+from trainckpt.lifecycle.stopping.rest import Rest
+from trainckpt.lifecycle.stopping.survival import set_up as survive
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.snapshot.opened import Opener
 from trainckpt.state.capture import capture
@@ -52,20 +54,20 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
-    from trainckpt.lifecycle.arrival import Arrival
-    from trainckpt.lifecycle.data_world import DataWorld
-    from trainckpt.lifecycle.hooks import Hooks
-    from trainckpt.lifecycle.last_words import LastWords
-    from trainckpt.lifecycle.options import Options
-    from trainckpt.lifecycle.outlook import Outlook
-    from trainckpt.lifecycle.pace import Pace
-    from trainckpt.lifecycle.position import Position
-    from trainckpt.lifecycle.requests import Requests
-    from trainckpt.lifecycle.sealing import Sealing
-    from trainckpt.lifecycle.survival import Survival
-    from trainckpt.lifecycle.told import Teller
-    from trainckpt.lifecycle.tracked_files import TrackedFiles
-    from trainckpt.lifecycle.watch import Watch
+    from trainckpt.lifecycle.deciding.outlook import Outlook
+    from trainckpt.lifecycle.deciding.pace import Pace
+    from trainckpt.lifecycle.resuming.arrival import Arrival
+    from trainckpt.lifecycle.resuming.last_words import LastWords
+    from trainckpt.lifecycle.run.data_world import DataWorld
+    from trainckpt.lifecycle.run.hooks import Hooks
+    from trainckpt.lifecycle.run.options import Options
+    from trainckpt.lifecycle.run.position import Position
+    from trainckpt.lifecycle.run.told import Teller
+    from trainckpt.lifecycle.run.tracked_files import TrackedFiles
+    from trainckpt.lifecycle.saving.requests import Requests
+    from trainckpt.lifecycle.saving.sealing import Sealing
+    from trainckpt.lifecycle.stopping.survival import Survival
+    from trainckpt.lifecycle.stopping.watch import Watch
     from trainckpt.ranks.channel import Channel
     from trainckpt.ranks.world import World
     from trainckpt.state.registry import Registry

@@ -29,22 +29,24 @@ from trainckpt.data.sampler import set_epoch
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
-from trainckpt.lifecycle import launch, place, recorder
-from trainckpt.lifecycle.arrival import Arrival
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
-from trainckpt.lifecycle.data_world import take_data_world
-from trainckpt.lifecycle.hooks import Hooked, Hooks
-from trainckpt.lifecycle.last_words import LastWords
-from trainckpt.lifecycle.log import logger, prepare
-from trainckpt.lifecycle.options import TABLE, read_options
-from trainckpt.lifecycle.outlook import Outlook
-from trainckpt.lifecycle.pace import Pace
-from trainckpt.lifecycle.pending import PendingSave
-from trainckpt.lifecycle.position import Position
-from trainckpt.lifecycle.requests import Requests
-from trainckpt.lifecycle.told import Teller
-from trainckpt.lifecycle.tracked_files import TrackedFiles
-from trainckpt.lifecycle.watch import Watch
+from trainckpt.lifecycle.deciding.outlook import Outlook
+from trainckpt.lifecycle.deciding.pace import Pace
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.reading import recorder
+from trainckpt.lifecycle.resuming.arrival import Arrival
+from trainckpt.lifecycle.resuming.last_words import LastWords
+from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run.data_world import take_data_world
+from trainckpt.lifecycle.run.hooks import Hooked, Hooks
+from trainckpt.lifecycle.run.log import logger, prepare
+from trainckpt.lifecycle.run.options import TABLE, read_options
+from trainckpt.lifecycle.run.pending import PendingSave
+from trainckpt.lifecycle.run.position import Position
+from trainckpt.lifecycle.run.told import Teller
+from trainckpt.lifecycle.run.tracked_files import TrackedFiles
+from trainckpt.lifecycle.saving.requests import Requests
+from trainckpt.lifecycle.stopping.watch import Watch
 from trainckpt.preemption.notice import Notice
 from trainckpt.ranks.agreement import Agreement
 from trainckpt.ranks.channel import connect

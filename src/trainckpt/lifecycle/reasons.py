@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.contents import models_in
+from trainckpt.lifecycle.reading.contents import models_in
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from trainckpt.lifecycle.attempt import Crew
-    from trainckpt.lifecycle.resume import Beginning
+    from trainckpt.lifecycle.resuming.resume import Beginning
 
 
 def own_objects(crew: Crew) -> list[str]:

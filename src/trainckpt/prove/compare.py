@@ -1,8 +1,8 @@
 """Compare the records of an uninterrupted run with those of an interrupted one. Pure.
 
 A record is one line a boundary (a digest of each part of the state) and one line a batch, written
-by each rank (lifecycle/recorder.py). The resumed attempts must repeat the straight run's lines
-from wherever they went on, and together cover all of it.
+by each rank (lifecycle/reading/recorder.py). The resumed attempts must repeat the straight run's
+lines from wherever they went on, and together cover all of it.
 """
 
 from __future__ import annotations

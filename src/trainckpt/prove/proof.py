@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.lifecycle.place import PROVE_VARIABLE
+from trainckpt.lifecycle.places.place import PROVE_VARIABLE
 from trainckpt.prove import naming
 from trainckpt.prove.compare import (
     Difference,

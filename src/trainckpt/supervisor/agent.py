@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from trainckpt.format.attempt import STOPPED
 from trainckpt.importing import without_collections
-from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE, read_told
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, read_told
 from trainckpt.supervisor.processes import children
 from trainckpt.supervisor.report import End, write_end, write_failures
 

@@ -22,12 +22,20 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.lifecycle import place, rest_told
-from trainckpt.lifecycle.dump_choice import BOTH, DUMP, NOTHING, DumpFacts, choose, is_too_late
-from trainckpt.lifecycle.heartbeat import Heartbeat
-from trainckpt.lifecycle.pace_told import read_paces
-from trainckpt.lifecycle.rest_told import RestOrder
-from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.deciding.dump_choice import (
+    BOTH,
+    DUMP,
+    NOTHING,
+    DumpFacts,
+    choose,
+    is_too_late,
+)
+from trainckpt.lifecycle.dumping import rest_told
+from trainckpt.lifecycle.dumping.rest_told import RestOrder
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.run.heartbeat import Heartbeat
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.stopping.pace_told import read_paces
 from trainckpt.process_dump import criu, dump, gpu_tree, tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpu_tree import LOCK_WITHIN_S
@@ -44,8 +52,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.rest_told import Resting
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.dumping.rest_told import Resting
+    from trainckpt.lifecycle.run.told import Told
     from trainckpt.process_dump.criu import Ability
     from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.supervisor.adopted import Process

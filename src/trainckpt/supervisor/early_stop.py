@@ -32,16 +32,16 @@ def ask_to_be_queued_again(
     Args:
         ended: How the command ended.
         inbox: Knows the first signal.
-        sleep: How to linger, see `lifecycle.requeue`.
+        sleep: How to linger, see `lifecycle.stopping.requeue`.
     """
     outcome = (ended.record.outcome or {}) if ended.record is not None else {}
     begun = ended.record is not None and outcome.get("kind") != DUMP  # then ranks have asked
     begun = begun or ended.exit_code != START_AGAIN
     if begun or not inbox.first or os.environ.get(TASK_VARIABLE, "0") != "0":
         return
-    from trainckpt.lifecycle.log import prepare
-    from trainckpt.lifecycle.options import read_options
-    from trainckpt.lifecycle.requeue import Requeue
+    from trainckpt.lifecycle.run.log import prepare
+    from trainckpt.lifecycle.run.options import read_options
+    from trainckpt.lifecycle.stopping.requeue import Requeue
 
     requeue = Requeue.of(os.environ)
     if requeue is not None and read_options({}).requeue != "never":

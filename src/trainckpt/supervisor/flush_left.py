@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import TrainckptError
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.options import LOCAL
-from trainckpt.lifecycle.place import PROVE_VARIABLE
-from trainckpt.lifecycle.slower import COMMITS, TIERS
-from trainckpt.lifecycle.stop_tier import MEMORY
+from trainckpt.lifecycle.deciding.stop_tier import MEMORY
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.place import PROVE_VARIABLE
+from trainckpt.lifecycle.places.slower import COMMITS, TIERS
+from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.run.told import Told
     from trainckpt.supervisor.signals import Inbox
 
 LOOK_S = 0.2

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def without_ranks_s() -> float | None:
     """Seconds that a signal leaves, less what we need ourselves; None: nobody says."""
-    from trainckpt.lifecycle.options import read_options
+    from trainckpt.lifecycle.run.options import read_options
 
     try:
         granted_s = read_options({}).grace or kubernetes.granted_s(os.environ)

@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.told import imported, read_told
+from trainckpt.lifecycle.run.told import imported, read_told
 from trainckpt.supervisor import grace, orders, verdict
 from trainckpt.supervisor.dumping import Wish
 from trainckpt.supervisor.orders import Rank
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.run.told import Told
     from trainckpt.supervisor.adopted import Process
     from trainckpt.supervisor.dumping import Dumping
     from trainckpt.supervisor.record import NamedRun

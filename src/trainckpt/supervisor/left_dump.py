@@ -10,15 +10,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
-from trainckpt.lifecycle import dump_copies
-from trainckpt.lifecycle.everywhere import open_everywhere
+from trainckpt.lifecycle.dumping import dump_copies
+from trainckpt.lifecycle.places.everywhere import open_everywhere
 from trainckpt.snapshot import attempts, flush
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.format.dump import DumpName
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.tiers.base import Tier
 
 SAY_EVERY_S = 5.0

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.dump import DumpName
-from trainckpt.lifecycle import place
-from trainckpt.lifecycle.everywhere import move, open_everywhere
-from trainckpt.lifecycle.options import LOCAL
-from trainckpt.lifecycle.slower import COMMITS
-from trainckpt.lifecycle.stop_tier import MEMORY
+from trainckpt.lifecycle.deciding.stop_tier import MEMORY
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.everywhere import move, open_everywhere
+from trainckpt.lifecycle.places.slower import COMMITS
+from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.snapshot import attempts, flush
 from trainckpt.supervisor.flush_left import NOT_ALL, SAID, left_by
 from trainckpt.supervisor.left_dump import send_dump
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.format.names import SnapshotName
-    from trainckpt.lifecycle.everywhere import Everywhere
+    from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.places import Place
 
@@ -73,8 +73,8 @@ def _flush(tier: Place, number: int) -> bool:
 
 def _bring(tier: Place, number: int) -> str | None:
     """From this host's memory to the run's place; the snapshot's name."""
-    from trainckpt.lifecycle.attach import Seat, own_view
-    from trainckpt.lifecycle.scavenge import scavenge
+    from trainckpt.lifecycle.places.attach import Seat, own_view
+    from trainckpt.lifecycle.resuming.scavenge import scavenge
     from trainckpt.ranks.channel import Alone
     from trainckpt.ranks.world import World
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.format.attempt import FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.lifecycle.told import CLAIMED, LISTENING
+from trainckpt.lifecycle.run.told import CLAIMED, LISTENING
 from trainckpt.supervisor.verdict import REFUSALS, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.run.told import Told
 
 # what to do about a signal
 DELIVER, END, PASS_ON, KILL, NOTHING = "deliver", "end", "pass on", "kill", "nothing"

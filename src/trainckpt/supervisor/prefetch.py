@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.format.names import RUN_RECORD
-from trainckpt.lifecycle import choice, place
-from trainckpt.lifecycle.memory import has_room
-from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.resuming import choice
+from trainckpt.lifecycle.run.memory import has_room
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.fetch import fetch, is_shared
 from trainckpt.tiers import kept

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -28,10 +28,11 @@ from trainckpt.format.attempt import (
 )
 from trainckpt.format.dump import EXACT
 from trainckpt.format.dump import KIND as DUMP
-from trainckpt.lifecycle import heartbeat, launch, place
-from trainckpt.lifecycle.choice import DIED_WHILE
-from trainckpt.lifecycle.heartbeat import Heartbeat
-from trainckpt.lifecycle.told import LEFT, Told
+from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.resuming.choice import DIED_WHILE
+from trainckpt.lifecycle.run import heartbeat, launch
+from trainckpt.lifecycle.run.heartbeat import Heartbeat
+from trainckpt.lifecycle.run.told import LEFT, Told
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.supervisor.command import is_silent
 from trainckpt.supervisor.processes import children, environment
@@ -296,8 +297,8 @@ def _tiers(tier: Place, environment: Mapping[str, str], folder: Path) -> dict[st
     Raises:
         ConfigurationError: an option is unreadable, or names no tier.
     """
-    from trainckpt.lifecycle.options import read_options
-    from trainckpt.lifecycle.slower import WHERE, open_slower, where
+    from trainckpt.lifecycle.places.slower import WHERE, open_slower, where
+    from trainckpt.lifecycle.run.options import read_options
 
     options = read_options({}, environment, folder)
     told = open_slower(options.tiers, options.durable, tier).to_facts()

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.attempt import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
-from trainckpt.lifecycle import attempt_number
-from trainckpt.lifecycle.slower import TIERS
-from trainckpt.lifecycle.told import REFUSED
+from trainckpt.lifecycle.places.slower import TIERS
+from trainckpt.lifecycle.run import attempt_number
+from trainckpt.lifecycle.run.told import REFUSED
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.format.dump import DumpRecord
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.run.told import Told
     from trainckpt.process_dump.restore import Whole
     from trainckpt.supervisor.dumpable import Dumpable
     from trainckpt.supervisor.logs import Logs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.encryption.keys import RECIPIENT, parse_recipients, public_bytes
 from trainckpt.encryption.package import must_be_there
 from trainckpt.format.dump import DumpName
-from trainckpt.lifecycle.told import read_told
+from trainckpt.lifecycle.run.told import read_told
 from trainckpt.process_dump.restore import load
 from trainckpt.snapshot import attempts
 from trainckpt.tiers.capabilities import file_system, is_remote
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.options import Options
+    from trainckpt.lifecycle.run.options import Options
     from trainckpt.tiers.local import LocalTier
 
 
@@ -56,7 +56,7 @@ def _options(facts: Mapping[str, Any]) -> Options:
     Raises:
         ConfigurationError: one is unreadable.
     """
-    from trainckpt.lifecycle.options import read_options
+    from trainckpt.lifecycle.run.options import read_options
 
     recorded = facts.get("env")
     known = recorded if isinstance(recorded, dict) else {}

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import UNDECIDED
-from trainckpt.lifecycle.launch import AT_VARIABLE, DUMPS_VARIABLE
-from trainckpt.lifecycle.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.launch import AT_VARIABLE, DUMPS_VARIABLE
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 from trainckpt.supervisor import record as records
 from trainckpt.supervisor.command import (
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.run.told import Told
     from trainckpt.supervisor.logs import Logs
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.verdict import Course, Verdict

@@ -25,12 +25,12 @@ from trainckpt.errors import (
     UnusableSnapshot,
 )
 from trainckpt.format.attempt import FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.lifecycle.told import REFUSED
+from trainckpt.lifecycle.run.told import REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainckpt.lifecycle.told import Told
+    from trainckpt.lifecycle.run.told import Told
     from trainckpt.supervisor.report import End
 
 NOTICE = "notice"  # ended in start-up, where nothing was trained yet

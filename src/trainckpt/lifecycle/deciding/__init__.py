@@ -1,0 +1,1 @@
+"""Pure functions of measured facts: when to save, whether a save still fits, and where it goes."""

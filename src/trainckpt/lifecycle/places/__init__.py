@@ -1,0 +1,1 @@
+"""Where a run lies: its place, its slower tiers, and which of them answer."""

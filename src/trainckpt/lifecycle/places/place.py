@@ -1,0 +1,83 @@
+"""The run's place: from what the user typed to a tier."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsspec.core import split_protocol
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.format import names
+from trainckpt.lifecycle.places.stored_notices import StoredNotices
+from trainckpt.preemption.halt_file import NoticeFiles
+from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.object_store import open_object_store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.preemption.notice import NoticeSource
+    from trainckpt.tiers.places import Place
+
+PROVE_VARIABLE = "TRAINCKPT_PROVE"
+NAME_VARIABLE = "TRAINCKPT_RUN"
+
+
+def open_place(run: str | os.PathLike[str] | None) -> Place:
+    """The tier at `run`: a path or the URL of an object store; None: as the launcher named it.
+
+    Raises:
+        ConfigurationError: no such kind of place, or nobody named one.
+    """
+    run = run if run is not None else os.environ.get(NAME_VARIABLE)
+    proof = os.environ.get(PROVE_VARIABLE)
+    if proof:  # a proof leaves the user's own run alone
+        run = json.loads(proof)["place"]
+    if run is None:
+        raise ConfigurationError(
+            "the run has no place",
+            hint='name a directory, Checkpointer("runs/x", ...), or launch the script with '
+            "`trainckpt run --run runs/x`",
+        )
+    tier = open_other_place(run)
+    tier.name = LocalTier.name  # a run's own place is called so, wherever it lies
+    return tier
+
+
+def open_other_place(run: str | os.PathLike[str]) -> Place:
+    """The tier at `run`, as `open_place`; also in a proof, which moves only the proven run."""
+    protocol, path = split_protocol(os.fspath(run))
+    if protocol is not None and "/" in protocol:  # a path, of strange names
+        protocol, path = None, os.fspath(run)
+    if protocol not in (None, "file", "local"):
+        return open_object_store(os.fspath(run))
+    if not path:
+        raise ConfigurationError("the run's place is empty", hint="name a directory")
+    return open_directory(path)
+
+
+def open_directory(path: str) -> LocalTier:
+    """The tier at a path, whatever the environment says."""
+    if "\0" in path:
+        raise ConfigurationError(f"the run's place is no path: {path[:100]!r}")
+    try:
+        return LocalTier(Path(path).expanduser())
+    except RuntimeError as error:
+        raise ConfigurationError(f"{path[:100]}: {error}", hint="name a directory") from error
+
+
+def notices_folder(tier: LocalTier) -> Path:
+    """Where notices for this run's attempts are put, in a directory."""
+    return tier.root / names.NOTICES
+
+
+def notice_source(
+    tier: Place, attempt: int, say: Callable[[str], object], *, is_first_of_host: bool
+) -> NoticeSource | None:
+    """Who finds notices for an attempt; None: another rank of this host does."""
+    if isinstance(tier, LocalTier):
+        return NoticeFiles(notices_folder(tier), attempt, say)
+    return StoredNotices(tier, attempt, say) if is_first_of_host else None

@@ -1,0 +1,1 @@
+"""Snapshots looked at, exported or loaded without resuming their run."""

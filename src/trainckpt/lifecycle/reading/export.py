@@ -1,0 +1,205 @@
+"""Export: one snapshot as safetensors files that other libraries load.
+
+    OUT.safetensors    one file
+    OUT/               model.safetensors; or model-00001-of-0000N.safetensors and so on, with
+                       model.safetensors.index.json, as `transformers` reads them
+
+One tensor at a time is in memory. Files are written under temporary names, synced and renamed
+when all is there, the index last: what stands at OUT is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainckpt.errors import ConfigurationError, UnusableSnapshot
+from trainckpt.lifecycle.reading.export_plan import FLOATS, SIZES, Item, Plan, split
+from trainckpt.state.stage import bytes_of
+from trainckpt.tiers.local import TEMPORARY, translated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from trainckpt.lifecycle.reading.contents import Contents
+
+SUFFIX = ".safetensors"
+NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
+_TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file of an export."""
+
+    path: Path
+    num_bytes: int
+    tensors: int
+
+
+def check_out(out: Path, *, force: bool) -> None:
+    """Refuse to overwrite what is there, unless `force`; `ConfigurationError`."""
+    if is_one_file(out):
+        there = [out] if out.exists() else []
+    elif out.exists() and not out.is_dir():
+        raise ConfigurationError(
+            f"{out} is neither a folder nor a name that ends in {SUFFIX}", hint="choose another"
+        )
+    else:
+        there = _of_an_export(out)
+    if there and not force:
+        raise ConfigurationError(
+            f"{there[0]} exists already", hint="choose another place, or add --force"
+        )
+
+
+def is_one_file(out: Path) -> bool:
+    """Whether `out` names a file, and not a folder."""
+    return out.suffix == SUFFIX
+
+
+def export(
+    contents: Contents,
+    plan: Plan,
+    out: Path,
+    *,
+    most_bytes: int,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Written]:
+    """Write what was planned.
+
+    Args:
+        contents: The snapshot.
+        plan: From `plan_export`.
+        out: A file that ends in `.safetensors`, or a folder.
+        most_bytes: Of tensors in one file of a folder.
+        force: Replace an export that stands there.
+        progress: Is told the bytes of each tensor once it was written.
+
+    Raises:
+        ConfigurationError: something stands there already.
+        UnusableSnapshot: a byte that was read does not match its digest; nothing is left behind.
+        TierUnavailable: a place refused.
+    """
+    check_out(out, force=force)
+    folder = out.parent if is_one_file(out) else out
+    files = [list(plan.items)] if is_one_file(out) else split(plan.items, most_bytes)
+    names = [out.name] if is_one_file(out) else _names(len(files))
+    metadata = _metadata(contents, plan)
+    with translated("write", out):
+        folder.mkdir(parents=True, exist_ok=True)
+        old = set() if is_one_file(out) else set(_of_an_export(out))
+        temporary = [folder / f"{TEMPORARY}{secrets.token_hex(8)}" for _ in [*files, INDEX]]
+        try:
+            for path, items in zip(temporary, files, strict=False):
+                _write(path, _blocks(contents, items, metadata, progress))
+            if len(files) > 1:
+                _write(temporary[-1], [memoryview(_index(files, names, metadata))])
+                names = [*names, INDEX]
+            _rename(folder, temporary, names, old)
+        finally:
+            for path in temporary:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+    return [
+        Written(folder / name, (folder / name).stat().st_size, len(items))
+        for name, items in zip(names, files, strict=False)
+    ]
+
+
+def _rename(folder: Path, temporary: list[Path], names: list[str], old: set[Path]) -> None:
+    """Put the files in place; without an index, or with the new one, nobody mixes old and new."""
+    if folder / INDEX in old:
+        (folder / INDEX).unlink(missing_ok=True)
+    for path, name in zip(temporary, names, strict=False):
+        path.replace(folder / name)
+    for path in old - {folder / name for name in names}:
+        path.unlink(missing_ok=True)
+    _sync(folder)
+
+
+def _of_an_export(folder: Path) -> list[Path]:
+    """The files of an earlier export; whatever else lies in the folder is left alone."""
+    return [*sorted(folder.glob("model*.safetensors")), *folder.glob(INDEX)]
+
+
+def _names(number: int) -> list[str]:
+    if number == 1:
+        return [NAME]
+    return [f"model-{i:05d}-of-{number:05d}{SUFFIX}" for i in range(1, number + 1)]
+
+
+def _metadata(contents: Contents, plan: Plan) -> dict[str, str]:
+    return {**plan.tied, "format": "pt", "trainckpt": str(contents.manifest.name)}
+
+
+def _index(
+    files: Sequence[Sequence[Item]], names: Sequence[str], metadata: dict[str, str]
+) -> bytes:
+    total = sum(item.num_bytes for items in files for item in items)
+    where = {item.name: name for items, name in zip(files, names, strict=False) for item in items}
+    body = {"metadata": {**metadata, "total_size": total}, "weight_map": where}
+    return json.dumps(body, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _blocks(
+    contents: Contents,
+    items: Sequence[Item],
+    metadata: dict[str, str],
+    progress: Callable[[int], None],
+) -> Iterator[memoryview]:
+    """The file's bytes, in order: larger item sizes first, so that each tensor is aligned."""
+    ordered = sorted(items, key=lambda item: (-SIZES[item.dtype], item.name))
+    header: dict[str, object] = {"__metadata__": metadata}
+    at = 0
+    for item in ordered:
+        places = [at, at + item.num_bytes]
+        header[item.name] = {
+            "dtype": item.dtype, "shape": list(item.shape), "data_offsets": places,
+        }  # fmt: skip
+        at = places[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for item in ordered:
+        data = bytes_of(_converted(contents.read(item.source, item.rank), item))
+        if len(data) != item.num_bytes:
+            raise UnusableSnapshot(f"{item.source} has {len(data)} bytes, not {item.num_bytes}")
+        yield data
+        progress(item.num_bytes)
+
+
+def _converted(tensor: torch.Tensor, item: Item) -> torch.Tensor:
+    """In the type that is written. What has no type there is written as its bytes."""
+    wanted = _TORCH.get(item.dtype)
+    if item.dtype in FLOATS and wanted is not None:
+        return tensor.to(wanted)
+    return tensor
+
+
+def _write(path: Path, blocks: Iterator[memoryview] | list[memoryview]) -> None:
+    with path.open("xb") as file:
+        for block in blocks:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""The plan of an export: which tensor of a snapshot goes into which file under which name. Pure.
+
+By default a model's parameters and persistent buffers, under the names its `state_dict` has, so
+without the model's own name; with `everything` all tensors under their full names. A tensor that
+several names share is written once, under the first of them; the other names stand in the file's
+metadata, as `safetensors.torch.save_model` writes them. With `copies` each has its own copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.globs import select
+from trainckpt.format.shard_file import ITEM_BYTES
+from trainckpt.lifecycle.reading.contents import models_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainckpt.lifecycle.reading.contents import Contents
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+SIZES = {**ITEM_BYTES, "C64": 8}
+COMPLEX = "complex64"  # the only type that our files keep as bytes and safetensors knows
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of an exported file.
+
+    Attributes:
+        name: In the file.
+        source: In the snapshot.
+        rank: Whose, where each rank has its own.
+        dtype: safetensors type as written.
+        shape: Of the whole.
+    """
+
+    name: str
+    source: str
+    rank: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return prod(self.shape) * SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What somebody wants exported.
+
+    Attributes:
+        globs: Tensors, see `format.globs`; none: all.
+        everything: Also what is no model's, under full names.
+        copies: Every tied name with a copy of its own.
+        dtype: safetensors type for all floating point tensors; "" as they are.
+    """
+
+    globs: tuple[str, ...] = ()
+    everything: bool = False
+    copies: bool = False
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written.
+
+    Attributes:
+        items: By name.
+        tied: Name that is left out -> name under which its tensor is.
+        notes: What the reader of the files should know, one sentence each.
+    """
+
+    items: tuple[Item, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def plan_export(contents: Contents, wish: Wish) -> Plan:
+    """Decide what an export holds.
+
+    Raises:
+        ConfigurationError: several models and no choice, a glob that means nothing, or a type
+            that safetensors does not have.
+    """
+    values = contents.values()
+    models = models_in(values)
+    names = _all_names(contents, values, models, wish)
+    chosen = select(wish.globs, names, models) if wish.globs else set(names)
+    owners = sorted({name.partition("/")[0] for name in chosen})
+    if not wish.everything and len(owners) != 1:
+        raise ConfigurationError(
+            f"{contents.source} holds {_models(models, owners)}",
+            hint="choose one of them with --tensors 'NAME/*', or take everything with --all",
+        )
+    prefix = "" if wish.everything else f"{owners[0]}/"
+    first: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    items = []
+    for name in sorted(chosen, key=lambda name: (names[name] != name, name)):
+        short = name.removeprefix(prefix)
+        kept = first.setdefault(names[name], short)
+        if kept != short and not wish.copies:
+            tied[short] = kept
+        else:
+            items += _items(contents, short, names[name], wish)
+    items.sort(key=lambda item: item.name)
+    return Plan(tuple(items), tied, tuple(_notes(contents, values, items, owners, wish)))
+
+
+def split(items: Sequence[Item], most_bytes: int) -> list[list[Item]]:
+    """Into files of at most so many bytes, in order; a larger tensor has a file of its own."""
+    files: list[list[Item]] = [[]]
+    size = 0
+    for item in items:
+        if files[-1] and size + item.num_bytes > most_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item.num_bytes
+    return files
+
+
+def _all_names(
+    contents: Contents, values: Mapping[str, Any], models: Sequence[str], wish: Wish
+) -> dict[str, str]:
+    """Full name that may be exported -> the tensor of the snapshot that it is."""
+    names = {name: name for name in contents.names}
+    if not wish.everything:
+        names = {name: name for name in names if name.partition("/")[0] in models}
+    transient = set()
+    for model in models:
+        tree = values[model]
+        for tied in (tree["tied"], tree.get("tied buffers", {})):
+            for other, name in tied.items():
+                if f"{model}/{name}" in names:
+                    names[f"{model}/{other}"] = f"{model}/{name}"
+        transient |= {f"{model}/{path}" for path in tree.get("transient", ())}
+    if wish.everything:
+        return names
+    return {name: source for name, source in names.items() if name not in transient}
+
+
+def _items(contents: Contents, name: str, source: str, wish: Wish) -> list[Item]:
+    """One; with everything, one for each rank that has its own: `name`, `name@rank1`, ..."""
+    entry = contents.manifest.tensors[source]
+    dtype, shape = entry.dtype, entry.shape
+    if dtype == "U8" and not wish.everything:
+        dtype, shape = _true_type(contents, source)
+    if wish.dtype and dtype in FLOATS:
+        dtype = wish.dtype
+    owners = contents.owners(source) if wish.everything else {}
+    if not owners:
+        return [Item(name, source, 0, dtype, shape)]
+    return [
+        Item(f"{name}@rank{rank}" if rank else name, source, rank, dtype, held)
+        for rank, held in owners.items()
+    ]
+
+
+def _true_type(contents: Contents, source: str) -> tuple[str, tuple[int, ...]]:
+    """What is stored as bytes may be of another type, which stands with the bytes."""
+    tensor = contents.read(source)
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind not in ("uint8", COMPLEX):
+        raise ConfigurationError(
+            f"{source} is {kind}, a type that safetensors does not have",
+            hint="leave it out with --tensors, or take its bytes with --all",
+        )
+    return "C64" if kind == COMPLEX else "U8", tuple(tensor.shape)
+
+
+def _models(models: Sequence[str], owners: Sequence[str]) -> str:
+    listed = ", ".join(owners or models)
+    return f"{len(owners)} models: {listed}" if owners else "no model's tensors"
+
+
+def _notes(
+    contents: Contents,
+    values: Mapping[str, Any],
+    items: Sequence[Item],
+    owners: Sequence[str],
+    wish: Wish,
+) -> list[str]:
+    found = []
+    own = [i.name for i in items if contents.manifest.tensors[i.source].layout is None]
+    world = contents.manifest.world
+    if own and world > 1 and not wish.everything:
+        found.append(f"each of {world} ranks has its own, here is rank 0's: {_few(own)}")
+    for model in owners if not wish.everything else ():
+        tree = values[model]
+        if "transient" not in tree:
+            found.append("an older snapshot: buffers that are not persistent are in it too")
+        if tree["extra"]:
+            extra = [f"{path}._extra_state" for path in tree["extra"]]
+            found.append(f"not in it, since it may be no tensor: {_few(extra)}")
+        if tree.get("excluded"):
+            found.append(f"not in the snapshot, excluded: {_few(tree['excluded'])}")
+    return found
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

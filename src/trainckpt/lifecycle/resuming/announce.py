@@ -1,0 +1,77 @@
+"""What people are told without asking: where the run goes on, and that a notice was heard.
+
+A stop is acted on only at a later boundary. People press Ctrl-C again if nothing answers, and
+the second one leaves at once, unsaved.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.run.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.lifecycle.resuming.resume import Beginning
+    from trainckpt.preemption.notice import Notice, NoticeSource
+
+
+class Announced:
+    """Passes every call on to `source`; logs each reason once. Watcher thread."""
+
+    def __init__(
+        self, source: NoticeSource, on_notice: Callable[[], object] = lambda: None
+    ) -> None:
+        self._source = source
+        self._on_notice = on_notice
+        self._said: set[str] = set()
+
+    def start(self) -> None:
+        """See `NoticeSource`."""
+        self._source.start()
+
+    def fileno(self) -> int | None:
+        """See `NoticeSource`."""
+        return self._source.fileno()
+
+    def poll(self) -> list[Notice]:
+        """What came since the last call."""
+        notices = self._source.poll()
+        for notice in notices:
+            if notice.reason not in self._said:
+                self._said.add(notice.reason)
+                self._on_notice()
+                logger.info("%s: stopping at the next boundary that all ranks reach", notice.reason)
+        return notices
+
+    def forget(self) -> None:
+        """What was stopped for is undone: the same reason is said again. Any thread."""
+        self._said = set()
+
+    def stop(self) -> None:
+        """See `NoticeSource`."""
+        self._source.stop()
+
+
+def say_where(place: str, beginning: Beginning, exactness: str, reasons: Sequence[str]) -> None:
+    """From where the attempt begins, how exactly, and what was passed over."""
+    for refused, reason in (beginning.refused or {}).items():
+        logger.info("passed over %s: %s", refused, reason)
+    where = f"{place}, attempt {beginning.record.attempt}"
+    if beginning.manifest is None:
+        why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
+        logger.info("%s: begins at step 0%s", where, why)
+        return
+    name, cursor = beginning.manifest.name, beginning.cursor
+    logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness)
+    for reason in reasons:
+        logger.info("not bitwise: %s", reason)
+
+
+def say_how_it_stops(stops: str, grace_s: float | None, lost: Sequence[str]) -> None:
+    """Where a stop falls, what time it has, and what is missing without a supervisor."""
+    within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
+    logger.info("a stop falls on %s%s", stops, within)
+    if lost:
+        logger.info("not started by `trainckpt run`: %s", "; ".join(lost))

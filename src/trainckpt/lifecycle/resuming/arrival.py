@@ -1,0 +1,122 @@
+"""Arrival: puts a snapshot's state back, at the moments where that is exact.
+
+on resuming         everything but the random generators, so the script sees it at once
+a loader that is    its position, when the script registers it
+  registered late
+first boundary      the random generators; and, if the snapshot was taken at the entry of an
+                    evaluation, everything once more at that entry: what the script did on its
+                    way there (a scheduler's step, say) was in the snapshot already
+before the first    the random generators once more, after the loader's iterator was built,
+  batch             which draws from them: now they are restored, last of all
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import StateMismatch
+from trainckpt.format.cursor import Cursor
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.state import apply
+from trainckpt.state.capture import LOADERS
+
+if TYPE_CHECKING:
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.lifecycle.run.position import Position
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.kinds.loader import LoaderState
+    from trainckpt.state.registry import Registry
+
+
+class Arrival:
+    """One resume on its way to the boundary where its snapshot was taken.
+
+    Attributes:
+        under_way: Something has still to be restored.
+        to_come: The boundary at which the snapshot was taken has not been reached; until then
+            nothing can be saved.
+    """
+
+    def __init__(self, registry: Registry, position: Position) -> None:
+        self.under_way = self.to_come = False
+        self._registry = registry
+        self._position = position
+        self._saved: Saved | None = None
+        self._at = Cursor()
+        self._window: Cursor | None = None
+
+    def begin(
+        self, saved: Saved, at: Cursor, window: Cursor | None, loader: TrackedLoader | None
+    ) -> None:
+        """Apply everything but the random generators. Collective under DDP and FSDP2.
+
+        Args:
+            saved: What was read.
+            at: Where the run goes on.
+            window: Where the window began that is open there.
+            loader: The one that the boundary is in.
+        """
+        apply.apply(self._registry, saved)
+        self._saved, self._at, self._window = saved, at, window
+        self.under_way = self.to_come = True
+        self._continue_at(loader)
+
+    def register_late(self, state: LoaderState, loader: TrackedLoader | None) -> None:
+        """A loader was registered after resuming; `loader` if the boundary is inside it."""
+        saved = self._saved
+        if saved is None or state.name not in saved.values.get(LOADERS, ()):
+            return
+        differences = state.differences(saved)
+        if differences:
+            raise StateMismatch(
+                f"{state.name} is not the loader of the snapshot at {self._at}",
+                differences,
+                hint="run the script as it was, or start a new run in another place",
+            )
+        state.apply(saved)
+        self._continue_at(loader)
+
+    def reach(self, *, evaluation: int, has_loader: bool) -> None:
+        """A boundary was reached: the entry of so many evaluations, or 0 where training goes on."""
+        saved, wanted = self._saved, self._at.evaluations
+        if saved is None:
+            return
+        if not self.to_come:
+            self._end()  # training went on, without the loader that the boundary is in
+            return
+        self._check_loaders(saved)
+        if evaluation and evaluation != wanted:
+            return  # one that lies before the snapshot's boundary is repeated
+        if wanted and not evaluation:
+            logger.warning("the evaluation that the snapshot was taken at was not entered")
+        # A loader's own boundary lies inside it: there it has its position already.
+        apply.apply(self._registry, saved, again=True, loaders=bool(evaluation))
+        self._position.restore(self._at, window=self._window, arrived=True)
+        apply.apply_rng(saved)
+        self.to_come = False
+        if evaluation or not has_loader:
+            self._end()
+
+    def before_first_fetch(self) -> None:
+        """The loader's iterator has been built, and nothing was fetched yet."""
+        if self._saved is not None:
+            apply.apply_rng(self._saved)
+            self._end()
+
+    def _continue_at(self, loader: TrackedLoader | None) -> None:
+        self._position.restore(self._at, window=self._window)
+        if loader is not None and self._position.pass_is_over:
+            loader.skip_next_pass()
+
+    def _check_loaders(self, saved: Saved) -> None:
+        missing = sorted(apply.loaders_to_come(self._registry, saved))
+        if missing:
+            raise StateMismatch(
+                "the script trains without a loader that the snapshot has",
+                [f"{name} is in the snapshot, and not tracked now" for name in missing],
+                hint="pass it as loader=, or wrap it with ckpt.loader(...) before training",
+            )
+
+    def _end(self) -> None:
+        apply.settled(self._registry)
+        self._saved, self.under_way, self.to_come = None, False, False

@@ -1,0 +1,350 @@
+"""Options: each with one default, one TOML key and one variable, read once.
+
+Precedence: the argument, `TRAINCKPT_<NAME>`, `trainckpt.toml` in the working directory, the
+default. An unreadable value is refused with the place it came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.duration import parse_duration
+from trainckpt.format.globs import parse_globs
+from trainckpt.snapshot.redundancy import Wish, parse_wish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+AUTO = "auto"
+LOCAL = "local"  # the run's place, among its tiers
+PATIENCE_S = 30.0
+NOTICES = ("aws", "gce", "azure", "nvml")  # besides signals, notice files and the wall time
+TOML_FILE = "trainckpt.toml"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+@dataclass(frozen=True)
+class Every:
+    """When to save unasked: after so many steps, so many seconds, or as measured; else never.
+
+    `tiers`: of slower tiers, by name or URL, how often each gets a copy, where that is not always.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    text: str = "never"
+    auto: bool = False
+    tiers: tuple[tuple[str, Every], ...] = ()
+
+    @property
+    def in_full(self) -> str:
+        """As it may be typed again."""
+        return ", ".join([self.text, *(f"{name}: {each.text}" for name, each in self.tiers)])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory that saves may take: a share of what this process may use, or a number of bytes."""
+
+    share: float | None = 0.4
+    num_bytes: int | None = None
+    text: str = "40 %"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """After how many seconds without a sign of life a rank counts as dead; None: nobody asks.
+
+    "auto": where other hosts keep copies or parities, but for saves to memory at every step, which
+    lose no more.
+    """
+
+    seconds: float | None = None
+    auto: bool = False
+    text: str = "never"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose.
+
+    Attributes:
+        every: "100 steps", "10 min", "auto", or "never" (only at a stop and at the end); and how
+            often slower tiers get a copy.
+        keep_last: Usable snapshots kept; tagged ones are kept besides.
+        stop_at: "micro-batch", "window", or "auto" (see lifecycle.deciding.stop_plan).
+        grace: Seconds from a signal until this process is killed; None: nobody said.
+        wall_time: Seconds from the start of this process until its job ends; None: unlimited.
+        accumulate: Micro-batches a window, where it cannot be seen.
+        memory_budget: What saves may take of the memory.
+        on_stop: "exit" raises `Stopped`; "return" ends the loops instead.
+        exit_code: Of `Stopped`: saved, start me again.
+        resume: "auto", "required" or "never".
+        init_from: "RUN[@SNAPSHOT]" whose weights a new run begins with; None: the script's own.
+        exclude: Globs of the models' tensors that are not saved.
+        notices: Who else is asked whether this run has to stop: "auto", or names, or nobody.
+        requeue: "auto" asks Slurm to queue the job again after a stop of its; "never" does not.
+        tiers: Slower tiers that snapshots are copied to, nearest first: URLs or directories.
+        durable: Name or URL of the tier that the moment "durable" means; None: the last one.
+        accept_older: Go on although a tier that does not answer may hold a newer snapshot.
+        redundancy: What ranks of other hosts keep of each rank's file, in memory.
+        failure_domain: What this host fails with, such as a rack; None: by itself.
+        survivors: Whether ranks that are left save when others die, and when those count as dead.
+        memory_every: When to save to memory alone, between saves to the run's place.
+        encrypt_to: Recipients that snapshots are encrypted to, or files that hold some; none: not.
+        identity: File with the private key that reads what is encrypted; None: there is none.
+        origins: Option -> where its value came from.
+    """
+
+    every: Every
+    keep_last: int
+    stop_at: str
+    grace: float | None
+    wall_time: float | None
+    accumulate: int | None
+    memory_budget: Budget
+    on_stop: str
+    exit_code: int
+    resume: str
+    init_from: str | None
+    exclude: tuple[str, ...]
+    notices: tuple[str, ...]
+    requeue: str
+    tiers: tuple[str, ...]
+    durable: str | None
+    accept_older: bool
+    redundancy: Wish
+    failure_domain: str | None
+    memory_every: Every
+    encrypt_to: tuple[str, ...]
+    identity: str | None
+    survivors: Patience
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_options(
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Options:
+    """Resolve every option.
+
+    Raises:
+        ConfigurationError: a value is unreadable; says which and where it came from.
+    """
+    environment = os.environ if environment is None else environment
+    file = _read_toml((folder or Path.cwd()) / TOML_FILE)
+    values, origins = {}, {}
+    for name, (default, parse, wanted) in TABLE.items():
+        value, origin = default, "default"
+        for found, where in (
+            (file.get(name), TOML_FILE),
+            (environment.get(f"TRAINCKPT_{name.upper()}"), f"TRAINCKPT_{name.upper()}"),
+            (arguments.get(name), "argument"),
+        ):
+            if found is not None:
+                value, origin = found, where
+        try:
+            values[name] = parse(value)
+        except (ValueError, TypeError, KeyError, OverflowError):
+            raise ConfigurationError(
+                f"{name}={shown(value)} ({origin}) is not an option", hint=f"use {wanted}"
+            ) from None
+        origins[name] = origin
+    return Options(**values, origins=origins)
+
+
+def shown(value: object) -> str:
+    """A value in a message: on one line, and not longer than that."""
+    try:
+        return repr(value)[:200]
+    except ValueError:  # a number of too many digits
+        return "a number"
+
+
+def _parse_every(value: Any) -> Every:
+    """One interval, or with commas or as a table: the run's own, and those of tiers."""
+    if isinstance(value, Every):
+        return value
+    if isinstance(value, dict):
+        parts = [(str(name).strip(), str(each)) for name, each in value.items()]
+    else:
+        found = [part.rpartition(":") for part in str(value).split(",")]
+        parts = [(name.strip() if colon else LOCAL, each) for name, colon, each in found]
+    intervals = {name: _parse_interval(each) for name, each in parts}
+    if len(intervals) < len(parts) or not all(intervals):
+        raise ValueError(value)
+    own = intervals.pop(LOCAL, None) or _parse_interval(TABLE["every"][0])
+    return replace(own, tiers=tuple(intervals.items()))
+
+
+def _parse_interval(text: str) -> Every:
+    text = text.strip()
+    if text in ("never", AUTO):
+        return Every(text=text, auto=text == AUTO)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text)
+    if match is None:
+        raise ValueError(text)
+    number, unit = float(match[1]), match[2]
+    if unit in ("step", "steps"):
+        if number != int(number) or not 1 <= number < 2**63:
+            raise ValueError(text)
+        return Every(steps=int(number), text=text)
+    return Every(seconds=parse_duration(text), text=text)
+
+
+def _parse_seconds(value: Any) -> float | None:
+    if value in (None, "", "none"):
+        return None
+    bare = isinstance(value, (int, float)) or str(value).strip().isdecimal()
+    return parse_duration(f"{value} s" if bare else str(value))
+
+
+def _parse_budget(value: Any) -> Budget:
+    match = _DURATION.fullmatch(str(value).strip().replace("%", "percent"))
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(value)
+    if match[2] == "percent":
+        return Budget(min(float(match[1]) / 100, 1.0), None, str(value))
+    return Budget(None, int(float(match[1]) * _BYTES[(match[2] or "b").lower()]), str(value))
+
+
+def _optional_text(value: Any) -> str | None:
+    if value in (None, "", "none"):
+        return None
+    return str(os.fspath(value))
+
+
+def _parse_memory_every(value: Any) -> Every:
+    every = _parse_every(value)
+    if every.seconds is not None or every.auto or every.tiers:
+        raise ValueError(value)
+    return every
+
+
+def _parse_patience(value: Any) -> Patience:
+    if isinstance(value, Patience):
+        return value
+    text = str(value).strip()
+    if text in ("never", AUTO):
+        return Patience(PATIENCE_S if text == AUTO else None, text == AUTO, text)
+    seconds = parse_duration(text)
+    if not seconds > 0:
+        raise ValueError(text)
+    return Patience(seconds, False, text)
+
+
+def _optional_globs(value: Any) -> tuple[str, ...]:
+    return () if value in (None, "", "none") else parse_globs(value)
+
+
+def _parse_words(value: Any) -> tuple[str, ...]:
+    if value in (None, "", "none"):
+        return ()
+    words = value.split(",") if isinstance(value, str) else [os.fspath(word) for word in value]
+    urls = tuple(word.strip() for word in words)
+    if not all(urls):
+        raise ValueError(value)
+    return urls
+
+
+def _yes_or_no(value: Any) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    return known[str(value).strip().lower()]
+
+
+def _parse_notices(value: Any) -> tuple[str, ...]:
+    if value in (None, "", "none"):
+        return ()
+    words = value.split(",") if isinstance(value, str) else list(value)
+    names = tuple(str(word).strip() for word in words)
+    if names != (AUTO,) and not set(names) <= set(NOTICES):
+        raise ValueError(value)
+    return names
+
+
+def _optional_number(value: Any) -> int | None:
+    return None if value in (None, "", "none") else _number(1, 10**9)(value)
+
+
+def _number(least: int, most: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        number = int(value)
+        if isinstance(value, bool) or not least <= number <= most:
+            raise ValueError(value)
+        return number
+
+    return parse
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in words:
+            raise ValueError(value)
+        return str(value)
+
+    return parse
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not readable: {error}") from error
+    unknown = sorted(found.keys() - TABLE.keys())
+    if unknown:
+        raise ConfigurationError(
+            f"{path} has unknown keys {unknown}", hint=f"known: {', '.join(TABLE)}"
+        )
+    return found
+
+
+# name -> default, parser, what to type
+TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "every": (
+        "10 min",
+        _parse_every,
+        '"100 steps", "10 min", "auto" or "never"; of tiers too: "10 steps, s3: 100 steps"',
+    ),
+    "keep_last": (3, _number(1, 10**6), "a number from 1 on"),
+    "stop_at": (
+        "auto",
+        _one_of("auto", "micro-batch", "window"),
+        '"auto", "micro-batch" or "window"',
+    ),
+    "grace": (None, _parse_seconds, 'a duration such as "30 s", or "none"'),
+    "wall_time": (None, _parse_seconds, 'a duration such as "4 h", or "none"'),
+    "accumulate": (None, _optional_number, "a number of micro-batches, or none"),
+    "memory_budget": ("40 %", _parse_budget, 'a share such as "40 %", or a size such as "8 GB"'),
+    "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),
+    "exit_code": (75, _number(1, 255), "a number from 1 to 255"),
+    "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
+    "init_from": (None, _optional_text, '"RUN" or "RUN@SNAPSHOT", or "none"'),
+    "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
+    "notices": (AUTO, _parse_notices, '"auto", "none", or of "aws,gce,azure,nvml" those you want'),
+    "requeue": (AUTO, _one_of(AUTO, "never"), '"auto" or "never"'),
+    "tiers": (None, _parse_words, 'directories or URLs with commas, nearest first, or "none"'),
+    "durable": (None, _optional_text, "the name of one of the tiers, or none"),
+    "accept_older": (False, _yes_or_no, "true or false"),
+    "redundancy": (
+        "none",
+        lambda value: value if isinstance(value, Wish) else parse_wish(str(value)),
+        '"none", "partner", or a code such as "xor:8" or "rs:8+2"',
+    ),
+    "failure_domain": (None, _optional_text, 'a name such as "rack 7", or "none"'),
+    "survivors": (AUTO, _parse_patience, '"auto", "never" or a duration such as "30 s"'),
+    "memory_every": ("never", _parse_memory_every, '"1 step", "20 steps" or "never"'),
+    "encrypt_to": (None, _parse_words, 'recipients, or files of them, with commas, or "none"'),
+    "identity": (None, _optional_text, 'the file that `trainckpt keygen` wrote, or "none"'),
+}

@@ -1,0 +1,71 @@
+"""Tracked files over one resume: cut back once, whenever the script names them.
+
+track      before resuming: the file is compared with the snapshot before anything is applied
+           after: it is compared and cut back at once
+resumed    the snapshot was applied: cut back what is tracked
+say_missing  at the first boundary: what the snapshot knows and the script has not named
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import StateMismatch, TierUnavailable
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.state.kinds import tracked_file
+
+if TYPE_CHECKING:
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.kinds.tracked_file import TrackedFile
+    from trainckpt.state.registry import Registry
+
+
+class TrackedFiles:
+    """The files of this rank."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._saved: Saved | None = None
+        self._attempt = 0
+
+    def track(self, file: Any) -> None:
+        """Track a file by its path, or as `open(path, "a")` returned it.
+
+        Raises:
+            ConfigurationError: it has no path.
+            StateMismatch: it is shorter than it was when the snapshot was taken.
+        """
+        tracked = self._registry.add_file(file)
+        if self._saved is not None:
+            differences = tracked.differences(self._saved)
+            if differences:
+                raise StateMismatch("a tracked file has lost what it held", differences)
+            self._cut_back(tracked)
+
+    def resumed(self, saved: Saved, attempt: int) -> None:
+        """A snapshot was applied: the one moment at which files are cut back."""
+        self._saved, self._attempt = saved, attempt
+        for file in self._registry.files:
+            self._cut_back(file)
+
+    def say_missing(self) -> None:
+        """Warn of files that were tracked and are not: they go on growing. First boundary."""
+        if self._saved is None:
+            return
+        known = {file.name for file in self._registry.files}
+        for name, length in tracked_file.lengths(self._saved).items():
+            if name not in known:
+                logger.warning("%s is tracked no more, and not cut back to %d bytes", name, length)
+        self._saved = None
+
+    def _cut_back(self, file: TrackedFile) -> None:
+        assert self._saved is not None
+        try:
+            done = file.cut_back(self._saved, self._attempt)
+        except OSError as error:
+            raise TierUnavailable(
+                f"{file.name} cannot be cut back: {error.strerror or error}",
+                hint=f"make {file.path} and its folder writable for this user",
+            ) from error
+        if done:
+            logger.info("%s", done)

@@ -1,0 +1,1 @@
+"""A save: from the live state to the commit, and what other hosts keep of it."""

@@ -1,0 +1,343 @@
+"""Arenas: in which memory this rank's shard files are laid out. Chosen once, used again and again.
+
+    two in shared memory    one holds the newest snapshot while the next is captured into the other
+    one in shared memory    the newest is overwritten while it stands in the run's place only
+    private memory          shared memory is too small or none; gone with the process
+    none                    not even that fits the budget: training waits while the file is written
+
+What was chosen is said once, and again when it has to change. A snapshot whose bytes stand in
+shared memory is found there by the next attempt, and by every other rank of this host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.memory import (
+    available_bytes,
+    budget_bytes,
+    copy_threads,
+    transient_bytes,
+)
+from trainckpt.state.stage import private_memory
+from trainckpt.tiers.direct import copy
+from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.lifecycle.run.options import Budget
+    from trainckpt.tiers.arena import Arena
+
+MAX_ARENAS = 2
+_NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
+SHARED, PRIVATE, STREAMED = "shared", "private", "streamed"
+SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
+
+
+class NoArena(Exception):
+    """The budget allows no copy at all: the file is written from the live tensors."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one rank may take.
+
+    Attributes:
+        budget: Bytes of memory for all its arenas, by the option and by what is left; None: nobody
+            knows a limit.
+        shared: Whether there is shared memory at all.
+        shared_bytes: That are free there, what this rank has already included.
+    """
+
+    budget: int | None
+    shared: bool
+    shared_bytes: int = 0
+
+
+def choose(room: Room, num_bytes: int) -> tuple[str, int]:
+    """The kind of arenas for files of this size, and how many: pure."""
+    budget = room.budget if room.budget is not None else MAX_ARENAS * num_bytes
+    for number in range(MAX_ARENAS, 0, -1):
+        if room.shared and number * num_bytes <= min(budget, room.shared_bytes):
+            return SHARED, number
+    return (PRIVATE, 1) if num_bytes <= budget else (STREAMED, 0)
+
+
+class Arenas:
+    """The arenas of one rank.
+
+    Attributes:
+        newest: Folder of the snapshot whose bytes must not be overwritten while there is a choice.
+    """
+
+    def __init__(
+        self, run: str, rank: int, local_ranks: Sequence[int], budget: Budget | None = None
+    ) -> None:
+        self.newest: str | None = None
+        self._place = MemoryPlace.of(run)
+        self._rank = rank
+        self._ranks = tuple(local_ranks)
+        self._budget = budget
+        self._open: list[Arena] = []
+        self._filled: Arena | None = None  # by the save in flight
+        self._private = memoryview(b"")
+        self._said = ""
+        self._preparing: threading.Thread | None = None
+        self._standing: dict[str, Arena] = {}  # key of a committed file -> where it stands
+        self._reading = threading.Lock()
+
+    def _wait(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether there is memory that has been touched before: copying to it costs little."""
+        self._wait()
+        return bool(self._open) or len(self._private) > 0
+
+    @property
+    def private(self) -> memoryview:
+        """What is no shared memory; nothing is kept in it between saves."""
+        return self._private
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of the file that holds the save in flight; None if it is no file."""
+        return self._filled.descriptor if self._filled is not None else None
+
+    @property
+    def copy_threads(self) -> int:
+        """That may copy at once: this rank's share of the cores."""
+        return copy_threads(len(self._ranks))
+
+    @property
+    def are_two(self) -> bool:
+        """Whether the newest file is not overwritten before the next is complete."""
+        return len(self._open) >= MAX_ARENAS
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have memory for a file of about this size touched, by a thread, before it is needed."""
+        size = num_bytes + SPARE_BYTES
+        self._preparing = threading.Thread(
+            target=self._touch, args=(size,), name="trainckpt-arena", daemon=True
+        )
+        self._preparing.start()
+
+    def _touch(self, num_bytes: int) -> None:
+        kind, number = choose(self._room(num_bytes), num_bytes)
+        if kind != SHARED:
+            return
+        self._find(number)
+        for arena in self._open:
+            if not arena.holds():
+                with contextlib.suppress(OSError):
+                    arena.reserve(num_bytes)
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """So many bytes for the next shard file. What was given before the last is gone.
+
+        Raises:
+            NoArena: not within the budget.
+        """
+        self._wait()
+        kind, number = choose(self._room(num_bytes), num_bytes)
+        self._filled = None
+        if kind == SHARED:
+            given = self._shared(num_bytes, number)
+            if given is not None:
+                self._private = memoryview(b"")
+                return given
+            kind = PRIVATE
+        if kind == STREAMED:
+            self._say(
+                STREAMED,
+                f"no memory: {_size(num_bytes)} do not fit memory_budget and what is left, so "
+                "training waits while each file is written",
+            )
+            raise NoArena
+        self._close()
+        if len(self._private) < num_bytes:
+            self._private = private_memory(num_bytes)
+        self._say(
+            PRIVATE,
+            f"{_size(num_bytes)} of private memory: shared memory has no room for them, so no copy "
+            "outlives the process",
+        )
+        return self._private[:num_bytes]
+
+    def publish(self, name: SnapshotName, file: str) -> None:
+        """The save in flight is committed: its bytes may be found in memory too."""
+        if self._filled is None or self._place is None:
+            return
+        folder = name.folder
+        try:
+            self._filled.publish(folder, file)
+            self.newest = folder
+            with self._reading:
+                self._standing[f"{folder}/{file}"] = self._filled
+        except OSError as error:  # its folder may have been taken away under us
+            logger.warning("what was saved is not kept in memory: %s", error)
+        self._tidy(name)
+
+    def copy_from(self, key: str, first_byte: int, into: memoryview) -> bool:
+        """Copy bytes of a committed file that stands here still; False if it does not.
+
+        Any thread. A save that needs the arena waits for no more than this one copy.
+        """
+        with self._reading:
+            arena = self._standing.get(key)
+            end = first_byte + len(into)
+            if arena is None or end > len(arena.memory):
+                return False
+            copy(into, arena.memory[first_byte:end])
+            return True
+
+    def _leave(self, arenas: Sequence[Arena]) -> None:
+        """These are about to be overwritten, or given up."""
+        with self._reading:
+            kept = {key: arena for key, arena in self._standing.items() if arena not in arenas}
+            self._standing = kept
+
+    def _tidy(self, name: SnapshotName) -> None:
+        """What earlier attempts left is not needed any more: this one has committed."""
+        assert self._place is not None
+        old = [folder for folder in self._place.folders() if _age([folder])[0] < name.attempt]
+        with contextlib.suppress(OSError):
+            if self._rank == self._ranks[0]:
+                self._place.forget(old)
+            own = [arena.path for arena in self._open]
+            self._place.keep_arenas(self._ranks, self._rank, own)
+
+    def close(self, *, keep: bool) -> None:
+        """The attempt is over; `keep` what is in shared memory for the next."""
+        self._wait()
+        if not keep:
+            self._leave(self._open)
+            for arena in self._open:
+                with contextlib.suppress(OSError):
+                    arena.retract()
+                    arena.path.unlink(missing_ok=True)
+        self._close()
+        if not keep and self._place is not None and not self._place.folders():
+            self._place.remove()
+
+    def _shared(self, num_bytes: int, number: int) -> memoryview | None:
+        """Memory of an arena that holds nothing of worth; None if the system refuses it."""
+        while (arena := self._pick(number)) is not None:
+            self._leave([arena])
+            try:
+                arena.reserve(num_bytes)
+            except OSError:  # others were faster, or the statistics wrong
+                with contextlib.suppress(ValueError):
+                    self._open.remove(arena)
+                with contextlib.suppress(OSError):
+                    arena.remove()
+                number = min(number, len(self._open))
+                continue
+            self._filled = arena
+            where = f"{_size(num_bytes)} of shared memory in {self._describe()}"
+            self._say(f"shared {number}", f"{number} x {where}")
+            return arena.memory
+        return None
+
+    def _pick(self, number: int) -> Arena | None:
+        """An arena that may be overwritten, of at most so many."""
+        self._find(number)
+        free = [arena for arena in self._open if self.newest not in arena.holds()]
+        return min(free or self._open, key=lambda arena: _age(arena.holds()), default=None)
+
+    def _find(self, number: int) -> None:
+        """Open this rank's arenas, those of earlier attempts first; make what is missing."""
+        if self._place is None:
+            return
+        taken = {arena.path for arena in self._open}
+        for n in _NUMBERS:
+            if len(self._open) >= number:
+                break
+            with contextlib.suppress(MemoryTaken, OSError):
+                if self._place.path_of(self._rank, n) not in taken:
+                    self._open.append(self._place.arena(self._rank, n))
+        too_many = max(len(self._open) - number, 0)
+        for arena in sorted(self._open, key=lambda a: _age(a.holds()))[:too_many]:
+            self._open.remove(arena)
+            self._leave([arena])
+            arena.remove()
+
+    def _room(self, num_bytes: int) -> Room:
+        own = sum(arena.capacity_bytes for arena in self._open)
+        shared = self._place is not None
+        left = free = 0
+        if self._place is not None:
+            try:
+                left = self._place.left_by(self._rank) if not self._open else 0
+                free = self._place.free_bytes // len(self._ranks)
+            except OSError:
+                shared = False
+        return Room(self._allowed(num_bytes, own + left), shared, free + own + left)
+
+    def _allowed(self, num_bytes: int, shared_bytes: int) -> int | None:
+        """What this rank may take in all, of which it may have some already."""
+        budget = self._own_budget()
+        taken = max(shared_bytes, len(self._private))
+        if taken >= MAX_ARENAS * num_bytes or (left := self._left()) is None:
+            return budget
+        return taken + left if budget is None else min(budget, taken + left)
+
+    def leave_room(self, more: int, beside: int | None) -> bool:
+        """Whether so many bytes may be taken for something else.
+
+        Args:
+            more: Bytes.
+            beside: What has been taken for such things before, all of which is to be within
+                `memory_budget`; None: it need not be.
+        """
+        left, budget = self._left(), self._own_budget()
+        if left is not None and more > left:
+            return False
+        own = sum(arena.capacity_bytes for arena in self._open)
+        return budget is None or beside is None or own + beside + more <= budget
+
+    def _own_budget(self) -> int | None:
+        """This rank's share of `memory_budget`; None: nobody knows a limit."""
+        if self._budget is None:
+            return None
+        budget = budget_bytes(self._budget.share, self._budget.num_bytes)
+        return None if budget is None else budget // len(self._ranks)
+
+    def _left(self) -> int | None:
+        """This rank's share of what host and cgroups have left; None where nobody says."""
+        left = available_bytes()
+        return None if left is None else max(left // len(self._ranks) - transient_bytes(), 0)
+
+    def _close(self) -> None:
+        self._leave(self._open)
+        for arena in self._open:
+            with contextlib.suppress(OSError):
+                arena.close()
+        self._open, self._filled = [], None
+
+    def _describe(self) -> str:
+        return str(self._place.root) if self._place else ""
+
+    def _say(self, kind: str, what: str) -> None:
+        if kind != self._said and self._rank == 0:
+            logger.info("each rank's saves are laid out in %s", what)
+        self._said = kind
+
+
+def _age(folders: Sequence[str]) -> tuple[int, int]:
+    """Attempt and sequence of the newest snapshot that an arena holds; lowest if none."""
+    names = [SnapshotName.parse(folder.rpartition("/")[2]) for folder in folders]
+    return max(((n.attempt, n.sequence) for n in names if n), default=(0, 0))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

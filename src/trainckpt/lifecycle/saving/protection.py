@@ -1,0 +1,306 @@
+"""Protection: after a save, other hosts hold what this one holds, so that losing it loses nothing.
+
+    saving thread, every rank, once all have reported on the save
+    1  rank 0 gives all the manifest; each reserves memory for what it is to keep
+       BARRIER  all have it; a rank that has none says so, and nothing is kept of this save
+    2  copies pass to partners, or parities are computed in sets (`snapshot.protect`), in groups of
+       their own: training's groups and its thread take no part
+    3  copies are verified by the digests of the manifest; what is kept gets its names
+       BARRIER  all have come so far: the save has reached "partner"
+    4  what was kept of older snapshots may be overwritten
+
+Of an encrypted run it is the encrypted file that passes, which lies in memory beside the one it was
+made of: nobody needs a key to keep, compare or compute it, and what others hold says nothing.
+
+A rank that dies or hangs ends 2 on whoever waits for it, within `STEP_S`; all say so in 3, and the
+next save begins with new groups. A last save ends it too (`give_way`). Nothing here fails a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
+from trainckpt.format import manifest as manifests
+from trainckpt.format import parity_file
+from trainckpt.format.digest import digest
+from trainckpt.format.names import sealed_file_name, shard_file_name
+from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
+from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
+from trainckpt.ranks.exchange import Exchange
+from trainckpt.snapshot.protect import copy_files, make_parities
+from trainckpt.tiers import kept
+from trainckpt.tiers.memory import MemoryPlace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.snapshot.redundancy import CodedSet, Plan
+    from trainckpt.tiers.arena import Arena
+
+STEP_S = 30.0  # for one round of a few megabytes
+BARRIER_S = 60.0  # beyond what the longest file takes at the slowest
+SLOWEST_BYTES_PER_S = 10e6
+
+
+class Unprotected(Exception):
+    """Nothing is kept of this save elsewhere; says why."""
+
+
+class Protection:
+    """What one rank of an attempt does for the others' files, and they for its own.
+
+    Attributes:
+        plan: Who keeps what.
+        newest: Folder of the newest snapshot that all ranks have protected.
+    """
+
+    def __init__(self, plan: Plan, channel: Channel, run: str, local: Sequence[int]) -> None:
+        self.plan = plan
+        self.newest: str | None = None
+        self._channel = channel.connection()
+        self._rank = channel.world.rank
+        self._leads = self._rank == local[0]  # of its host
+        self._place = MemoryPlace.of(run)
+        self._slots: dict[str, kept.Slot] = {}
+        self._sealed: Arena | None = (
+            None  # holds this rank's file, encrypted, of the save in flight
+        )
+        self._groups: dict[str, Exchange] = {}
+        self._in_way = threading.Event()
+        self._lost = ""
+        self._forgotten = 1  # up to this save
+
+    def give_way(self) -> None:
+        """Something more urgent needs the network, on all ranks alike."""
+        self._in_way.set()
+
+    def take_way(self) -> None:
+        """What is kept now is the most urgent."""
+        self._in_way.clear()
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether a last save has come."""
+        return self._in_way.is_set()
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a rank is gone, or the store: nothing will be kept any more."""
+        return bool(self._lost)
+
+    def room(self, num_bytes: int) -> Arena | None:
+        """Memory for this rank's file of the next save, encrypted; None: there is none."""
+        self._sealed = None
+        if self._place is not None:
+            name = kept.sealed_slot(self._rank)
+            slot = self._slots.setdefault(name, kept.Slot(self._place, name, anew=True))
+            with contextlib.suppress(OSError):
+                arena = slot.free(self.newest)
+                arena.reserve(num_bytes)
+                self._sealed = arena
+        return self._sealed
+
+    def sealed_bytes(self) -> tuple[int, int]:
+        """What `room` has already for the next save, and in all."""
+        slot = self._slots.get(kept.sealed_slot(self._rank))
+        return slot.capacity_bytes(self.newest) if slot is not None else (0, 0)
+
+    @property
+    def has_sealed(self) -> bool:
+        """Whether this rank's file of the save in flight lies in memory, encrypted."""
+        return self._sealed is not None
+
+    def protect(self, name: SnapshotName, whole: Manifest | None, mine: memoryview | None) -> None:
+        """Every rank, for each save on which all have reported.
+
+        Args:
+            name: Of the snapshot.
+            whole: Its manifest, on rank 0.
+            mine: This rank's file, its bytes complete; None if it lies in no memory. Where the run
+                is encrypted, what lies in `room` is taken instead.
+
+        Raises:
+            Unprotected: on all ranks alike.
+        """
+        if self._lost:
+            raise Unprotected(self._lost)
+        key, why = f"keep/{name.sequence}", ""
+        try:
+            manifest = self._share(name, whole)
+            if manifest.encryption is not None and mine is not None:
+                mine = self._sealed.memory if self._sealed is not None else None
+            longest = max(file.num_bytes for file in manifest.files)
+            limit_s = BARRIER_S + longest / SLOWEST_BYTES_PER_S
+            memories: dict[str, Arena] = {}
+            why = self._reserve(manifest, mine, memories)
+            self._agree(f"{key}/ready", why, limit_s)
+            try:
+                assert mine is not None
+                self._exchange(name, manifest, mine, memories)
+                self._name(manifest, memories)
+            except (TrainckptError, OSError) as error:
+                why = f"rank {self._rank}: {getattr(error, 'message', error)}"
+            self._agree(f"{key}/done", why, limit_s)
+            self._forget(name.sequence)
+        except NoAgreement as error:
+            self._lost = error.message
+            raise Unprotected(error.message) from error
+        except Unprotected:
+            self._leave_groups()
+            if self._leads and self._place is not None and self.newest is not None:
+                kept.release_manifests(self._place, [self.newest])  # but what others made stands
+            raise
+        self._release(name.folder)
+
+    def close(self, *, keep: bool) -> None:
+        """The attempt is over; `keep` what is held for others."""
+        self._leave_groups()
+        for slot in self._slots.values():
+            slot.close(keep=keep)
+        if not keep and self._leads and self._place is not None:
+            kept.release_manifests(self._place, ())
+
+    def _share(self, name: SnapshotName, whole: Manifest | None) -> Manifest:
+        """Rank 0's manifest, on all ranks. Two keys in turn: nobody still reads the one before."""
+        key = f"keep/manifest/{name.sequence % 2}"
+        if self._rank == 0:
+            assert whole is not None
+            self._channel.put(key, manifests.dump(whole).decode())
+        self._agree(f"keep/{name.sequence}/manifest", "", RANKS_TIMEOUT_S)
+        return manifests.load(self._channel.peek(key).encode(), f"the manifest of {name}")
+
+    def _agree(self, key: str, why: str, limit_s: float) -> None:
+        """Raises `Unprotected` on all ranks if any says why."""
+        verdict = self._channel.fold(key, {"why": why}, _all_of, limit_s)
+        if verdict["why"]:
+            raise Unprotected(verdict["why"])
+
+    def _forget(self, sequence: int) -> None:
+        """Keys that all ranks have read, since all have come to the end of this save."""
+        stages = [f"keep/{sequence}/manifest", f"keep/{sequence}/ready"]
+        keys = [f"{stage}/{self._rank}" for stage in stages]
+        keys += [f"keep/{n}/done/{self._rank}" for n in range(self._forgotten, sequence)]
+        if self._rank == 0:
+            stages += [f"keep/{number}/done" for number in range(self._forgotten, sequence)]
+            keys += [key for stage in stages for key in self._channel.fold_keys(stage)]
+        self._channel.forget(keys)
+        self._forgotten = sequence
+
+    def _reserve(self, manifest: Manifest, mine: memoryview | None, into: dict[str, Arena]) -> str:
+        """Memory for all that this rank is to keep of this save; or why there is none."""
+        if mine is None or self._place is None:
+            return f"rank {self._rank} has not the shared memory for it"
+        try:
+            for name, num_bytes in self._kept(manifest).items():
+                slot = self._slots.setdefault(name, kept.Slot(self._place, name))
+                into[name] = slot.free(self.newest)
+                into[name].reserve(num_bytes)
+        except OSError as error:
+            return f"rank {self._rank} has no memory for what it is to keep ({error})"
+        return ""
+
+    def _kept(self, manifest: Manifest) -> dict[str, int]:
+        """What this rank keeps: the slot's name -> bytes."""
+        found = {
+            _copy(owner): manifest.files[owner].num_bytes for owner in self.plan.kept_by(self._rank)
+        }
+        for number, coded in self._sets():
+            chunk_bytes = coded.chunk_bytes(max(_sizes(coded, manifest)))
+            found[_parity(number)] = HEAD_BYTES + coded.num_parity * chunk_bytes
+        return found
+
+    def _sets(self) -> list[tuple[int, CodedSet]]:
+        return [(n, s) for n, s in enumerate(self.plan.sets) if self._rank in s.members]
+
+    def _exchange(
+        self, name: SnapshotName, manifest: Manifest, mine: memoryview, into: dict[str, Arena]
+    ) -> None:
+        """Step 2; what lies in memory afterwards is whole and verified."""
+        self._join(name)
+        owners = self.plan.kept_by(self._rank)
+        copies = [(self._groups[_copy(o)], into[_copy(o)].memory) for o in owners]
+        copy_files(mine, self._groups.get(_copy(self._rank)), copies, self._may_go_on)
+        for owner in owners:
+            file = manifest.files[owner]
+            if digest(into[_copy(owner)].memory) != file.digest:
+                raise UnusableSnapshot(f"the copy of {file.name} is not what was sent")
+        for number, coded in self._sets():
+            memory, place = into[_parity(number)].memory, coded.members.index(self._rank)
+            sizes, own = _sizes(coded, manifest), mine if place < coded.num_own else mine[:0]
+            make_parities(coded, place, sizes, own, memory[HEAD_BYTES:],
+                          self._groups[_parity(number)], self._may_go_on)  # fmt: skip
+            head = ParityHead(
+                str(name), number, coded.members, coded.num_own, coded.num_parity, place,
+                coded.chunk_bytes(max(sizes)), digest(memory[HEAD_BYTES:]),
+            )  # fmt: skip
+            memory[:HEAD_BYTES] = parity_file.dump(head)
+
+    def _join(self, name: SnapshotName) -> None:
+        """Find the members of this rank's groups, in one order on all ranks."""
+        if self._groups:
+            return
+        partners = dict(enumerate(self.plan.partners))
+        wanted: dict[str, tuple[int, ...]] = {
+            _copy(o): (o, p) for o, p in partners.items() if self._rank in (o, p)
+        }
+        wanted.update({_parity(number): coded.members for number, coded in self._sets()})
+        for key, members in wanted.items():
+            self._may_go_on()
+            group = f"keep/groups/{name.sequence}/{key}"
+            self._groups[key] = Exchange(self._channel, group, members, STEP_S)
+
+    def _name(self, manifest: Manifest, memories: dict[str, Arena]) -> None:
+        """Step 3: let it be found."""
+        folder, is_sealed = manifest.name.folder, manifest.encryption is not None
+        if is_sealed and self._sealed is not None:
+            self._sealed.publish(folder, sealed_file_name(self._rank))
+        called = sealed_file_name if is_sealed else shard_file_name
+        for owner in self.plan.kept_by(self._rank):
+            memories[_copy(owner)].publish(folder, called(owner))
+        for number, coded in self._sets():
+            place = coded.members.index(self._rank)
+            memories[_parity(number)].publish(folder, parity_file.file_name(number, place))
+        if self._leads and self._place is not None:
+            kept.write_manifest(self._place, folder, manifests.dump(manifest))
+
+    def _release(self, newest: str) -> None:
+        self.newest = newest
+        for slot in self._slots.values():
+            slot.release(newest)
+        if self._leads and self._place is not None:
+            kept.release_manifests(self._place, [newest])
+
+    def _may_go_on(self) -> None:
+        if self._in_way.is_set():
+            raise NoAgreement("a last save needs the network")
+
+    def _leave_groups(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+
+
+def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"why": "; ".join(answer["why"] for answer in answers if answer["why"])[:1000]}
+
+
+def _sizes(coded: CodedSet, manifest: Manifest) -> list[int]:
+    """Bytes of each member's file; 0 of those who only help."""
+    return [
+        manifest.files[rank].num_bytes if place < coded.num_own else 0
+        for place, rank in enumerate(coded.members)
+    ]
+
+
+def _copy(owner: int) -> str:
+    return f"copy{owner:05d}"
+
+
+def _parity(number: int) -> str:
+    return f"parity{number:05d}"

@@ -1,0 +1,107 @@
+"""Tidying: what follows a commit, and nobody waits for: the record names it, old ones are pruned,
+and what survivors of older attempts told each other goes.
+
+On rank 0, by a thread that ends when nothing is left to do. The next save begins meanwhile: a place
+that commits and then hangs, or deletes slowly, holds up neither training nor a save. What may
+be deleted stays so, however many saves are committed before it is (`snapshot.prune`).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TrainckptError
+from trainckpt.format import names
+from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.snapshot import catalog, prune
+from trainckpt.snapshot.attempts import newest, read_attempts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.lifecycle.run.attempt_log import AttemptLog
+    from trainckpt.lifecycle.saving.writer import Facts
+    from trainckpt.tiers.base import Tier
+
+
+class Tidying:
+    """After the commits of one attempt, the newest first; those before it need nothing more."""
+
+    def __init__(
+        self, tier: Tier, facts: Facts, log: AttemptLog, being_read: Callable[[], Collection[str]]
+    ) -> None:
+        """`being_read`: full names of snapshots that must not be pruned now."""
+        self._tier, self._facts, self._log, self._being_read = tier, facts, log, being_read
+        self._lock = threading.Lock()
+        self._wanted: SnapshotName | None = None
+        self._thread: threading.Thread | None = None
+        self._superseded = False
+        self._told_by_survivors = True  # there may be such files of older attempts
+
+    def after(self, name: SnapshotName) -> None:
+        """This was committed. Returns at once."""
+        with self._lock:
+            self._wanted = name
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="trainckpt-tidy", daemon=True
+                )
+                self._thread.start()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Return when nothing is left to do, or after `limit_s` seconds."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(limit_s)
+
+    def _work(self) -> None:
+        # background thread: no collectives here
+        while (name := self._next()) is not None:
+            self._log.change(newest_commit=str(name))
+            try:
+                self._prune()
+            except TrainckptError as error:
+                logger.warning("old snapshots could not be pruned: %s", error.message)
+            except Exception as error:  # noqa: BLE001 - what is left goes the next time
+                logger.warning("old snapshots could not be pruned: %r", error)
+
+    def _next(self) -> SnapshotName | None:
+        with self._lock:
+            name, self._wanted = self._wanted, None
+            if name is None:
+                self._thread = None
+            return name
+
+    def _prune(self) -> None:
+        if self._is_superseded():
+            return  # a newer attempt decides what is kept
+        attempts = read_attempts(self._tier)
+        for old in old_dumps(self._tier, attempts):
+            remove(self._tier, old)
+        candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
+        prune.prune_by_policy(
+            self._tier, candidates, keep_last=self._facts.keep_last,
+            attempt=self._facts.attempt, keep=self._being_read(), unless=self._is_superseded,
+            reuse=True,
+        )  # fmt: skip
+        if self._told_by_survivors:
+            self._told_by_survivors = False
+            for folder in self._tier.list(names.SURVIVORS):
+                if folder.isdecimal() and int(folder) < self._facts.attempt:
+                    self._tier.remove_folder(f"{names.SURVIVORS}/{folder}")
+
+    def _is_superseded(self) -> bool:
+        """Whether a newer attempt of the run has begun; said once."""
+        newer = newest(self._tier)
+        if newer <= self._facts.attempt:
+            return False
+        if not self._superseded:
+            self._superseded = True
+            logger.warning(
+                "attempt %d of this run has begun: what this one, attempt %d, saves from now on "
+                "is a branch that no resume takes unasked", newer, self._facts.attempt,
+            )  # fmt: skip
+        return True

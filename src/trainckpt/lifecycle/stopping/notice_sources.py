@@ -1,0 +1,107 @@
+"""Who else may have to stop this attempt, besides signals and notice files: clocks and machines.
+
+the wall time    by the option, or by Slurm's variable
+Slurm            where no variable says when the job ends, rank 0 asks
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.options import AUTO
+from trainckpt.preemption import nvml, slurm, spot
+from trainckpt.preemption.background import Background
+from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainckpt.lifecycle.run.options import Options
+    from trainckpt.preemption.notice import NoticeSource
+    from trainckpt.ranks.world import World
+
+WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
+
+
+def further_sources(
+    options: Options,
+    grace_s: float | None,
+    world: World,
+    environment: Mapping[str, str] | None = None,
+) -> list[NoticeSource]:
+    """The sources of this rank, not started."""
+    environment = os.environ if environment is None else environment
+    return [
+        *_wall_time(options.wall_time, grace_s, environment),
+        *_job_end(grace_s, world, environment),
+        *(_of_this_host(options.notices, environment) if world.local_rank == 0 else []),
+    ]
+
+
+def machine_sources(
+    wanted: Sequence[str],
+    vendor_files: Path = spot.VENDOR_FILES,
+    driver: Path = Path(nvml.DEVICE_FILE),
+) -> list[str]:
+    """Who is asked about this machine, by the names of the option. No network, no driver call."""
+    if tuple(wanted) != (AUTO,):
+        return list(dict.fromkeys(wanted))
+    cloud = spot.this_cloud(vendor_files)
+    has_nvml = driver.exists() and importlib.util.find_spec("pynvml") is not None
+    return [*([cloud] if cloud else []), *(["nvml"] if has_nvml else [])]
+
+
+def lead_s(grace_s: float | None, whole_s: float) -> float:
+    """How long before its end a job that has `whole_s` in all is stopped."""
+    return grace_s or min(WALL_TIME_LEAD_S, whole_s / 4)
+
+
+def check_notices(wanted: Sequence[str]) -> None:
+    """Refuse what cannot be asked here, on every rank alike.
+
+    Raises:
+        ConfigurationError: a name needs an extra that is not installed.
+    """
+    if "nvml" in wanted and importlib.util.find_spec("pynvml") is None:
+        raise ConfigurationError(
+            "notices name nvml, and pynvml is not installed",
+            hint='pip install "trainckpt[gpu]"',
+        )
+
+
+def _of_this_host(wanted: Sequence[str], environment: Mapping[str, str]) -> list[NoticeSource]:
+    found: list[NoticeSource] = []
+    for name in machine_sources(wanted):
+        asks: nvml.Gpus | spot.Cloud
+        if name == "nvml":
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+            asks = nvml.Gpus(importlib.import_module("pynvml"), visible, logger.warning)
+        else:
+            asks = spot.CLOUDS[name](spot.metadata_of(name, environment))
+        found.append(Background(asks, asks.pause_s, logger.warning, f"trainckpt-{name}"))
+    return found
+
+
+def _wall_time(
+    option_s: float | None, grace_s: float | None, environment: Mapping[str, str]
+) -> list[NoticeSource]:
+    now_s, started_s = time.monotonic(), process_start_s()
+    ends_s = wall_time_end(option_s, environment, time.time(), now_s, started_s)
+    return [] if ends_s is None else [WallTime(ends_s, lead_s(grace_s, ends_s - started_s))]
+
+
+def _job_end(
+    grace_s: float | None, world: World, environment: Mapping[str, str]
+) -> list[NoticeSource]:
+    job = slurm.job_to_requeue(environment)
+    if world.rank != 0 or job is None or environment.get(SLURM_VARIABLE):
+        return []
+    scontrol = slurm.Scontrol(job, environment)
+    return [slurm.JobEnd(scontrol.show, lambda whole_s: lead_s(grace_s, whole_s))]

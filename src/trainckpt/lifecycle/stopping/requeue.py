@@ -1,0 +1,68 @@
+"""Requeue: after a committed stop in a Slurm job, see to it that the job is started again.
+
+    commit, record     all ranks
+    ask                rank 0: what the job's state says, `scontrol requeue` where that is right
+    linger             where the requeue is Slurm's own to do, and leaving would look like the end
+    leave              all ranks, together: a launcher may kill the others once one has left
+
+What is right is decided in preemption.slurm.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.places.place import PROVE_VARIABLE
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.preemption import slurm
+from trainckpt.preemption.notice import OF_MACHINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LINGER_S = 600.0
+
+
+class Requeue:
+    """Of the Slurm job that these processes belong to."""
+
+    def __init__(self, job: str, scontrol: slurm.Scontrol, *, in_step: bool = True) -> None:
+        self._job, self._scontrol, self._in_step = job, scontrol, in_step
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Requeue | None:
+        """None where this is no Slurm job, or a proof that stops its runs by itself."""
+        job = slurm.job_to_requeue(environment)
+        if job is None or environment.get(PROVE_VARIABLE):
+            return None
+        in_step = slurm.STEP_VARIABLE in environment
+        return cls(job, slurm.Scontrol(job, environment), in_step=in_step)
+
+    def ask(self, reason: str, sleep: Callable[[float], object] = time.sleep) -> None:
+        """Ask, and linger if that is right. One rank.
+
+        Args:
+            reason: Of the stop.
+            sleep: How to linger; the process is killed meanwhile.
+        """
+        job = self._scontrol.show()
+        of_machine = reason.startswith(OF_MACHINE)
+        todo = slurm.decide(reason, job, of_machine=of_machine, in_step=self._in_step)
+        refused = ""
+        if todo == slurm.REQUEUE:
+            refused = self._scontrol.requeue()
+            if not refused:
+                logger.info("Slurm job %s is queued again", self._job)
+                return
+            logger.warning("Slurm did not queue job %s again: %s", self._job, refused)
+            todo = slurm.after_refusal(reason, job, in_step=self._in_step)
+        elif job is not None and job.state == slurm.UNKNOWN:
+            logger.info("Slurm knows no job %s, so nothing is queued again", self._job)
+        if todo == slurm.LINGER:
+            why = "it is preempted" if job else f"it may be preempted: {self._scontrol.why}"
+            logger.warning(
+                "waiting to be ended by Slurm, %g s at most, since a job that leaves by itself is "
+                "not queued again (%s); requeue='never' leaves at once", LINGER_S, why,
+            )  # fmt: skip
+            sleep(LINGER_S)

@@ -1,0 +1,238 @@
+"""The rest: at an agreed stop, after the snapshot is committed, the processes may be dumped.
+
+    every rank, training thread, at the boundary of the stop
+    1   was a dump asked for? what rank 0 finds counts                    else: leave
+    2   the script's `before_dump` hooks
+        ALL  each says what went wrong; if anything did, all leave
+    3   what the snapshot holds is dropped from memory (`lean`)
+        ALL  as before; what was dropped is put back
+    4   tell the supervisor, and rest: nothing is touched any more. It dumps and ends all of them,
+        or says why not; then 3 is undone, and all leave with the snapshot
+
+    the same processes, later, as another attempt
+    5   what was dropped is read from the snapshot, and compared with what it was
+        ALL  each says what went wrong, so that nobody waits for it in what is collective
+    6   the script's `after_restore` hooks
+        ALL  if anything went wrong all end at once, and whoever brought them back goes on from the
+             snapshot
+    The stop is undone before 5, so that the next one is heard; training goes on.
+
+The watcher lives on through all of this and has nothing to do: nobody asks for anything.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainckpt.errors import NoAgreement, UnusableSnapshot
+from trainckpt.lifecycle.dumping import rest_told
+from trainckpt.lifecycle.dumping.rest_told import Resting
+from trainckpt.lifecycle.run.hooks import HookFailed
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.told import LEFT, REFUSED, SUPERVISOR_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.lifecycle.dumping.rest_told import RestOrder
+    from trainckpt.lifecycle.run.attempt_number import AttemptNumber
+    from trainckpt.lifecycle.run.hooks import Hooks
+    from trainckpt.lifecycle.run.told import Teller
+    from trainckpt.lifecycle.stopping.watch import Watch
+    from trainckpt.ranks.channel import Channel
+
+    class Lean(Protocol):
+        """What need not be in a dump."""
+
+        @property
+        def is_whole(self) -> bool:
+            """Whether nothing has to be undone."""
+
+        def prepare(self, snapshot: str) -> None:
+            """Find out what the snapshot holds."""
+
+        def drop(self) -> int:
+            """Give back the memory of that; how many bytes. All ranks, or none."""
+
+        def refill(self) -> None:
+            """Make it what it was; nothing to do if nothing was dropped."""
+
+        def make_buckets(self) -> None:
+            """What takes all ranks, once each has refilled."""
+
+
+ASKED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
+LOOK_EVERY_S = 0.02
+
+
+class Rest:
+    """Of one rank. Sequence of calls: `here` at each stop that was agreed.
+
+    Attributes:
+        why_not: Why the dump that was asked for at the last stop is not there, or "".
+    """
+
+    def __init__(
+        self, channel: Channel, hooks: Hooks, number: AttemptNumber, watch: Watch, teller: Teller,
+        lean: Lean | None,
+    ) -> None:  # fmt: skip
+        """`lean`: None where memory must stay as it is."""
+        self.why_not = ""
+        self._channel, self._hooks, self._number = channel, hooks, number
+        self._watch, self._teller, self._lean = watch, teller, lean
+        folder = os.environ.get(SUPERVISOR_VARIABLE)
+        self._folder = Path(folder) if folder else None
+        self._times = 0
+        self._obeyed, self._told = "", Resting("")
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a dump is asked for, as far as this rank sees."""
+        order = rest_told.given(self._folder) if self._folder is not None else None
+        return order is not None and order.id != self._obeyed
+
+    def here(self, round_: int, snapshot: str | None) -> bool:
+        """Be dumped here, if that was asked for. Every rank calls it, after the last save.
+
+        Args:
+            round_: Of the stop.
+            snapshot: Full name of the one that was committed of this very boundary; None: none was.
+
+        Returns:
+            True: these processes were dumped and are another attempt now; training goes on.
+            False: leave.
+        """
+        self.why_not = ""
+        if self._folder is None:
+            return False
+        self._times += 1
+        order = rest_told.given(self._folder)
+        if order is not None and order.refused:
+            order = None  # nobody waits for it any more
+        mine = {"id": order.id if order else "", "round": round_, "snapshot": snapshot}
+        try:
+            everyone = self._gather("asked", mine, ASKED_WITHIN_S)
+            if (
+                order is None
+                or order.id == self._obeyed
+                or {m["id"] for m in everyone} != {order.id}
+            ):
+                return False
+            self._obeyed = order.id
+            self._watch.deadline.hold()
+            return self._obey(order, everyone[0]["snapshot"], max(m["round"] for m in everyone))
+        except NoAgreement as error:
+            self.why_not = error.message if order is not None else ""
+            if (
+                self._lean is not None and not self._lean.is_whole
+            ):  # putting it back takes all ranks
+                self._end(error.message)
+            return False
+        finally:
+            self._watch.deadline.go_on()
+
+    def _obey(self, order: RestOrder, snapshot: str | None, round_: int) -> bool:
+        self._told = Resting(order.id)
+        self.why_not = self._get_ready(snapshot) or self._wait(order)
+        if self.why_not:
+            if self._channel.world.rank == 0:
+                logger.warning("not dumped, so the snapshot is used: %s", self.why_not)
+            self._put_back()
+            return False
+        self._watch.forget_stop(round_)  # first: a signal from now on is another stop's
+        self._come_back()
+        self._teller.tell(asked=False)
+        if self._channel.world.rank == 0:
+            logger.info("restored from a dump, as attempt %d", self._number.value)
+        return True
+
+    def _get_ready(self, snapshot: str | None) -> str:
+        """2 and 3; why not, on whatever rank, or ""."""
+        lean = self._lean if snapshot is not None else None
+
+        def prepare() -> None:
+            self._hooks.close_outside()
+            if lean is not None:
+                lean.prepare(snapshot or "")
+
+        def drop() -> None:
+            if lean is not None:
+                self._told = replace(self._told, snapshot=snapshot or "", dropped=lean.drop())
+
+        return self._agree("ready", _try(prepare)) or self._agree("dropped", _try(drop))
+
+    def _wait(self, order: RestOrder) -> str:
+        """4. Why there is no dump, or "" once these processes are another attempt."""
+        assert self._folder is not None
+        before = self._number.value
+        try:
+            rest_told.rests(self._folder, self._channel.world.rank, self._told)
+        except OSError as error:
+            return f"the supervisor's folder cannot be written: {error}"
+        while True:
+            why, now = "", rest_told.given(self._folder)
+            if now is None or now.id != order.id or now.is_alone:
+                why = "its supervisor is gone"
+            elif now.refused:
+                why = now.refused
+            if self._number.value != before:  # last: a dump may fall between any two lines
+                return ""
+            if why:
+                return why
+            time.sleep(LOOK_EVERY_S)
+
+    def _come_back(self) -> None:
+        """5 and 6."""
+
+        why = self._fill()
+        why = self._agreed("back", why or _try(self._hooks.open_again))
+        if why:
+            self._end(f"brought back, but {why}")
+
+    def _put_back(self) -> None:
+        """The script may look at its tensors after the stop."""
+        if why := self._fill():
+            self._end(f"what was dropped for a dump could not be read back: {why}")
+
+    def _fill(self) -> str:
+        """5. Why memory is not whole, on whatever rank, or ""."""
+        if self._lean is None:
+            return ""
+        why = self._agreed("filled", _try(self._lean.refill))
+        return why or _try(self._lean.make_buckets)
+
+    def _agreed(self, key: str, why: str) -> str:
+        """As `_agree`; a rank that does not answer has ended already."""
+        try:
+            return self._agree(key, why)
+        except NoAgreement as error:
+            return why or error.message
+
+    def _end(self, why: str) -> None:
+        """Nothing of the script may run any more: what it would see or save could be anything."""
+        logger.error("%s; ending at once. The snapshot stands: `trainckpt resume`", why)
+        self._teller.tell(state=LEFT, how=REFUSED, exit_code=UnusableSnapshot.exit_code)
+        os._exit(UnusableSnapshot.exit_code)
+
+    def _agree(self, key: str, why: str) -> str:
+        """What went wrong on any rank."""
+        whys = [f"rank {rank}: {each}" for rank, each in enumerate(self._gather(key, why)) if each]
+        return "; ".join(whys)
+
+    def _gather(self, key: str, value: Any, within_s: float = RANKS_TIMEOUT_S) -> list[Any]:
+        return self._channel.gather(f"rest {self._times}/{key}", value, within_s)
+
+
+def _try(call: Callable[[], object]) -> str:
+    """What went wrong, or "": the other ranks have to hear of it, whatever it was."""
+    try:
+        call()
+    except HookFailed as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - as said
+        return getattr(error, "message", None) or repr(error)
+    return ""

@@ -1,0 +1,1 @@
+"""What the ranks that are left still save after others have died."""
