@@ -10,11 +10,12 @@ So what a fetch brings is only ever nearer, and one that fails costs nothing.
 from __future__ import annotations
 
 import contextlib
+import queue
 from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
-from trainckpt.tiers.arena import RESERVED_BYTES
+from trainckpt.tiers.direct import buffers
 from trainckpt.tiers.memory import MemoryTaken
 from trainckpt.tiers.workers import Workers
 
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Readable
     from trainckpt.tiers.memory import MemoryPlace
 
-PART_BYTES = 8 << 20
+PART_BYTES = 4 << 20  # read at once
+NUM_PARTS = 8  # in memory at once
+SEALED_BYTES = 64 << 20  # at once of what is encrypted: chunks at both ends of it are read twice
+READ_BYTES = 8 << 20  # of one read
 NUMBERS = range(2)  # arenas of a rank among which one is taken
 MOSTLY = 0.5  # of a snapshot's bytes that several ranks need, for which fetching together pays
 
@@ -99,25 +103,36 @@ def _arena(place: MemoryPlace, rank: int) -> Arena | None:
 
 
 def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
-    """While one part of it is read, memory for the next is made sure of."""
+    """Read it into a few blocks of huge pages, several at once, and write it from there.
+
+    A disk is three times as fast where memory comes in large pieces, which tmpfs' own does not, and
+    what is written to tmpfs is neither cleared nor mapped before.
+    """
     num_bytes, key = file.content.num_bytes, f"{folder}/{file.name}"
-    reserving = arena.reserving(num_bytes)
+    size, num = (SEALED_BYTES, 1) if file.sealed else (PART_BYTES, NUM_PARTS)
+    num = max(1, min(num, -(-num_bytes // size)))
+    blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for block in buffers(num, size):
+        blocks.put(block)
+    arena.begin(num_bytes)
+
+    def bring(first_byte: int) -> None:
+        block = blocks.get()
+        try:
+            part = block[: num_bytes - first_byte]
+            steps = range(0, len(part), READ_BYTES)
+            parts = [(first_byte + at, part[at : at + READ_BYTES]) for at in steps]
+            tier.read_parts(key, parts, lambda _: None)
+            arena.write(first_byte, part)
+        finally:
+            blocks.put(block)
+
     try:
-        with Workers(1, "trainckpt-reserve") as ahead:
-            ends = range(RESERVED_BYTES, num_bytes + RESERVED_BYTES, RESERVED_BYTES)
-            for _ in ends:
-                ahead.submit(partial(next, reserving))
-            for end, left in zip(ends, reversed(range(len(ends))), strict=True):
-                ahead.settle(left)
-                part = arena.memory[end - RESERVED_BYTES : end]
-                _read(tier, key, end - RESERVED_BYTES, part)
+        with Workers(num, "trainckpt-fetch") as workers:
+            for first_byte in range(0, num_bytes, size):
+                workers.submit(partial(bring, first_byte))
+            workers.settle()
     except OSError:
         arena.empty()
         raise
     arena.publish(folder, file.name)
-
-
-def _read(tier: Readable, key: str, first_byte: int, into: memoryview) -> None:
-    steps = range(0, len(into), PART_BYTES)
-    parts = [(first_byte + at, into[at : at + PART_BYTES]) for at in steps]
-    tier.read_parts(key, parts, lambda _: None)

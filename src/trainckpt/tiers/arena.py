@@ -21,7 +21,6 @@ except ImportError:  # not a POSIX system: no such tier
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from trainckpt.tiers.memory import MemoryPlace
@@ -53,33 +52,53 @@ class Arena:
         Raises:
             OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then. Or it is taken.
         """
-        parts = self.reserving(num_bytes)
+        self._take()
         try:
-            for _ in parts:
-                pass
+            self._reserve(num_bytes, self._resize(num_bytes))
         except OSError:
             self.empty()
             raise
 
-    def reserving(self, num_bytes: int) -> Iterator[int]:
-        """The same, a part at a time: how many bytes of `memory` are there by now.
+    def begin(self, num_bytes: int) -> None:
+        """Make it that long, to be written by `write` alone: no page of it is made before.
 
         Raises:
-            OSError: as `reserve`. If a part is not there, whoever still writes to those before
-                has to end first, and is then to call `empty`.
+            OSError: as `reserve`.
         """
+        self._take()
+        try:
+            self._resize(num_bytes)
+        except OSError:
+            self.empty()
+            raise
+
+    def write(self, first_byte: int, data: memoryview) -> None:
+        """Write without mapping anything: half the work, and a full tmpfs is an error here.
+
+        Raises:
+            OSError: there is not so much memory. Whoever writes still has to end before `empty`.
+        """
+        while len(data):
+            done = os.pwrite(self._descriptor, data, first_byte)
+            first_byte, data = first_byte + done, data[done:]
+
+    def _take(self) -> None:
+        """For new content: what it held is found no more."""
         # Again: whoever in this process has read it has given up the process's lock on closing it.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.retract()
-        return self._reserve(num_bytes)
 
-    def _reserve(self, num_bytes: int) -> Iterator[int]:
+    def _resize(self, num_bytes: int) -> os.stat_result:
+        """Make it that long; what it was like before."""
         status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
         # Asked for in parts, too much would be found out only when there is none left for others.
         if num_bytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize > 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if status.st_size != num_bytes:
             os.ftruncate(self._descriptor, num_bytes)
+        return status
+
+    def _reserve(self, num_bytes: int, status: os.stat_result) -> None:
         is_there = status.st_size >= num_bytes and status.st_blocks * 512 >= status.st_size
         is_mapped = self._mapping is not None and len(self._mapping) >= num_bytes
         if not is_mapped:
@@ -95,7 +114,6 @@ class Arena:
                 os.posix_fallocate(self._descriptor, first, size)
             if not is_mapped:
                 populate(self.memory[first : first + size])
-            yield first + size
 
     def empty(self) -> None:
         """Give back what was reserved: half of it is of no use to anybody."""

@@ -76,6 +76,11 @@ def body(first_byte: int, block: memoryview) -> Body | None:
     return Body(begin, len(block) - (first_byte + len(block)) % PAGE_BYTES)
 
 
+def may_be_huge(block: memoryview) -> bool:
+    """Whether a block may lie in huge pages: to others a disk brings a page at a time."""
+    return (address(block) or 1) % HUGE_BYTES == 0
+
+
 def address(block: memoryview) -> int | None:
     """Where a block lies in memory; None where that cannot be known (it cannot be written to)."""
     if block.readonly or not block.contiguous or not len(block):
