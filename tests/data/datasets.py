@@ -94,6 +94,68 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
+class GoesOn(StatefulStream):
+    """Each pass has the next few samples, for ever."""
+
+    def __iter__(self):
+        ends = self.at + LENGTH - self.at % LENGTH
+        while self.at < ends:
+            self.at += 1
+            yield torch.tensor(self.at - 1)
+
+
+class BeginsAnew(StatefulStream):
+    """Each pass begins at 0, but the first one after a load, which goes on from there."""
+
+    loaded = 0
+
+    def __iter__(self):
+        self.at, self.loaded = self.loaded, 0
+        while self.at < LENGTH:
+            self.at += 1
+            yield torch.tensor(self.at - 1)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = self.loaded = state["at"]
+
+
+class StaysLoaded(BeginsAnew):
+    """Each pass begins at what was loaded last, else at 0."""
+
+    def __init__(self) -> None:
+        self.at = self.loaded = 0
+
+    def __iter__(self):
+        self.at = self.loaded
+        while self.at < LENGTH:
+            self.at += 1
+            yield torch.tensor(self.at - 1)
+
+
+class OtherOrders(BeginsAnew):
+    """Each pass has an order of its own, drawn from a state that each pass turns on."""
+
+    turns = 0
+
+    def __iter__(self):
+        start, self.loaded = self.loaded, 0
+        if not start:
+            self.turns += 1
+        order = list(range(LENGTH))
+        random.Random(self.turns).shuffle(order)
+        self.at = start
+        for index in order[start:]:
+            self.at += 1
+            yield torch.tensor(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.turns = state["turns"]
+
+
 class OwnSampler(Sampler):
     """A custom sampler: pure in its seed and epoch."""
 

@@ -245,6 +245,25 @@ def test_an_object_with_its_own_state_is_used_through_it():
     assert second.passes_started == 2
 
 
+@pytest.mark.parametrize("limit", [None, 2], ids=["run out", "left"])
+@pytest.mark.parametrize("dataset", [d.StatefulStream, d.GoesOn, d.BeginsAnew, d.OtherOrders])
+def test_a_stream_with_state_goes_on_from_any_boundary_those_between_passes_included(
+    dataset, limit
+):
+    """Whatever a new pass over it is: it goes on, begins anew, or has an order of its own."""
+    boundaries = 3 * (limit or 6 + 1)
+    assert_exact(lambda: DataLoader(dataset(), batch_size=4), range(1, boundaries + 1), limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("limit", "stops"), [(None, (8, 15)), (2, (3, 5))], ids=["run out", "left"]
+)
+def test_a_stream_that_begins_every_pass_where_it_was_loaded_begins_anew_between_passes(
+    limit, stops
+):
+    assert_exact(lambda: DataLoader(d.StaysLoaded(), batch_size=4), stops, limit=limit)
+
+
 def test_a_stream_without_state_is_replayed_with_a_warning():
     """Right position, no promise of bits."""
     make = plain(2, dataset=d.Stream(), shuffle=None)

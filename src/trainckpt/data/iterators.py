@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_loader
 
 from trainckpt.data.shield import adopt, kill_workers, shielded
@@ -45,6 +46,8 @@ _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Base.__init__, ("_base_seed", "_sampler_iter", "_auto_collation", "collate_fn")),
     (_Base._reset, ("_sampler_iter", "_index_sampler")),
     (_Single._next_data, ("_next_index",)),
+    (_Single.__init__, ("_dataset_fetcher",)),
+    (_utils.fetch._IterableDatasetFetcher.fetch, ("ended",)),
     (_Multi.__init__, ("_workers", "_worker_init_fn", "_base_seed", "_worker_result_queue")),
     (_Multi.__init__, ("_index_queues", "_worker_pids_set", "_shutdown", "_reset")),
     (_Multi._reset, ("_task_info", "_worker_queue_idx_cycle", "_try_put_index", "_get_data")),
@@ -147,6 +150,11 @@ def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> An
         iterator = WorkersIterator(loader, progress, plan)
     adopt(iterator)
     return iterator
+
+
+def has_run_out(iterator: Any) -> bool:
+    """Whether its IterableDataset ended while the last batch, a short one, was made."""
+    return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
 
 def _size(index: Any, auto_collation: bool) -> int:

@@ -2,8 +2,9 @@
 
     map       a plain DataLoader over a map-style dataset: exact, by fast-forwarding indices
     iterable  a plain DataLoader over an IterableDataset: by the dataset's own state_dict
-              (num_workers=0), else by loading and dropping what was consumed, which is not exact
-    stateful  anything with its own state_dict and load_state_dict, such as torchdata's
+              (num_workers=0; at a pass's end see streams.py), else by loading and dropping what
+              was consumed, which is not exact
+    stateful  anything with its own state_dict and load_state_dict: see stateful.py
     ahead     what an integration makes of a framework's loader, which fetches ahead: see ahead.py
 
 The order when a pass goes on where it was saved, which `LoaderSource.resume` obeys:
@@ -19,19 +20,25 @@ Used by: loader.py.
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import sampler
-from trainckpt.data.dealing import INSTEAD, Deal, Dealer, dealer_of
-from trainckpt.data.iterators import Plan, Progress, WorkersIterator, make_iterator, self_test
+from trainckpt.data import sampler, streams
+from trainckpt.data.dealing import Deal, Dealer, dealer_of
+from trainckpt.data.iterators import (
+    Plan,
+    Progress,
+    WorkersIterator,
+    has_run_out,
+    make_iterator,
+    self_test,
+)
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.data.sampler import has_state, length
-from trainckpt.data.shield import adopt, kill_workers, shielded
+from trainckpt.data.shield import kill_workers
+from trainckpt.data.stateful import StatefulSource
 from trainckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -95,6 +102,8 @@ class LoaderSource:
         self._rng_before: dict[str, Any] | None = None
         self._base_seed: int | None = None
         self._reused = False
+        self._made = False  # an iterator, ever
+        self._ended: tuple[Any, bool] | None = None  # loaded: the dataset's state after a pass
         self.dealer = dealer_of(loader)
         self.deal: Deal | None = None
         self._ids: list[int] | None = None  # in a pass that the loader's own sampler does not deal
@@ -107,6 +116,10 @@ class LoaderSource:
 
     def start(self) -> Any:
         """Begin a pass at its first batch, drawing exactly what a plain DataLoader draws."""
+        if self._ended is not None:
+            own, exhausted = self._ended
+            streams.begin_next_pass(self._loader.dataset, own, exhausted=exhausted)
+            self._ended = None
         self._rng_before = main_rng()
         self._before = self._captured()
         self._reused = self._live is not None or self._carried
@@ -130,12 +143,14 @@ class LoaderSource:
         self._rewind()
         if self.kind == "map":
             iterator = self._make(skip=saved["position"])
+        elif saved.get("ran_out"):  # with its last batch: what is loaded now would begin a pass
+            self._ended, iterator = (saved["own"], True), iter(())
         else:
             self._put_dataset_state(saved)
             iterator = self._make(skip=0)
         self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         if replay:
-            self._replay(iterator, saved["batches"])
+            streams.replay(self._name, iterator, saved["batches"])
             self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         sampler.restore(self._loader, saved["now"])
         return iterator
@@ -180,8 +195,9 @@ class LoaderSource:
             "own": None,
             "deal": None if self.deal is None or self.deal.plain else self.deal._asdict(),
         }
-        if self.kind == "iterable" and not self._replays() and in_pass:
+        if self.kind == "iterable" and not self._replays() and self._made:
             state["own"] = self._loader.dataset.state_dict()  # type: ignore[attr-defined]
+            state["ran_out"] = in_pass and has_run_out(self._latest())
         return state
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -191,8 +207,11 @@ class LoaderSource:
         self._base_seed = saved["base_seed"]
         self._carried = saved["reused"] and self._persistent
         self._take_deal(saved)
+        self._ended = None
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
+            if saved["own"] is not None and not self._replays():
+                self._ended = saved["own"], saved["exhausted"]
 
     def load_elsewhere(self, window: dict[str, Any]) -> None:
         """Take a window's start; what later epochs follow from is put back at once."""
@@ -273,6 +292,7 @@ class LoaderSource:
         if self._ids is not None:
             self.the_dealer.put_ids(loader, self._ids)
         iterator = make_iterator(loader, self.progress, plan)
+        self._made = True
         self._base_seed = iterator._base_seed
         self._carried = False
         self._latest = weakref.ref(iterator)
@@ -296,104 +316,3 @@ class LoaderSource:
     def _put_dataset_state(self, saved: dict[str, Any]) -> None:
         if saved["own"] is not None and not self._replays():
             self._loader.dataset.load_state_dict(saved["own"])  # type: ignore[attr-defined]
-
-    def _replay(self, iterator: Iterator[Any], batches: int) -> None:
-        warnings.warn(
-            f"{self._name}: loading and dropping {batches} batches to get back to the saved "
-            "position; data may differ from the uninterrupted run",
-            stacklevel=5,
-        )
-        for _ in range(batches):
-            next(iterator)
-
-
-class StatefulSource:
-    """An object that keeps its own position, such as torchdata's StatefulDataLoader."""
-
-    kind = "stateful"
-    deal: Deal | None = None
-
-    def __init__(self, loader: Any) -> None:
-        self.progress = Progress()
-        self.dealer: Dealer | str = (
-            f"a {type(loader).__qualname__} keeps its position itself, in a form that nobody can "
-            f"deal over other ranks; use a torch DataLoader, and {INSTEAD}"
-        )
-        self._loader = loader
-        self._rng_before: dict[str, Any] | None = None
-        self._latest: Any = None
-        self._begun = False
-
-    def start(self) -> Iterator[Any]:
-        """Begin a pass as the object itself would."""
-        self.progress = Progress()
-        self._rng_before = main_rng()
-        return self._iterate()
-
-    def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
-        """Go on with the saved pass, as the object's own load_state_dict does."""
-        self._rng_before = saved["rng_before"]
-        if self._rng_before is not None:
-            set_main_rng(self._rng_before)
-        return self._iterate()
-
-    def abandon(self) -> None:
-        """A pass was left in its middle."""
-        self.finish()
-        self.progress = Progress()
-
-    def finish(self) -> None:
-        """A pass is over."""
-        self._rng_before = None
-
-    def state(self, in_pass: bool) -> dict[str, Any]:
-        """Return the object's own state; None before its first pass, as asking may draw."""
-        return {
-            "position": self.progress.position,
-            "rng_before": self._rng_before if in_pass else None,
-            "own": self._loader.state_dict() if self._begun else None,
-        }
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Hand the object its own state back."""
-        self.shutdown()
-        self.progress = Progress(saved["position"], saved["samples"])
-        if saved["own"] is not None:
-            self._loader.load_state_dict(saved["own"])
-
-    def facts(self) -> dict[str, Any]:
-        """Return what must be equal for a saved state to be exact here."""
-        return {
-            "num_workers": getattr(self._loader, "num_workers", None),
-            "class": type(self._loader).__qualname__,
-            "length": length(self._loader),
-        }
-
-    def problems(self) -> list[str]:
-        """Nothing is known of what the object itself forgets."""
-        return []
-
-    def shutdown(self) -> None:
-        """Kill the workers now, if the object's iterator has any."""
-        if self._latest is not None:
-            kill_workers(self._latest)
-        self._latest = None
-
-    def _iterate(self) -> Iterator[Any]:
-        context = getattr(self._loader, "multiprocessing_context", None) or torch.multiprocessing
-        if getattr(self._loader, "num_workers", 0):
-            with shielded(context.get_start_method()):
-                iterator = iter(self._loader)
-            adopt(iterator)
-        else:
-            iterator = iter(self._loader)
-        self._begun = True
-        self._latest = iterator
-        return self._counted(iterator)
-
-    def _counted(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        progress, size = self.progress, getattr(self._loader, "batch_size", None) or 1
-        for batch in iterator:
-            progress.position += 1
-            progress.samples += size  # its index lists are out of sight
-            yield batch
