@@ -16,6 +16,7 @@ from tests.lifecycle.training import Crash, attempt, crashed, record, usable
 from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.lifecycle.places import place as places
 from trainckpt.lifecycle.places.attach import Seat, attach
+from trainckpt.preemption import slurm
 from trainckpt.ranks.channel import Alone
 from trainckpt.ranks.world import World
 from trainckpt.tiers.disk import Disk
@@ -105,6 +106,23 @@ def test_a_requeued_run_with_a_mistyped_place_is_66_and_nothing_is_made(
     assert AFRESH[name] in said, "for one that was stopped before its run had begun"
     assert "resume='never'" not in said, "each restart would begin anew"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("restart", "code"), [(1, 0), (2, 66)])
+def test_a_job_whose_first_start_began_no_run_begins_it_in_the_next_and_no_later_one(
+    begins, tmp_path, monkeypatch, restart, code
+):
+    command = tmp_path / "bin" / "scontrol"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\necho JobId=7 JobState=RUNNING Comment={slurm.noted('', 1)}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+    ended, said = begins(tmp_path / "run")
+    assert ended == code, said
+    assert ("before its run had begun" in said) == (code == 0)
+    assert (tmp_path / "run").exists() == (code == 0)
 
 
 def test_required_without_a_run_is_66_and_nothing_is_made(begins, tmp_path):

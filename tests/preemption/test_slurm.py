@@ -20,8 +20,10 @@ from trainckpt.preemption.slurm import (
     JobEnd,
     Scontrol,
     after_refusal,
+    began_nothing,
     decide,
     job_to_requeue,
+    noted,
     parse_job,
 )
 
@@ -47,6 +49,17 @@ SHOWN = (
 )
 def test_a_task_of_an_array_and_a_part_of_a_job_are_requeued_by_their_right_names(variables, job):
     assert job_to_requeue(variables) == job
+
+
+def test_a_note_that_nothing_began_holds_for_the_next_start_alone_and_keeps_what_people_wrote():
+    assert began_nothing("", 0)
+    comment = noted("for E=mc2 runs", 1)
+    shown = f"JobId=12 JobState=RUNNING Comment={comment} StdErr=/a CPUs/Task=1"
+    assert parse_job(shown).comment == comment
+    assert began_nothing(comment, 1)
+    assert not began_nothing(comment, 2)
+    assert noted(comment, 2).split() == ["for", "E=mc2", "runs", noted("", 2)]
+    assert parse_job("JobId=12 JobState=RUNNING Comment=(null) StdErr=/a").comment == ""
 
 
 def test_the_first_job_that_is_shown_is_the_one_that_is_meant():

@@ -113,19 +113,28 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on_to_the_same_bit(
 
 
 SLOW_TO_BEGIN = """
-import pathlib, sys, time
-pathlib.Path(sys.argv[1]).touch()
-time.sleep(600)
-import trainckpt
+import os, pathlib, sys, time
+up, place = map(pathlib.Path, sys.argv[1:])
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    up.touch()
+    time.sleep(600)
+if os.environ["SLURM_PROCID"] != "0":
+    sys.exit()
+import torch, trainckpt
+with trainckpt.Checkpointer(place, model=torch.nn.Linear(2, 2)) as ckpt:
+    ckpt.boundary()
 """
 
 
-def test_a_job_that_is_preempted_before_its_ranks_have_begun_is_queued_again(cluster, tmp_path):
-    """Nobody has saved anything, or listens, but the supervisor; leaving would end the job."""
-    script, up = tmp_path / "script.py", tmp_path / "up"
+def test_a_job_that_is_preempted_before_its_ranks_have_begun_begins_in_its_next_start(
+    cluster, tmp_path
+):
+    """Nobody has saved anything, or listens, but the supervisor; leaving would end the job. That
+    there is no run then is no error."""
+    script, up, place = tmp_path / "script.py", tmp_path / "up", tmp_path / "run"
     script.write_text(SLOW_TO_BEGIN)
     job_script = tmp_path / "job.sbatch"
-    job_script.write_text(f"#!/bin/bash\nsrun trainckpt run --nproc 1 -- {script} {up}\n")
+    job_script.write_text(f"#!/bin/bash\nsrun trainckpt run --nproc 1 -- {script} {up} {place}\n")
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     said = cluster.command(
         "sbatch", "--parsable", f"--output={tmp_path / 'out'}", "--open-mode=append", "--nodes=2",
@@ -136,12 +145,11 @@ def test_a_job_that_is_preempted_before_its_ranks_have_begun_is_queued_again(clu
     wait_for(up.exists, LIMIT_S, lambda: cluster.try_("scontrol", "show", "job", job))
     cluster.submit("srun true", "-p", "high", "-N2", "-n2", cwd=tmp_path)
 
-    def queued_again() -> bool:
-        assert cluster.job(job)["JobState"] not in ENDED, out.read_text(errors="replace")
-        return cluster.job(job)["Restarts"] == "1"
-
-    wait_for(queued_again, LIMIT_S, cluster.said)
-    cluster.command("scancel", job)
+    wait_for(lambda: cluster.job(job)["JobState"] in ENDED, LIMIT_S, cluster.said)
+    said = out.read_text(errors="replace")
+    assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("COMPLETED", "1"), said
+    assert "SLURM_RESTART_COUNT=1, but every start before was stopped before its run" in said
+    assert "attempt 1: begins at step 0" in said
 
 
 def test_a_requeue_by_somebody_else_is_left_to_slurm(cluster, straight, tmp_path):

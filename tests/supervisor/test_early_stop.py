@@ -22,7 +22,8 @@ def asked(tmp_path, monkeypatch):
     """What a stand-in for Slurm's command was asked, in a job that runs."""
     command, log = tmp_path / "scontrol", tmp_path / "asked"
     command.write_text(
-        f'#!/bin/sh\necho "$@" >>{log}\n[ "$1" = requeue ] || echo "JobId=7 JobState=RUNNING"\n'
+        f'#!/bin/sh\necho "$@" >>{log}\n[ "$1" = requeue ] || '
+        'echo "JobId=7 JobState=RUNNING Comment=mine too StdErr=/x"\n'
     )
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -45,6 +46,13 @@ def test_the_supervisor_asks_where_no_rank_could(asked):
         ended = supervise([sys.executable, "-c", dies], inbox=inbox, ours=True)
         assert (ended.exit_code, ended.record) == (START_AGAIN, None)
         ask_to_be_queued_again(ended, inbox)
+    noted = "update JobId=7 Comment=mine too trainckpt:no-run-began-before-restart-1"
+    assert asked() == ["--oneliner show job 7", noted, "requeue 7"]
+
+
+def test_a_later_start_notes_that_no_run_began_only_if_the_one_before_did(asked, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    ask_to_be_queued_again(STOPPED, heard("SIGTERM"))
     assert asked() == ["--oneliner show job 7", "requeue 7"]
 
 

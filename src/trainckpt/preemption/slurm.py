@@ -13,6 +13,10 @@ again: so we ask for that first, after the commit, and leave then. Where that is
 job is preempted, the processes linger until they are killed. So do they where nobody can be asked,
 if they are part of a step: Slurm sends SIGTERM to nobody else.
 
+A start that is stopped before its run has begun leaves no run for the next one to find, which must
+not be taken for a run that was lost. The job's comment says so, which Slurm keeps from start to
+start; a later start says it only if it was itself told so.
+
 `parse_job` and `decide` are pure; `Scontrol` is the only place that runs a command.
 
 Floor 1. Uses: preemption.notice, preemption.wall_time. Used by: lifecycle.
@@ -42,6 +46,9 @@ _NO_SUCH_JOB = "Invalid job id"
 ASK_AGAIN_S, MOST_ASKED = 60.0, 5
 FROM_SLURM = ("SIGTERM", "SIGUSR1", WALL_TIME)
 COMMAND_S = 30.0
+RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+_NOT_BEGUN = "trainckpt:no-run-began-before-restart-"
+_COMMENT = re.compile(r"(?:^|\s)Comment=(.*?)(?=\s[A-Z][A-Za-z/:]+=|$)")
 _FIELD = re.compile(r"(?:^|\s)(JobState|PreemptTime|EndTime|StartTime)=(\S*)")
 _ID = re.compile(r"[0-9]{1,18}")
 
@@ -52,6 +59,7 @@ class Job:
 
     Attributes:
         state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`.
+        comment: What people, or we, have noted with it.
         is_preempted: A grace time runs, or has run out.
         starts_at, ends_at: Seconds since the epoch; None: not known, or unlimited.
     """
@@ -60,6 +68,7 @@ class Job:
     is_preempted: bool = False
     starts_at: float | None = None
     ends_at: float | None = None
+    comment: str = ""
 
 
 def job_to_requeue(environment: Mapping[str, str]) -> str | None:
@@ -88,7 +97,29 @@ def parse_job(text: str) -> Job | None:
         is_preempted=_time(fields.get("PreemptTime", "")) is not None,
         starts_at=_time(fields.get("StartTime", "")),
         ends_at=_time(fields.get("EndTime", "")),
+        comment=_comment(text.partition("\n")[0]),
     )
+
+
+def _comment(line: str) -> str:
+    found = _COMMENT.search(line)
+    return "" if found is None or found[1] == "(null)" else found[1]
+
+
+def restarts(environment: Mapping[str, str]) -> int:
+    """How often Slurm has started this job again."""
+    return int(_number(environment.get(RESTARTS_VARIABLE, "")) or 0)
+
+
+def began_nothing(comment: str, restart: int) -> bool:
+    """Whether no start of the job before this one has begun a run; of the first one that is so."""
+    return restart == 0 or f"{_NOT_BEGUN}{restart}" in comment.split()
+
+
+def noted(comment: str, restart: int) -> str:
+    """The comment of a job in which no run has begun until it is started again so many times."""
+    others = [word for word in comment.split() if not word.startswith(_NOT_BEGUN)]
+    return " ".join([*others, f"{_NOT_BEGUN}{restart}"])
 
 
 def decide(reason: str, job: Job | None, *, of_machine: bool = False, in_step: bool = True) -> str:
@@ -136,6 +167,11 @@ class Scontrol:
         if code > 0 and _NO_SUCH_JOB in said:
             return Job(UNKNOWN)
         return parse_job(said) if code == 0 else None
+
+    def note(self, comment: str) -> str:
+        """Replace the job's comment. Why it was refused, or ""."""
+        code, said = self._call("update", f"JobId={self._job}", f"Comment={comment}")
+        return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
     def requeue(self) -> str:
         """Queue the job again, which ends its processes. Why it was refused, or ""."""

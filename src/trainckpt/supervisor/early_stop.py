@@ -2,7 +2,8 @@
 
 Ranks ask to be queued again after their commit. Before they have begun there is nobody to ask: the
 signal ends them while they import and build, and a job that leaves so counts as completed. So the
-supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one.
+supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one;
+Slurm is told where there is none, since a job that is started again must find its run.
 Likewise where the ranks were dumped instead of hearing the signal.
 """
 
@@ -46,4 +47,4 @@ def ask_to_be_queued_again(
     requeue = Requeue.of(os.environ)
     if requeue is not None and read_options({}).requeue != "never":
         prepare()
-        requeue.ask(inbox.first, sleep)
+        requeue.ask(inbox.first, sleep, has_begun=ended.record is not None)

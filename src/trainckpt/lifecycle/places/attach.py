@@ -28,6 +28,7 @@ from trainckpt.errors import (
 from trainckpt.lifecycle.run import launch
 from trainckpt.lifecycle.run.error_json import together
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.preemption import slurm
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier
@@ -105,7 +106,10 @@ def attach(
         if rank not in firsts:
             return {}
         run = answer_within(tier.url, lambda: attempt_records.run_id(tier))
-        return {"run": run, "evidence": launch.evidence_of_restart(), "by name": by_name}
+        evidence = launch.evidence_of_restart()
+        if run is None and rank == 0:
+            evidence = _unless_nothing_began(evidence)
+        return {"run": run, "evidence": evidence, "by name": by_name}
 
     looks = together(channel, "place/looks", look, RANKS_TIMEOUT_S)
     holders = [leader for leader in firsts if looks[leader]["run"] is not None]
@@ -122,6 +126,18 @@ def attach(
         adopted: str = lost
         together(channel, "place/adopted", lambda: _adopt(reach, adopted, rank), RANKS_TIMEOUT_S)
     return looks[holders[0]]["run"] if holders else lost, found[0]
+
+
+def _unless_nothing_began(evidence: str) -> str:
+    """Evidence of a restart, but that of Slurm where no start of the job has begun the run."""
+    name = slurm.job_to_requeue(os.environ)
+    if name is None or not evidence.startswith(slurm.RESTARTS_VARIABLE):
+        return evidence
+    job = slurm.Scontrol(name).show()
+    if job is None or not slurm.began_nothing(job.comment, slurm.restarts(os.environ)):
+        return evidence
+    logger.info("%s, but every start before was stopped before its run had begun", evidence)
+    return ""
 
 
 def _elsewhere(reach: Reach | None, channel: Channel, *, must: bool, sure: bool) -> str | None:

@@ -27,8 +27,11 @@ LINGER_S = 600.0
 class Requeue:
     """Of the Slurm job that these processes belong to."""
 
-    def __init__(self, job: str, scontrol: slurm.Scontrol, *, in_step: bool = True) -> None:
+    def __init__(
+        self, job: str, scontrol: slurm.Scontrol, *, in_step: bool = True, restart: int = 0
+    ) -> None:
         self._job, self._scontrol, self._in_step = job, scontrol, in_step
+        self._restart = restart
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Requeue | None:
@@ -37,16 +40,26 @@ class Requeue:
         if job is None or environment.get(PROVE_VARIABLE):
             return None
         in_step = slurm.STEP_VARIABLE in environment
-        return cls(job, slurm.Scontrol(job, environment), in_step=in_step)
+        restart = slurm.restarts(environment)
+        return cls(job, slurm.Scontrol(job, environment), in_step=in_step, restart=restart)
 
-    def ask(self, reason: str, sleep: Callable[[float], object] = time.sleep) -> None:
+    def ask(
+        self,
+        reason: str,
+        sleep: Callable[[float], object] = time.sleep,
+        *,
+        has_begun: bool = True,
+    ) -> None:
         """Ask, and linger if that is right. One rank.
 
         Args:
             reason: Of the stop.
             sleep: How to linger; the process is killed meanwhile.
+            has_begun: This start has begun its run, or found it.
         """
         job = self._scontrol.show()
+        if not has_begun:
+            self._note(job)
         of_machine = reason.startswith(OF_MACHINE)
         todo = slurm.decide(reason, job, of_machine=of_machine, in_step=self._in_step)
         refused = ""
@@ -66,3 +79,15 @@ class Requeue:
                 "not queued again (%s); requeue='never' leaves at once", LINGER_S, why,
             )  # fmt: skip
             sleep(LINGER_S)
+
+    def _note(self, job: slurm.Job | None) -> None:
+        """Have the next start know that it begins the run."""
+        if job is None or not slurm.began_nothing(job.comment, self._restart):
+            return
+        refused = self._scontrol.note(slurm.noted(job.comment, self._restart + 1))
+        if refused:
+            logger.warning(
+                "Slurm did not note with job %s that its run has not begun (%s): if it is started "
+                "again and finds no run, that is an error (66), and nothing is lost", self._job,
+                refused,
+            )  # fmt: skip
