@@ -1,0 +1,61 @@
+"""Two ranks under `trainckpt run` where a machine is tight: one dies once, the run ends exactly.
+
+The file system is real, so it needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import dead_mount
+from tests.faults.refusing import refusing_mount
+from tests.faults.tight_script import DIES_AT
+from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
+
+SCRIPT = Path(__file__).parent / "tight_script.py"
+
+
+def log_of_exact(place, answers, mb, first="", **environment):
+    """What was said in a run that lost a rank, went on by itself, and ended as it should.
+
+    `first`: a line of the shell, before the launch.
+    """
+    answers.mkdir()
+    command = [sys.executable, "-m", "trainckpt.cli.main", "run", "--nproc", "2",
+               "--max-restarts", "1", "--", SCRIPT, place, mb, answers]  # fmt: skip
+    known = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
+    line = f"{first or ':'} && exec {shlex.join(map(str, command))}"
+    ended = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, timeout=280, check=False,
+        cwd=SCRIPT.parents[2], env={**known, **environment},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        found = json.loads((answers / f"{rank}.json").read_text())
+        assert found["run"] == found["straight"]
+        assert found["from"] == DIES_AT
+    assert "rank 1 died of SIGKILL; restart 1 of 1" in ended.stderr
+    assert "resumed from s4~1.4, epoch 0 step 4 micro-batch 0: bitwise" in ended.stderr
+    return ended.stderr
+
+
+@pytest.mark.skipif(bool(dead_mount.why_not()), reason=dead_mount.why_not())
+def test_a_file_system_that_takes_o_direct_and_refuses_it_at_write_is_written_through_the_cache(
+    tmp_path,
+):
+    """The trial of the place found nothing; shard files are written, and read, all the same."""
+    with refusing_mount(tmp_path / "place", tmp_path / "backing") as place:
+        run = place / "run"
+        log = log_of_exact(run, tmp_path / "answers", 8, **{ROOT_VARIABLE: NONE})
+        record = json.loads((run / "attempts" / "2.json").read_text())
+    assert record["place"]["direct"]
+    said = f"{run} refuses O_DIRECT (Invalid argument): files there go through the page cache"
+    first, _, second = log.partition("restart 1 of 1")
+    assert first.count(said) == second.count(said) == 2  # once for each rank
