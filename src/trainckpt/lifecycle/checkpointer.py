@@ -95,7 +95,8 @@ class Checkpointer(Hooked):
         self._first, self._problems = True, list[str]()
         data_world = take_data_world(keywords)
         self._position = Position(self.options.accumulate)
-        self._registry = registry = Registry()
+        has_peers = data_world is not None and data_world.size < self._world.size
+        self._registry = registry = Registry(has_peers=has_peers)
         self._files = TrackedFiles(registry)
         self._hooks, self._pace = Hooks(), Pace()
         self._outlook = Outlook(self.options, self._registry, self._position, self._pace)

@@ -122,7 +122,8 @@ def settled(registry: Registry) -> None:
 def apply_rng(saved: Saved) -> None:
     """Put the random generators back: the last act before the first batch.
 
-    A rank that the saved run did not have keeps the generators that the script seeded.
+    A rank that the saved run did not have keeps the generators that the script seeded; so do all
+    where others trained the same samples then.
     """
     if saved.is_own:
         rng.apply(saved)

@@ -126,7 +126,7 @@ class Saved:
         shapes: Tensor name -> shape of the whole, of every tensor of the snapshot.
         wraps: Tensor name -> makes the sharded tensor of this rank's part.
         exact: Every tensor lies as it did, so the open window can go on; else it begins anew.
-        is_own: The values are those that this very rank saved.
+        is_own: The values are those that this very rank saved, for the same place in the data.
         worlds: Ranks of the snapshot, and now.
         left: Live tensors that were excluded from it, and stay as the script made them.
         proofs: Of what was read straight to its place.

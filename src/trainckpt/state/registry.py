@@ -34,9 +34,11 @@ class Registry:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
         bucket_orders: Model name -> DDP's rebuilt bucket order, once known.
+        has_peers: Several ranks train the same samples, and must draw the same for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_peers: bool = False) -> None:
+        self.has_peers = has_peers
         self.models: list[ModelState] = []
         self.optimizers: list[OptimizerState] = []
         self.generics: list[GenericState] = []

@@ -72,6 +72,15 @@ class Reading:
         """The rank of the snapshot whose values are taken."""
         return self.world.rank % self.reader.manifest.world
 
+    def _is_own(self, manifest: Manifest) -> bool:
+        """Whether the donor is this very rank, and what it drew from goes on here.
+
+        Not where several ranks train the same samples now, and may not have then: their
+        generators would differ, and what they hold alike would drift apart.
+        """
+        drew_alike = self.targets.exact or not self.registry.has_peers
+        return self.donor == self.world.rank and self.donor not in manifest.lost and drew_alike
+
     def finish(self) -> Saved:
         """Everything was read: compare with the live objects, which are not touched.
 
@@ -89,7 +98,7 @@ class Reading:
             shapes={name: entry.shape for name, entry in entries.items()},
             wraps=targets.wraps,
             exact=targets.exact,
-            is_own=self.donor == self.world.rank and self.donor not in manifest.lost,
+            is_own=self._is_own(manifest),
             worlds=(manifest.world, self.world.size),
             left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
             proofs=(proofs := Proofs(self.reader.verified)),
