@@ -26,6 +26,14 @@ class Group:
         found = [self.folder / name for name in names if (self.folder / name).exists()]
         return int(found[0].read_text())
 
+    @property
+    def num_killed(self) -> int:
+        """Processes that the system ended because the group had no more memory."""
+        names = ("memory.events", "memory.oom_control")
+        found = [self.folder / name for name in names if (self.folder / name).exists()]
+        words = dict(line.split() for line in found[0].read_text().splitlines())
+        return int(words["oom_kill"])
+
     def enter(self) -> None:
         """This process is in it from now on, with what it takes from now on."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))

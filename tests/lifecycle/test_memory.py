@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from trainckpt.lifecycle.run import memory
@@ -65,3 +67,12 @@ def test_where_nothing_can_be_read_nobody_knows(machine, tmp_path):
     assert memory.available_bytes() is None
     assert memory.transient_bytes() == 0
     assert memory.memory_limit_bytes() == 64 * GB
+
+
+def test_what_the_ranks_will_take_for_the_training_is_left_to_them(machine):
+    """Two ranks that hold half a GB each: a file that would fit into what is left does not."""
+    machine(V2, {"slurm/job": (2 * GB, 0, 0)})
+    place = SimpleNamespace(num_bytes=0, free_bytes=24 * GB)
+    assert memory.has_room(place, GB // 2)
+    assert not memory.has_room(place, GB // 2, memory.training_bytes(GB, new_processes=2))
+    assert memory.has_room(place, GB // 16, memory.training_bytes(GB // 8, new_processes=2))

@@ -69,6 +69,13 @@ def is_shared(manifest: Manifest) -> bool:
     return shared > MOSTLY * total
 
 
+def held_bytes(manifest: Manifest) -> int:
+    """What all ranks together hold of a snapshot's tensors, each its own copy of what is alike."""
+    each = manifest.tensors.values()
+    world = len(manifest.files)
+    return sum(e.num_bytes * (e.layout.num_replicas if e.layout else world) for e in each)
+
+
 def is_there(place: MemoryPlace, manifest: Manifest, number: int) -> bool:
     """Whether this host's memory holds a file of the snapshot, good or not."""
     file = manifest.files[number]

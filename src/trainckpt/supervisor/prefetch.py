@@ -16,10 +16,10 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format.names import RUN_RECORD
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.resuming import choice
-from trainckpt.lifecycle.run.memory import has_room
+from trainckpt.lifecycle.run.memory import has_room, training_bytes
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import attempts, catalog
-from trainckpt.snapshot.fetch import fetch, is_shared
+from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared
 from trainckpt.tiers import kept
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
@@ -52,8 +52,9 @@ def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
         return []  # no key is asked for here
     if any(kept.MANIFEST in kept.files(memory, f) for f in memory.folders()):
         return []  # what is in memory alone must not be overwritten before the ranks have seen it
-    if not has_room(memory, sum(file.num_bytes for file in manifest.files)):
-        return []
+    num_bytes, world = sum(file.num_bytes for file in manifest.files), len(manifest.files)
+    if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest), world)):
+        return []  # the ranks have taken nothing yet
     return fetch(tier, memory, manifest, range(len(manifest.files)))
 
 

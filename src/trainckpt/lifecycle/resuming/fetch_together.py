@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainckpt.errors import NoAgreement, TrainckptError
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.lifecycle.run.memory import has_room
+from trainckpt.lifecycle.run.memory import has_room, training_bytes
 from trainckpt.ranks import exchange
-from trainckpt.snapshot.fetch import fetch, is_shared, is_there, room_for
+from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared, is_there, room_for
 from trainckpt.tiers.local import LocalTier
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def fetch_together(
     manifest = None
     if place is not None and len(hosts) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
-            manifest = _worth_it(ladder, place, load())
+            manifest = _worth_it(ladder, place, load(), len(local) / len(hosts))
     if manifest is not None:
         warm(manifest)
     if len(local) < len(hosts) and _between_hosts(source, ladder, place, channel, hosts, manifest):
@@ -133,10 +133,16 @@ def fetch_together(
     channel.gather("fetched", True, RANKS_TIMEOUT_S)
 
 
-def _worth_it(ladder: Ladder, place: MemoryPlace, manifest: Manifest) -> Manifest | None:
+def _worth_it(
+    ladder: Ladder, place: MemoryPlace, manifest: Manifest, share: float
+) -> Manifest | None:
+    """`share`: of all ranks, those of this host."""
     total = sum(file.num_bytes for file in manifest.files)
     least = FETCHED_FROM_BYTES if _is_directory(ladder, manifest) else FROM_A_STORE_BYTES
-    return manifest if total >= least and is_shared(manifest) and has_room(place, total) else None
+    if total < least or not is_shared(manifest):
+        return None
+    training = training_bytes(int(held_bytes(manifest) * share))
+    return manifest if has_room(place, total, training) else None
 
 
 def _is_directory(ladder: Ladder, manifest: Manifest) -> bool:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DEFAULT_SHARE = 0.4
 MAX_COPY_THREADS = 4  # more than that memory does not feed
 SPARE_BYTES = 64 << 20  # left free for whatever else there is
+GRADIENTS = 0.5  # as much of a state: of AdamW's a third, of SGD's with momentum half
+PROCESS_BYTES = 256 << 20  # of one that has imported torch and joined a group
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # Of both versions: limit, what is taken, and what of that the kernel takes back when it needs it.
 _LIMIT = ("memory.max", "memory.limit_in_bytes")
@@ -71,14 +73,30 @@ def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:
     return None if limit is None or share is None else int(limit * share)
 
 
-def has_room(place: MemoryPlace, num_bytes: int) -> bool:
-    """Whether so much may be brought into shared memory, what is there already given up for it."""
+def training_bytes(held_bytes: int, new_processes: int = 0) -> int:
+    """What ranks that hold so much of a snapshot between them will take for the training.
+
+    Args:
+        held_bytes: By all ranks of this host.
+        new_processes: Of them, that have imported nothing yet.
+    """
+    return int(held_bytes * (1 + GRADIENTS)) + new_processes * PROCESS_BYTES
+
+
+def has_room(place: MemoryPlace, num_bytes: int, training: int = 0) -> bool:
+    """Whether so much may be brought into shared memory, what is there already given up for it.
+
+    Args:
+        place: The shared memory.
+        num_bytes: To be brought.
+        training: What the ranks of this host will take beside it.
+    """
     taken = place.num_bytes
     room = [place.free_bytes + taken]
     if (budget := budget_bytes(DEFAULT_SHARE, None)) is not None:
         room.append(budget)
     if (available := available_bytes()) is not None:
-        room.append(available + taken)
+        room.append(available + taken - training)
     return num_bytes <= min(room)
 
 
