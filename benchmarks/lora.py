@@ -2,8 +2,13 @@
 
 The first save is a full one. Each later one is taken after a step; what it writes is the bytes of
 the files that were not there before. Then the older snapshots are pruned, and the newest is loaded
-and compared, byte for byte. `floor_share` is what has changed: the adapters and their optimizer's
-state, which is twice as much again with AdamW, and nothing with SGD.
+and compared, byte for byte.
+
+    floor_share        what has changed, of all: the adapters and their optimizer's state, which is
+                       twice as much again with AdamW, once with momentum, nothing with plain SGD
+    beside_bytes       what a later save writes beside that: headers, manifest, generators, names
+    share              of the first save's bytes
+    of_full_training   of the bytes of a save of the same model with every parameter trained
 
     python -m benchmarks.lora --json benchmarks/results/lora.json
 """
@@ -20,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +39,11 @@ if TYPE_CHECKING:
 
 WIDTH, RANK = 1024, 5  # an adapter has 2 x 1024 x 5 parameters, its layer 1024 x 1024: 1 %
 
-OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "sgd with momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
 
 
 class Adapted(nn.Module):
@@ -42,6 +52,9 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
+        # As large behind a hundred layers as before them: else gradients vanish, nothing changes,
+        # and nothing is written.
+        nn.init.normal_(self.base.weight, std=WIDTH**-0.5)
         self.down, self.up = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,13 +90,19 @@ def bytes_of_saves(run: Path, model: nn.Module, optimizer: Any, saves: int) -> l
     ckpt.resume()
     for _ in range(1 + saves):
         ckpt.boundary()
-        model(inputs).square().mean().backward()
+        model(inputs).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         saved(ckpt)
         each.append(written(run, known))
     ckpt.__exit__(InterruptedError, InterruptedError("measured"), None)
     return each
+
+
+def full_training_bytes(run: Path, kind: str, layers: int) -> int:
+    """What a save of such a model writes when all of it is trained."""
+    model = nn.Sequential(*(Adapted() for _ in range(layers))).requires_grad_(requires_grad=True)
+    return bytes_of_saves(run, model, OPTIMIZERS[kind](model.parameters(), lr=1e-4), 0)[0]
 
 
 def measure(run: Path, kind: str, gigabytes: float, saves: int) -> dict[str, object]:
@@ -100,13 +119,18 @@ def measure(run: Path, kind: str, gigabytes: float, saves: int) -> dict[str, obj
     command = [sys.executable, "-m", "trainckpt.cli.main", "prune", str(run), "--keep-last", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     loaded = trainckpt.load(run)
+    usual = statistics.median(each[1:])
     weights = {f"model/{name}": value for name, value in model.state_dict().items()}
     return {
         "optimizer": kind,
         "trainable": round(len_of(trained) / len_of(model.parameters()), 4),
         "floor_share": round(changed / whole, 4),
-        "saves": saves, "full_bytes": each[0], "save_bytes": statistics.median(each[1:]),
-        "share": round(statistics.median(each[1:]) / each[0], 4),
+        "saves": saves, "full_bytes": each[0], "save_bytes": usual,
+        "beside_bytes": usual - changed,
+        "share": round(usual / each[0], 4),
+        "of_full_training": round(
+            usual / full_training_bytes(run.with_name("full " + kind), kind, layers), 4
+        ),
         "loses_nothing": all(torch.equal(loaded[name], value) for name, value in weights.items()),
     }  # fmt: skip
 
