@@ -26,7 +26,7 @@ from trainckpt.snapshot import memory_copies, write_beside
 from trainckpt.tiers import kept
 from trainckpt.tiers.memory import ROOT_VARIABLE, MemoryPlace
 
-OWN, COPY, PARITY, HOST = "own", "copy", "parity", "host"
+OWN, COPY, PARITY, HOST, PLACE = "own", "copy", "parity", "host", "place"
 WIDTH = 60
 SAVING = {"every": "2 steps", "memory_every": "1 step", "keep_last": 9}
 
@@ -99,7 +99,8 @@ def attempt(rank, place, until, options):
         contextlib.suppress(Leave),
         Checkpointer(place, model=wrapped, optimizer=optimizer, **options) as ckpt,
     ):
-        began = ckpt.cursor.step
+        began, again = ckpt.cursor.step, ckpt._attempt.saver.protecting.again
+        assert again is None or again.join(30)
         write_beside.FROM_BYTES = 0 if "beside" in place else 64 << 20
         while True:
             ckpt.boundary()
@@ -151,7 +152,12 @@ def verified(place):
 
 
 def damage(rank, place, memory, what, of):
-    """Flip a bit of what this host holds of a rank, or lose the host's memory."""
+    """Flip a bit of what this host holds of a rank, or lose the host's memory; or lose what the
+    run's place has of the newest snapshot.
+    """
+    if what == PLACE:
+        shutil.rmtree(Path(place) / "snapshots" / newest(place).name)
+        return
     if what == HOST:
         shutil.rmtree(memory)
         memory.mkdir()

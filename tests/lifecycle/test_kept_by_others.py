@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.lifecycle import kept_by_others
-from tests.lifecycle.kept_by_others import COPY, HOST, OWN, PARITY
+from tests.lifecycle.kept_by_others import COPY, HOST, OWN, PARITY, PLACE
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.encryption import keys
 
@@ -13,6 +13,7 @@ preload("tests.lifecycle.kept_by_others")
 RANKS = 3
 BROUGHT = "was kept in memory alone, and is now in"
 COMPUTED = "1 of its 3 files computed from the others"
+AGAIN = "hold s3~1.3 again, as redundancy asks for: 1 of its 3 ranks had lost what they are to hold"
 NOT_WHOLE = "kept in memory, is not whole any more: nobody has the files of rank 1"
 
 
@@ -34,12 +35,16 @@ def found(tmp_path_factory):
         (4, {}),
     ]
     lost = [(3, {1: [(HOST, 1)]}), (3, {})]
+    twice = [(3, {1: [(HOST, 1)]}), (3, {0: [(PLACE, 0), (HOST, 0)]}), (4, {})]
     chains = {
         "partner": ({"redundancy": "partner"}, partner),
         "xor": ({"redundancy": "xor:3"}, parity),
         "sealed-partner": ({"redundancy": "partner", **sealed}, partner),
         "sealed-xor-beside": ({"redundancy": "xor:3", **sealed}, parity),
         "sealed-lost": ({"redundancy": "xor:3", **sealed}, lost),
+        "partner-twice": ({"redundancy": "partner"}, twice),
+        "xor-twice": ({"redundancy": "xor:3"}, twice),
+        "sealed-partner-twice": ({"redundancy": "partner", **sealed}, twice),
     }
     return run_ranks(kept_by_others.play, RANKS, str(folder), chains)
 
@@ -98,3 +103,13 @@ def test_what_hosts_keep_for_each_other_is_encrypted_where_the_run_is(found):
                 assert len(names) == 1, "else this test would see nothing"
             if "sealed" in name:
                 assert not names
+
+
+@pytest.mark.parametrize("name", ["partner-twice", "xor-twice", "sealed-partner-twice"])
+def test_a_second_host_may_be_lost_before_the_attempt_after_the_first_loss_has_saved(found, name):
+    first, second, third = found[0][name]
+    assert [first["began"], second["began"], third["began"]] == [0, 3, 3]
+    assert [line for line in second["log"] if AGAIN in line]
+    (line,) = [line for line in third["log"] if BROUGHT in line]
+    assert "s3~1.3" in line
+    assert all(states(found, name))

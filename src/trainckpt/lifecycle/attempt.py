@@ -213,6 +213,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     )  # fmt: skip
     if beginning.saved is not None:  # the arrival has it until the first batch, and nobody after
         beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
+    if beginning.manifest is not None:
+        saver.protecting.begin_from([crew.tier, *crew.slower.tiers], beginning.manifest)
     saver.flushing.start()
     return Attempt(beginning, log, saver, departure, policy, survival)
 

@@ -2,6 +2,8 @@
 
     arenas/copy00003.0, .1      a copy of rank 3's shard file; two, filled in turn
     arenas/sealed00002.0, .1    rank 2's own shard file, encrypted, as others have it
+    arenas/fetched00002.0       the same, as it is stored: fetched after a resume on a host that had
+                                lost it, for others to keep it again
     snapshots/<folder>/         the same by the names of what they hold, and
         manifest.json           the snapshot's manifest: with it, hosts that have lost the run's
                                 place of sight still know what they have
@@ -94,6 +96,20 @@ def arena_path(place: MemoryPlace, name: str, number: int) -> Path:
 def sealed_slot(rank: int) -> str:
     """Name of the slot of a rank's own file, encrypted."""
     return f"sealed{rank:05d}"
+
+
+def fetched_slot(rank: int) -> str:
+    """Name of the slot of a rank's own file that was brought back for others to keep."""
+    return f"fetched{rank:05d}"
+
+
+def remove_slot(place: MemoryPlace, name: str) -> None:
+    """Give back both arenas of a slot that nobody uses, and the names of what they hold."""
+    for number in range(2):
+        path = arena_path(place, name, number)
+        if path.exists():
+            with contextlib.suppress(OSError):
+                place.open_arena(path).remove()
 
 
 def write_manifest(place: MemoryPlace, folder: str, data: bytes) -> None:

@@ -9,10 +9,11 @@ from trainckpt.errors import SaveFailed
 from trainckpt.format.names import shard_file_name
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import NO_PARTNER
+from trainckpt.lifecycle.saving.kept_again import KeptAgain, StoredSnapshot
 from trainckpt.lifecycle.saving.protection import Unprotected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.saving.protection import Protection
     from trainckpt.state.stage import Shard, Stream
     from trainckpt.tiers.arena import Arena
+    from trainckpt.tiers.base import Tier
+
+AGAIN_S = 2.0  # whoever leaves waits so long for what is kept again
 
 
 class Protecting:
@@ -30,16 +34,48 @@ class Protecting:
         protection: None: nothing was asked for.
         seconds: How long it took others to keep the last save; None: they have kept none.
         on_this_host: Makes one by which others keep nothing.
+        again: Has others keep what the attempt began from; None: nothing to do, or done with.
     """
 
     protection: Protection | None = None
     seconds: float | None = None
     on_this_host: Callable[[], Protection] | None = None
+    again: KeptAgain | None = None
 
     def __init__(self, arenas: Arenas, rank: int) -> None:
         self._arenas, self._rank = arenas, rank
         self._failures = 0
         self._has_looked = False
+        self._before: tuple[Protection | None] | None = None  # what a last save has replaced
+
+    def begin_from(self, tiers: Sequence[Tier], manifest: Manifest) -> None:
+        """Have others keep, beside training, what they do not hold any more of this snapshot.
+
+        All ranks alike, once. Of as many ranks as there are now: else nobody's file is whose.
+
+        Args:
+            tiers: That hold it, nearest first.
+            manifest: Of what the attempt began from.
+        """
+        protection = self.protection
+        if protection is None or not protection.plan.num_losses:
+            return
+        if manifest.world != protection.num_ranks:
+            return
+        snapshot = StoredSnapshot(
+            tiers, manifest.run, manifest.name, self._rank,
+            lambda num_bytes: self._arenas.leave_room(num_bytes, 0),
+        )  # fmt: skip
+        protection.newest = manifest.name.folder
+        self.again = KeptAgain(protection, snapshot, says=self._rank == 0)
+        self.again.start()
+
+    def _end_again(self, limit_s: float | None = None) -> bool:
+        """Something newer is to be kept. Whether nothing else uses the network any more."""
+        if self.again is not None and not self.again.end(limit_s):
+            return False
+        self.again = None
+        return True
 
     def give_way(self) -> None:
         """A last save comes. All ranks alike."""
@@ -47,8 +83,18 @@ class Protecting:
             self.protection.give_way()
 
     def take_way(self) -> None:
-        """It was not the last one after all. All ranks alike, at a boundary."""
+        """It was not the last one after all: others keep again what they did before. All ranks
+        alike, at a boundary, no save in flight.
+        """
         self._has_looked = False
+        if self._before is not None:
+            (before,), here = self._before, self.protection
+            self._before = None
+            if here is not None:
+                here.close(keep=True)  # first: closing gives up locks
+                if before is not None:
+                    before.newest = here.newest
+            self.protection = before
         if self.protection is not None:
             self.protection.take_way()
 
@@ -89,8 +135,10 @@ class Protecting:
         old = self.protection
         if old is not None and not (old.plan.num_losses or old.is_cut_off):
             return
-        if old is not None:  # before the new one opens anything: closing gives up locks
+        ended = self._end_again(AGAIN_S)
+        if old is not None and ended:  # before the new one opens anything: closing gives up locks
             old.close(keep=True)
+        self._before = (old,)
         self.protection = on_this_host()
         self.protection.newest = old.newest if old is not None else None
 
@@ -102,6 +150,7 @@ class Protecting:
         pending: PendingSave,
     ) -> None:
         """Have other hosts keep what was committed."""
+        self._end_again()
         why = NO_PARTNER
         if self.protection is not None and self.protection.plan.num_losses:
             why = self._try(self.protection, name, whole, shard)
@@ -116,6 +165,8 @@ class Protecting:
     ) -> None:
         """Keep in memory what is written nowhere else."""
         assert self.protection is not None
+        if self.protection.plan.num_losses:
+            self._end_again()
         before = self._arenas.newest
         self._arenas.publish(name, shard_file_name(self._rank))
         safe = shard if self._arenas.are_two or self.protection.has_sealed else None
@@ -132,6 +183,8 @@ class Protecting:
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is held for others."""
+        if not self._end_again(AGAIN_S):
+            return  # it hangs on a rank that is gone, and ends with this process
         if self.protection is not None:
             self.protection.close(keep=keep)
 

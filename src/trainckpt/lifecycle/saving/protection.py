@@ -14,34 +14,53 @@ made of: nobody needs a key to keep, compare or compute it, and what others hold
 
 A rank that dies or hangs ends 2 on whoever waits for it, within `STEP_S`; all say so in 3, and the
 next save begins with new groups. A last save ends it too (`give_way`). Nothing here fails a save.
+After a resume the same is done with the snapshot that the attempt began from (`kept_again`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import parity_file
 from trainckpt.format.digest import digest
-from trainckpt.format.names import sealed_file_name, shard_file_name
+from trainckpt.format.names import sealed_file_name
 from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
+from trainckpt.lifecycle.saving import holding
+from trainckpt.lifecycle.saving.holding import copy_slot, parity_slot, sets_of
+from trainckpt.lifecycle.saving.holding import sizes as sizes_of
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.snapshot.protect import copy_files, make_parities
 from trainckpt.tiers import kept
 from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.channel import Channel
-    from trainckpt.snapshot.redundancy import CodedSet, Plan
+    from trainckpt.snapshot.redundancy import Plan
     from trainckpt.tiers.arena import Arena
+
+    class Snapshot(Protocol):
+        """One that is committed, of as many ranks."""
+
+        name: SnapshotName
+
+        def manifest(self) -> Manifest:
+            """As it is stored; rank 0."""
+
+        def lacks(self, manifest: Manifest, names: set[str]) -> bool:
+            """Whether this host's memory has not all of these files of it, and good."""
+
+        def file(self, manifest: Manifest) -> contextlib.AbstractContextManager[memoryview]:
+            """This rank's file as it is stored, in this host's memory under its name; verified."""
+
 
 STEP_S = 30.0  # for one round of a few megabytes
 BARRIER_S = 60.0  # beyond what the longest file takes at the slowest
@@ -57,7 +76,7 @@ class Protection:
 
     Attributes:
         plan: Who keeps what.
-        newest: Folder of the newest snapshot that all ranks have protected.
+        newest: Folder of the newest snapshot that all ranks have protected, or began from.
     """
 
     def __init__(self, plan: Plan, channel: Channel, run: str, local: Sequence[int]) -> None:
@@ -72,7 +91,7 @@ class Protection:
             None  # holds this rank's file, encrypted, of the save in flight
         )
         self._groups: dict[str, Exchange] = {}
-        self._in_way = threading.Event()
+        self._in_way, self._newer = threading.Event(), threading.Event()
         self._lost = ""
         self._forgotten = 1  # up to this save
 
@@ -83,6 +102,21 @@ class Protection:
     def take_way(self) -> None:
         """What is kept now is the most urgent."""
         self._in_way.clear()
+
+    def supersede(self, *, over: bool) -> None:
+        """What `protect_again` does is not worth it any more: all ranks come to a newer snapshot.
+
+        `over`: it has ended.
+        """
+        if over:
+            self._newer.clear()
+        else:
+            self._newer.set()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the attempt."""
+        return self._channel.world.size
 
     @property
     def gives_way(self) -> bool:
@@ -128,26 +162,52 @@ class Protection:
         Raises:
             Unprotected: on all ranks alike.
         """
-        if self._lost:
-            raise Unprotected(self._lost)
-        key, why = f"keep/{name.sequence}", ""
-        try:
-            manifest = self._share(name, whole)
+        key = f"keep/{name.sequence}"
+        with self._all_or_nobody():
+            # Two keys in turn: nobody still reads the one before.
+            manifest = self._share(key, f"keep/manifest/{name.sequence % 2}", whole)
             if manifest.encryption is not None and mine is not None:
                 mine = self._sealed.memory if self._sealed is not None else None
-            longest = max(file.num_bytes for file in manifest.files)
-            limit_s = BARRIER_S + longest / SLOWEST_BYTES_PER_S
-            memories: dict[str, Arena] = {}
-            why = self._reserve(manifest, mine, memories)
-            self._agree(f"{key}/ready", why, limit_s)
-            try:
-                assert mine is not None
-                self._exchange(name, manifest, mine, memories)
-                self._name(manifest, memories)
-            except (TrainckptError, OSError) as error:
-                why = f"rank {self._rank}: {getattr(error, 'message', error)}"
-            self._agree(f"{key}/done", why, limit_s)
+            self._keep(key, manifest, mine, self._sealed)
             self._forget(name.sequence)
+        self._release(name.folder)
+        self._drop_fetched()
+
+    def protect_again(self, held: Snapshot) -> int:
+        """Every rank, once, before the first `protect` or beside what comes before it: the snapshot
+        that the attempt began from.
+
+        Returns:
+            How many ranks had lost what they are to hold of it; with none, nothing was done.
+
+        Raises:
+            Unprotected: on all ranks alike.
+        """
+        key, at, why, whole = "keep/again", "keep/manifest/again", "", None
+        self.newest = held.name.folder
+        with self._all_or_nobody():
+            if self._rank == 0:
+                try:
+                    whole = held.manifest()
+                except (TrainckptError, OSError) as error:
+                    why = str(getattr(error, "message", error))
+            manifest = self._share(key, at, whole, why)
+            lacks = held.lacks(manifest, holding.names(self.plan, self._rank, manifest))
+            lacking = int(self._channel.fold(f"{key}/lacking", int(lacks), sum, RANKS_TIMEOUT_S))
+            if lacking:
+                self._keep_stored(key, manifest, held)
+                self._release(manifest.name.folder)
+            if self._rank == 0:
+                self._channel.forget([at])  # all have read it
+        return lacking
+
+    @contextlib.contextmanager
+    def _all_or_nobody(self) -> Iterator[None]:
+        """What goes wrong on any rank is `Unprotected` on all."""
+        if self._lost:
+            raise Unprotected(self._lost)
+        try:
+            yield
         except NoAgreement as error:
             self._lost = error.message
             raise Unprotected(error.message) from error
@@ -156,24 +216,56 @@ class Protection:
             if self._leads and self._place is not None and self.newest is not None:
                 kept.release_manifests(self._place, [self.newest])  # but what others made stands
             raise
-        self._release(name.folder)
+
+    def _keep_stored(self, key: str, manifest: Manifest, held: Snapshot) -> None:
+        """Steps 1 to 3 with this rank's file as it was stored, which may be gone or bad."""
+        mine, why = None, ""
+        with contextlib.ExitStack() as stack:
+            try:
+                mine = stack.enter_context(held.file(manifest))
+            except (TrainckptError, OSError) as error:
+                why = f"rank {self._rank}: {getattr(error, 'message', error)}"
+            self._keep(key, manifest, mine, None, why)
+
+    def _keep(
+        self,
+        key: str,
+        manifest: Manifest,
+        mine: memoryview | None,
+        sealed: Arena | None,
+        why: str = "",
+    ) -> None:
+        """Steps 1 to 3, on all ranks or none."""
+        longest = max(file.num_bytes for file in manifest.files)
+        limit_s = BARRIER_S + longest / SLOWEST_BYTES_PER_S
+        memories: dict[str, Arena] = {}
+        why = why or self._reserve(manifest, mine, memories)
+        self._agree(f"{key}/ready", why, limit_s)
+        try:
+            assert mine is not None
+            self._exchange(key, manifest, mine, memories)
+            self._name(manifest, memories, sealed)
+        except (TrainckptError, OSError) as error:
+            why = f"rank {self._rank}: {getattr(error, 'message', error)}"
+            self._leave_groups()  # whoever waits for this rank hears of it at once
+        self._agree(f"{key}/done", why, limit_s)
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is held for others."""
         self._leave_groups()
         for slot in self._slots.values():
             slot.close(keep=keep)
+        if not keep:
+            self._drop_fetched()
         if not keep and self._leads and self._place is not None:
             kept.release_manifests(self._place, ())
 
-    def _share(self, name: SnapshotName, whole: Manifest | None) -> Manifest:
-        """Rank 0's manifest, on all ranks. Two keys in turn: nobody still reads the one before."""
-        key = f"keep/manifest/{name.sequence % 2}"
-        if self._rank == 0:
-            assert whole is not None
-            self._channel.put(key, manifests.dump(whole).decode())
-        self._agree(f"keep/{name.sequence}/manifest", "", RANKS_TIMEOUT_S)
-        return manifests.load(self._channel.peek(key).encode(), f"the manifest of {name}")
+    def _share(self, key: str, at: str, whole: Manifest | None, why: str = "") -> Manifest:
+        """Rank 0's manifest, on all ranks; or why it has none."""
+        if self._rank == 0 and whole is not None:
+            self._channel.put(at, manifests.dump(whole).decode())
+        self._agree(f"{key}/manifest", why, RANKS_TIMEOUT_S)
+        return manifests.load(self._channel.peek(at).encode(), "the manifest of what is kept")
 
     def _agree(self, key: str, why: str, limit_s: float) -> None:
         """Raises `Unprotected` on all ranks if any says why."""
@@ -197,7 +289,7 @@ class Protection:
         if mine is None or self._place is None:
             return f"rank {self._rank} has not the shared memory for it"
         try:
-            for name, num_bytes in self._kept(manifest).items():
+            for name, num_bytes in holding.slots(self.plan, self._rank, manifest).items():
                 slot = self._slots.setdefault(name, kept.Slot(self._place, name))
                 into[name] = slot.free(self.newest)
                 into[name].reserve(num_bytes)
@@ -205,67 +297,57 @@ class Protection:
             return f"rank {self._rank} has no memory for what it is to keep ({error})"
         return ""
 
-    def _kept(self, manifest: Manifest) -> dict[str, int]:
-        """What this rank keeps: the slot's name -> bytes."""
-        found = {
-            _copy(owner): manifest.files[owner].num_bytes for owner in self.plan.kept_by(self._rank)
-        }
-        for number, coded in self._sets():
-            chunk_bytes = coded.chunk_bytes(max(_sizes(coded, manifest)))
-            found[_parity(number)] = HEAD_BYTES + coded.num_parity * chunk_bytes
-        return found
-
-    def _sets(self) -> list[tuple[int, CodedSet]]:
-        return [(n, s) for n, s in enumerate(self.plan.sets) if self._rank in s.members]
-
     def _exchange(
-        self, name: SnapshotName, manifest: Manifest, mine: memoryview, into: dict[str, Arena]
+        self, key: str, manifest: Manifest, mine: memoryview, into: dict[str, Arena]
     ) -> None:
         """Step 2; what lies in memory afterwards is whole and verified."""
-        self._join(name)
+        self._join(key)
         owners = self.plan.kept_by(self._rank)
-        copies = [(self._groups[_copy(o)], into[_copy(o)].memory) for o in owners]
-        copy_files(mine, self._groups.get(_copy(self._rank)), copies, self._may_go_on)
+        copies = [(self._groups[copy_slot(o)], into[copy_slot(o)].memory) for o in owners]
+        copy_files(mine, self._groups.get(copy_slot(self._rank)), copies, self._may_go_on)
         for owner in owners:
             file = manifest.files[owner]
-            if digest(into[_copy(owner)].memory) != file.digest:
+            if digest(into[copy_slot(owner)].memory) != file.digest:
                 raise UnusableSnapshot(f"the copy of {file.name} is not what was sent")
-        for number, coded in self._sets():
-            memory, place = into[_parity(number)].memory, coded.members.index(self._rank)
-            sizes, own = _sizes(coded, manifest), mine if place < coded.num_own else mine[:0]
+        for number, coded in sets_of(self.plan, self._rank):
+            memory, place = into[parity_slot(number)].memory, coded.members.index(self._rank)
+            sizes, own = sizes_of(coded, manifest), mine if place < coded.num_own else mine[:0]
             make_parities(coded, place, sizes, own, memory[HEAD_BYTES:],
-                          self._groups[_parity(number)], self._may_go_on)  # fmt: skip
+                          self._groups[parity_slot(number)], self._may_go_on)  # fmt: skip
             head = ParityHead(
-                str(name), number, coded.members, coded.num_own, coded.num_parity, place,
+                str(manifest.name), number, coded.members, coded.num_own, coded.num_parity, place,
                 coded.chunk_bytes(max(sizes)), digest(memory[HEAD_BYTES:]),
             )  # fmt: skip
             memory[:HEAD_BYTES] = parity_file.dump(head)
 
-    def _join(self, name: SnapshotName) -> None:
+    def _join(self, key: str) -> None:
         """Find the members of this rank's groups, in one order on all ranks."""
         if self._groups:
             return
         partners = dict(enumerate(self.plan.partners))
         wanted: dict[str, tuple[int, ...]] = {
-            _copy(o): (o, p) for o, p in partners.items() if self._rank in (o, p)
+            copy_slot(o): (o, p) for o, p in partners.items() if self._rank in (o, p)
         }
-        wanted.update({_parity(number): coded.members for number, coded in self._sets()})
-        for key, members in wanted.items():
+        wanted.update(
+            {parity_slot(number): coded.members for number, coded in sets_of(self.plan, self._rank)}
+        )
+        for called, members in wanted.items():
             self._may_go_on()
-            group = f"keep/groups/{name.sequence}/{key}"
-            self._groups[key] = Exchange(self._channel, group, members, STEP_S)
+            self._groups[called] = Exchange(
+                self._channel, f"{key}/groups/{called}", members, STEP_S
+            )
 
-    def _name(self, manifest: Manifest, memories: dict[str, Arena]) -> None:
+    def _name(self, manifest: Manifest, memories: dict[str, Arena], sealed: Arena | None) -> None:
         """Step 3: let it be found."""
         folder, is_sealed = manifest.name.folder, manifest.encryption is not None
-        if is_sealed and self._sealed is not None:
-            self._sealed.publish(folder, sealed_file_name(self._rank))
-        called = sealed_file_name if is_sealed else shard_file_name
+        if is_sealed and sealed is not None:
+            sealed.publish(folder, sealed_file_name(self._rank))
+        called = holding.file_name(manifest)
         for owner in self.plan.kept_by(self._rank):
-            memories[_copy(owner)].publish(folder, called(owner))
-        for number, coded in self._sets():
+            memories[copy_slot(owner)].publish(folder, called(owner))
+        for number, coded in sets_of(self.plan, self._rank):
             place = coded.members.index(self._rank)
-            memories[_parity(number)].publish(folder, parity_file.file_name(number, place))
+            memories[parity_slot(number)].publish(folder, parity_file.file_name(number, place))
         if self._leads and self._place is not None:
             kept.write_manifest(self._place, folder, manifests.dump(manifest))
 
@@ -276,9 +358,16 @@ class Protection:
         if self._leads and self._place is not None:
             kept.release_manifests(self._place, [newest])
 
+    def _drop_fetched(self) -> None:
+        """What was fetched for `protect_again` has served, in this attempt or one before."""
+        if self._place is not None:
+            kept.remove_slot(self._place, kept.fetched_slot(self._rank))
+
     def _may_go_on(self) -> None:
         if self._in_way.is_set():
             raise NoAgreement("a last save needs the network")
+        if self._newer.is_set():
+            raise NoAgreement("a newer snapshot is to be kept")
 
     def _leave_groups(self) -> None:
         for group in self._groups.values():
@@ -288,19 +377,3 @@ class Protection:
 
 def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"why": "; ".join(answer["why"] for answer in answers if answer["why"])[:1000]}
-
-
-def _sizes(coded: CodedSet, manifest: Manifest) -> list[int]:
-    """Bytes of each member's file; 0 of those who only help."""
-    return [
-        manifest.files[rank].num_bytes if place < coded.num_own else 0
-        for place, rank in enumerate(coded.members)
-    ]
-
-
-def _copy(owner: int) -> str:
-    return f"copy{owner:05d}"
-
-
-def _parity(number: int) -> str:
-    return f"parity{number:05d}"
