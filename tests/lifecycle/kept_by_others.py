@@ -172,3 +172,29 @@ def damage(rank, place, memory, what, of):
             (byte,) = file.read(1)
             file.seek(-5, os.SEEK_END)
             file.write(bytes([byte ^ 16]))
+
+
+def count_keys(rank, folder, looks):
+    """Keys in the ranks' store after so many saves, each asked for, kept by others and copied."""
+    torch.set_num_threads(1)
+    be_a_host(rank, folder)
+    model, found = nn.Linear(4, 4), []
+    wrapped, options = DistributedDataParallel(model), {"every": "never", "keep_last": 2}
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with Checkpointer(
+        f"{folder}/run", model=wrapped, optimizer=optimizer, redundancy="partner",
+        tiers=[f"{folder}/slow"], durable=f"{folder}/slow", **options,
+    ) as ckpt:  # fmt: skip
+        for number in range(1, max(looks) + 1):
+            pending = ckpt.save()
+            while pending.snapshot is None:
+                ckpt.boundary()
+                wrapped(torch.randn(4, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            pending.wait("partner", 30)
+            pending.wait("durable", 30)
+            if number in looks:
+                torch.distributed.barrier()
+                found.append(ckpt._crew.channel.store.num_keys())
+    return found

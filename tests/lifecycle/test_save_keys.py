@@ -7,10 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
+from tests.lifecycle import kept_by_others
+from tests.ranks.processes import preload, run_ranks
 from trainckpt.lifecycle.saving import save_keys
 from trainckpt.ranks import OverStore, World
 
+preload("tests.lifecycle.kept_by_others")
 RANKS, LIMIT_S = 3, 60.0
+UNDER_WAY = 8  # keys that are about to be deleted when one looks
 
 
 @pytest.fixture
@@ -56,3 +60,8 @@ def test_the_keys_of_many_saves_do_not_add_up(store):
     assert not any(store.check([f"test/{key}"]) for key in own)
     assert store.check([f"test/{save_keys.verdict(30)}"])  # some rank may be about to read it
     assert not store.check([f"test/{save_keys.verdict(29)}"])
+
+
+def test_a_run_that_saves_keeps_and_copies_all_the_time_leaves_no_keys_behind(tmp_path):
+    for at_10, at_50 in run_ranks(kept_by_others.count_keys, 2, str(tmp_path), (10, 50)):
+        assert abs(at_50 - at_10) <= UNDER_WAY

@@ -88,7 +88,7 @@ def test_a_failed_round_is_one_even_if_no_answer_was_found():
 @pytest.mark.parametrize("wish", [STOP, WINDOW, SAVE, None])
 def test_publications_and_decisions_survive_the_journey_as_json(wish):
     """What is written is what is read."""
-    publication = Publication(3, 1, 12, can_save=False, wish=wish)
+    publication = Publication(3, 1, 12, can_save=False, wish=wish, settled=2)
     assert Publication.from_json(json.loads(json.dumps(publication.as_json()))) == publication
     decision = decide([publication])
     assert Decision.from_json(json.loads(json.dumps(decision.as_json()))) == decision

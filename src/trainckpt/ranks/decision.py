@@ -66,6 +66,7 @@ class Publication:
         passed: Boundaries the rank had passed when it opened the round; it passes no other
             before it knows the decision.
         can_save: Whether it could take a save now.
+        settled: It has read the decisions of all rounds up to this one.
     """
 
     round: int
@@ -73,6 +74,7 @@ class Publication:
     passed: int
     can_save: bool = True
     wish: Wish | None = None
+    settled: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """As it travels."""
@@ -88,6 +90,7 @@ class Publication:
             passed=_integer(value, "passed"),
             can_save=_member(value, "can_save") is True,
             wish=None if wish is None else Wish.from_json(wish),
+            settled=_integer(value, "settled"),
         )
 
 
@@ -100,6 +103,7 @@ class Decision:
         failed: A save that all skip, or a stop that ends every rank with 71.
         why: Why it failed.
         number, tag: Of the save that was chosen.
+        settled: Every rank has read the decisions of all rounds up to this one.
     """
 
     round: int
@@ -112,6 +116,7 @@ class Decision:
     number: int | None = None
     failed: bool = False
     why: str = ""
+    settled: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """As it travels."""
@@ -126,6 +131,7 @@ class Decision:
             bound=_integer(value, "bound"),
             failed=_member(value, "failed") is True,
             why=_text(value, "why"),
+            settled=_integer(value, "settled"),
             **asdict(wish),
         )
 
@@ -150,6 +156,7 @@ def decide(publications: Sequence[Publication]) -> Decision:
     decision = Decision(
         round=ordered[0].round,
         bound=max(publication.passed for publication in ordered),
+        settled=min(publication.settled for publication in ordered),
         **asdict(chosen),
     )
     if chosen.action == "save" and why:
@@ -163,7 +170,7 @@ def decide_without(publications: Sequence[Publication], world_size: int, round_:
     why = f"no answer from rank {', '.join(map(str, missing))} in time"
     if not publications:
         return Decision(round_, "save", bound=0, failed=True, why=why)
-    return replace(decide(publications), failed=True, why=why)
+    return replace(decide(publications), failed=True, why=why, settled=0)
 
 
 def strictest(one: Mode, other: Mode) -> Mode:

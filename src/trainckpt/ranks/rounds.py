@@ -10,6 +10,11 @@
     final/<rank>        the count of a rank that left; its answer to all rounds still to come
     left                counter of those
 
+The store keeps a key until it is deleted, and a run saves for weeks. So each publication says up
+to which round its rank has read all decisions, and each decision the least of these: up to there
+nobody reads anything any more. A rank's listener deletes what is the rank's own, rank 0's the rest:
+only whoever waits for a bell knows that it waits for a later one.
+
 No collective here, and nothing blocks but `listen`.
 Threads: the watcher's, and whoever leaves. Floor 1. Uses: ranks.decision, ranks.channel.
 Used by: ranks.watcher.
@@ -17,9 +22,12 @@ Used by: ranks.watcher.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainckpt.errors import NoAgreement
 from trainckpt.ranks.decision import Decision, Publication, decide, decide_without
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ class Rounds:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._rank, self._size = channel.world.rank, channel.world.size
+        self._forgotten = 0  # rounds up to this one
 
     def publish(self, publication: Publication) -> Decision | None:
         """Bring this rank's answer. Returns the decision if it was the last one missing."""
@@ -75,6 +84,16 @@ class Rounds:
         value = self._channel.peek(f"bell/{self._rank}/{k}")
         return value if isinstance(value, dict) else None
 
+    def forget(self, settled: int) -> None:
+        """Every rank has read the decisions of all rounds up to this one. The listener's thread."""
+        rounds = range(self._forgotten + 1, settled + 1)
+        keys = [key for k in rounds for key in (f"{k}/of/{self._rank}", f"bell/{self._rank}/{k}")]
+        if self._rank == 0:
+            keys += [key for k in rounds for key in (f"{k}/answers", f"{k}/decision")]
+        self._forgotten = max(self._forgotten, settled)
+        with contextlib.suppress(NoAgreement):  # without the store there is nothing to forget
+            self._channel.forget(keys)
+
     def wake_listener(self, k: int) -> None:
         """Ring this rank's own bell, so that its listener looks up."""
         self._channel.put(f"bell/{self._rank}/{k}", {"by": self._rank, "seconds_left": None})
@@ -87,21 +106,11 @@ class Rounds:
         answers = self._channel.peek_all([f"{k}/of/{rank}" for rank in range(self._size)])
         found = []
         for rank, answer in enumerate(answers):
+            # A final count was published for no round in particular.
             value = answer if answer is not None else self._channel.peek(f"final/{rank}")
             if value is not None:
-                found.append(_for_round(k, Publication.from_json(value)))
+                found.append(replace(Publication.from_json(value), round=k))
         return found
-
-
-def _for_round(k: int, publication: Publication) -> Publication:
-    """A final count was published for no round in particular."""
-    return Publication(
-        round=k,
-        rank=publication.rank,
-        passed=publication.passed,
-        can_save=publication.can_save,
-        wish=publication.wish,
-    )
 
 
 class Undecided(NamedTuple):

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from trainckpt.ranks.decision import Mode
     from trainckpt.ranks.sources import Asked, Source
 
-LOOK_INTERVAL_S = 1.0
-STOP_WITHIN_S = 2.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
-RETRY_DECIDING_S = 0.5
+LOOK_INTERVAL_S, STOP_WITHIN_S = 1.0, 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S, RETRY_DECIDING_S = 0.001, 0.05, 0.5
 
 
 def end_with_71(_: str) -> None:
@@ -104,7 +102,7 @@ class Watcher:
         self._lock = threading.RLock()  # rounds and wishes; held for no store call
         self._sending = threading.RLock()  # keeps publications in the order of their rounds
         self._wishes = Wishes()
-        self._answered = 0
+        self._answered = self._settled = 0  # up to these rounds: here; and by all ranks
         self._undecided: dict[int, Undecided] = {}
         self._outbox: deque[Publication] = deque()
         self._listening_for = 1
@@ -233,7 +231,8 @@ class Watcher:
         k = self._answered
         passed = self._agreement.open_round(k)
         can_save = not self._agreement.finished and self._can_save()
-        publication = Publication(k, self._world.rank, passed, can_save, wish)
+        settled = min(self._undecided, default=k) - 1
+        publication = Publication(k, self._world.rank, passed, can_save, wish, settled)
         self._wishes.asked(k, wish)
         within_s = decide_within(self._timeout_s, seconds_left)
         now_s = time.monotonic()
@@ -251,6 +250,7 @@ class Watcher:
             if entry is None:
                 return
             self._wishes.settle(decision)
+            self._settled = max(self._settled, decision.settled)
         if decision.action == "stop" and not self._agreement.finished:
             if decision.failed:
                 self._fail_stop(decision.why)  # before main is told: it does not return
@@ -312,10 +312,11 @@ class Watcher:
     def _listen_once(self) -> None:
         with self._lock:
             self._listening_for = self._answered + 1
-            idle = not self._undecided
+            idle, settled = not self._undecided, self._settled
         if self._stopping.is_set():
             return
         if idle:
+            self._ears.forget(settled)  # all of them before the one that is listened for
             self._ears.listen(self._listening_for, 7 * DAY_S)
             self._hear()
         else:

@@ -22,6 +22,7 @@ from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.lifecycle.deciding.tier_interval import LastCopy
 from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
 from trainckpt.lifecycle.flushing.flush_queue import Queue
+from trainckpt.lifecycle.flushing.orders import Orders
 from trainckpt.lifecycle.places.slower import COMMITS, TROUBLE
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import DURABLE
@@ -81,9 +82,8 @@ class Flusher:
         world = work.channel.world
         self._rank, self._size = world.rank, world.size
         self._left = work.channel.scoped(f"flush/{number}")
-        self._background = self._left.connection()
+        self._orders = Orders(self._left.connection())
         self._changed = threading.Condition()
-        self._order = 0
         self._retry_s, self._retry_after_s, self._block_s = 0.0, FIRST_RETRY_S, 0.0
         self._draining = self._stopping = self._is_there = False
         self._dumps_tidied = 0  # the attempt for which that was done
@@ -176,7 +176,7 @@ class Flusher:
             self._note_trouble()
         if not self._stopping:
             self._attempt(lambda: flush.mirror_records(self._work.place, self.tier, self._sent))
-        self._attempt(lambda: self._background.put(f"{self._order + 1}/order", {"over": True}))
+        self._attempt(self._orders.end)
 
     def _attempt(self, call: Callable[[], object]) -> None:
         """What fails here is found again when the next snapshot is flushed."""
@@ -233,12 +233,9 @@ class Flusher:
             manifest = manifests.load(data, key)
             there = flush.committed_keys(self.tier, manifest.run) if manifest.reached else ()
             order = {"snapshot": str(name), "there": flush.all_reached(manifest, there)}
-            self._order, ordered = self._order + 1, True
-            self._background.put(f"{self._order}/order", order)
-            reports = [self._part(order)] + [
-                self._background.get(f"{self._order}/report/{rank}", DAY_S)
-                for rank in range(1, self._size)
-            ]
+            ordered = True
+            self._orders.give(order)
+            reports = [self._part(order), *self._orders.reports()]
             bad = [report for report in reports if "error" in report]
             verdict: dict[str, Any] = {"bytes": manifest.num_bytes}
             if bad:
@@ -249,7 +246,7 @@ class Flusher:
         except Exception as error:  # noqa: BLE001 - the other ranks wait, and training goes on
             verdict = _failure(error, 0)
         if ordered:
-            self._attempt(lambda: self._background.put(f"{self._order}/verdict", verdict))
+            self._attempt(lambda: self._orders.tell(verdict))
         return verdict
 
     def _be_there(self) -> None:
@@ -297,19 +294,13 @@ class Flusher:
     def _follow(self) -> None:
         # background thread: no collectives here, only the store
         try:
-            while "over" not in (order := self._heard("order", self._order + 1)):
-                self._order += 1
-                report = self._part(order)
-                self._background.put(f"{self._order}/report/{self._rank}", report)
+            while (order := self._orders.wait()) is not None:
+                verdict = self._orders.report(self._part(order))
                 name = SnapshotName.parse(order["snapshot"])
                 assert name is not None
-                self._told(name, self._heard("verdict", self._order), 0.0)
+                self._told(name, verdict, 0.0)
         except TrainckptError:
             return  # the store is gone, and with it the run
-
-    def _heard(self, what: str, number: int) -> dict[str, Any]:
-        found: dict[str, Any] = self._background.get(f"{number}/{what}", DAY_S)
-        return found
 
     # ---- both
 

@@ -89,7 +89,7 @@ class Moments:
         self._copies = ShareCopies()
         self._shares: tuple[Alike | None, list[Region]] = None, []
         self._never: set[str] = set()
-        self._number = 0
+        self._number = self._compared = 0
         self._frozen = self._drops = False
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -177,6 +177,17 @@ class Moments:
             self._shares = alike, list(shares.values())
         return self._shares[1]
 
+    def _forget(self) -> None:
+        """All ranks have brought what they compare now, so they have read what was compared before.
+
+        The store keeps a key until it is deleted.
+        """
+        before = f"moments/{self._compared}"
+        keys = [f"{before}/{self._rank}"]
+        if self._rank == 0:
+            keys += self._channel.fold_keys(before)
+        self._channel.forget(keys if self._compared else [])
+
     def _find_alike(self, captured: Captured, stepped: set[str]) -> Alike:
         """Compared by all ranks, whenever there are other tensors, and once in a while."""
         groups = {f"{model.name} parameters" for model in self._registry.models}
@@ -191,6 +202,8 @@ class Moments:
             )
             key = f"moments/{self._number}"
             equal = self._channel.fold(key, mine, equal_groups, RANKS_TIMEOUT_S)
+            self._forget()
+            self._compared = self._number
             layouts = replicas.split_layouts(captured, set(equal), self._world)
             regions = tuple(r for r in stage.held(captured, layouts) if r.tensor in layouts)
             entries = {
