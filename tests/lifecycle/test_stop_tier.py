@@ -82,9 +82,12 @@ def test_what_goes_with_a_stop_follows_from_its_reason_and_from_where_it_runs(
     assert takes_machine(reason, environment) == expected
 
 
-def told(save_s=1.0, memory_s=None, partner_s=None, place_goes=False, slower=(), goes=""):
+def told(
+    save_s=1.0, memory_s=None, partner_s=None, place_goes=False, slower=(), goes="", leaving=""
+):
     return {"save_s": save_s, "memory_s": memory_s, "partner_s": partner_s, "machine_goes": goes,
-            "place_goes": place_goes, "slower": slower}  # fmt: skip
+            "place_goes": place_goes, "slower": slower, "leaving": leaving,
+            "num_losses": 1}  # fmt: skip
 
 
 def test_the_slowest_rank_counts_and_a_tier_that_one_rank_lacks_is_none():
@@ -113,6 +116,15 @@ def test_memory_of_other_hosts_is_lost_where_the_whole_job_goes(reason, environm
     goes = takes_machine(reason, environment)
     ways = ways_of([told(memory_s=0.1, partner_s=0.5, goes=goes)])
     assert [way.outlives_machine for way in ways if way.tier == "partner"] == [stays]
+
+
+def test_memory_of_other_hosts_is_lost_where_more_of_them_were_told_to_go_than_may_be_lost():
+    def outlives(*leaving):
+        ranks = [told(memory_s=0.1, partner_s=0.5, goes=GONE, leaving=host) for host in leaving]
+        return [way.outlives_machine for way in ways_of(ranks) if way.tier == "partner"]
+
+    assert outlives("one", "one", "", "") == [True]
+    assert outlives("one", "", "", "two") == [False]
 
 
 @pytest.fixture
@@ -191,6 +203,34 @@ def test_a_last_save_that_is_cut_off_leaves_what_was_in_memory_before_it(
         attempt(tmp_path / "run", inside=inside, **how)
     _, ckpt = attempt(tmp_path / "run", **how)
     assert ckpt._attempt.beginning.manifest.cursor.step == 1
+
+
+def test_after_a_stop_that_was_undone_the_same_hosts_keep_what_is_saved_next(tmp_path):
+    seen = []
+
+    def inside(ckpt, _):
+        saver = ckpt._attempt.saver
+        protecting = saver.protecting
+        if ckpt.cursor.micro_batches == 4:
+            saver.wait()
+            before = protecting.protection
+            before.plan = replace(before.plan, num_losses=1)
+            protecting.give_way()
+            protecting.prepare_last(others=False)
+            seen.append(protecting.protection is before)
+            protecting.take_way()
+            seen.append(protecting.protection is before)
+        if ckpt.cursor.micro_batches == 8:
+            saver.wait()
+            newest = protecting.protection.newest
+            seen.append((saver.in_flight.unprotected, newest.endswith(saver.in_flight.snapshot)))
+            raise Crash
+
+    with pytest.raises(Crash):
+        attempt(tmp_path / "run", inside=inside, every="never", memory_every="1 step", epochs=3)
+    assert seen == [False, True, ("", True)]
+    _, ckpt = attempt(tmp_path / "run", every="never", memory_every="1 step", epochs=3)
+    assert ckpt._attempt.beginning.manifest.cursor.step == 4
 
 
 def test_an_encrypted_last_save_takes_no_memory_that_is_not_left(tmp_path, sealed, monkeypatch):

@@ -367,6 +367,7 @@ def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
         crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,
         crew.loaders, lambda: crew.position.cursor,
     )  # fmt: skip
+    last_save.goes_here = lambda: crew.watch.machine_goes
     crew.watch.on_failed = departure.cut_short
     return departure
 

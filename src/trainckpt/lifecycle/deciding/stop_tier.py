@@ -2,7 +2,8 @@
 
     the processes go    shared memory outlives them, and so does the run's place
     the machine goes    its memory goes with it, and so does a place that lies on it alone. Left are
-                        a shared place, memory of other hosts (`redundancy`), and slower tiers
+                        a shared place, memory of other hosts (`redundancy`), unless more of them
+                        were told to go than may be lost at once, and slower tiers
 
 The run's place is taken wherever it outlives the cause and the save fits into what is left; else
 the fastest that does both. What is not there then is brought there after the ranks have left, by
@@ -115,7 +116,11 @@ def ways_of(everyone: Sequence[Mapping[str, Any]]) -> list[Way]:
     """The ways, from what each rank has said that it can do (`LastSave`); rank 0 knows the rest."""
     first = everyone[0]
     local_s = max(each["save_s"] for each in everyone) or None
-    others_stay = first["machine_goes"] in ("", AWAY)  # a whole job or its pods go together
+    leaving = {each["leaving"] for each in everyone} - {""}
+    others_stay = (
+        first["machine_goes"] in ("", AWAY)  # a whole job or its pods go together
+        and len(leaving) <= min(each["num_losses"] for each in everyone)
+    )
     ways = [Way(LOCAL, outlives_machine=not first["place_goes"], predicted_s=local_s)]
     for tier, key in ((MEMORY, "memory_s"), (PARTNER, "partner_s")):
         found = [each[key] for each in everyone]

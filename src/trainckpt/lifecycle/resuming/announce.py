@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.preemption.notice import OF_MACHINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +45,11 @@ class Announced:
                 self._on_notice()
                 logger.info("%s: stopping at the next boundary that all ranks reach", notice.reason)
         return notices
+
+    @property
+    def says_machine_goes(self) -> bool:
+        """Whether it has said that this machine is about to go, or is not well."""
+        return any(reason.startswith(OF_MACHINE) for reason in tuple(self._said))
 
     def forget(self) -> None:
         """What was stopped for is undone: the same reason is said again. Any thread."""

@@ -77,6 +77,11 @@ class Protecting:
         self.again = None
         return True
 
+    @property
+    def num_losses(self) -> int:
+        """How many failure domains may be lost at once with what others keep."""
+        return self.protection.plan.num_losses if self.protection is not None else 0
+
     def give_way(self) -> None:
         """A last save comes. All ranks alike."""
         if self.protection is not None:

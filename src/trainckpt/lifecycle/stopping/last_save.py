@@ -24,7 +24,7 @@ from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.deciding.outlook import Outlook
@@ -54,6 +54,7 @@ class LastSave:
         parent: Full name and cursor of the snapshot this attempt began from.
         skipped: What was not saved and why, for the attempt's record; None if nothing was.
         chosen: Where the save of a stop was to go and why, for the record; None if none was taken.
+        goes_here: Whether this very host was told that it is taken away.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LastSave:
     ) -> None:
         """`on_one_host`: the run's place is lost with this machine."""
         self._on_one_host = on_one_host
+        self.goes_here: Callable[[], bool] = lambda: False
         self.parent: tuple[str, Cursor] | None = None
         self.skipped: dict[str, Any] | None = None
         self.chosen: dict[str, Any] | None = None
@@ -174,6 +176,8 @@ class LastSave:
             "memory_s": memory_s,
             "partner_s": None if None in both else sum(s for s in both if s is not None),
             "machine_goes": machine_goes,
+            "leaving": self._channel.world.host if self.goes_here() else "",
+            "num_losses": saver.protecting.num_losses,
             "place_goes": bool(machine_goes) and self._on_one_host,
             "slower": saver.flushing.predicted(),
         }

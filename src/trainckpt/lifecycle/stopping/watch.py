@@ -118,6 +118,11 @@ class Watch:
         for replaced in self._signals.replaced:
             logger.info("%s is replaced while the run lasts", replaced)
 
+    @property
+    def machine_goes(self) -> bool:
+        """Whether this host itself was told that it goes; others hear only why all stop."""
+        return any(source.says_machine_goes for source in self._sources)
+
     def check(self) -> None:
         """At each boundary: put the signals' descriptor back if somebody took it."""
         self._signals.check()
