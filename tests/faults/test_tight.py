@@ -1,6 +1,6 @@
 """Two ranks under `trainckpt run` where a machine is tight: one dies once, the run ends exactly.
 
-The file system is real, so it needs root.
+The file system and the cgroup are real, so they need root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import dead_mount
+from tests.faults import cgroup, dead_mount
 from tests.faults.refusing import refusing_mount
 from tests.faults.tight_script import DIES_AT
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
@@ -59,3 +59,20 @@ def test_a_file_system_that_takes_o_direct_and_refuses_it_at_write_is_written_th
     said = f"{run} refuses O_DIRECT (Invalid argument): files there go through the page cache"
     first, _, second = log.partition("restart 1 of 1")
     assert first.count(said) == second.count(said) == 2  # once for each rank
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(cgroup.why_not()), reason=f"no cgroup can be made: {cgroup.why_not()}")
+def test_in_a_cgroup_of_2_gb_that_training_nearly_fills_nobody_is_killed_for_memory(tmp_path):
+    """1.6 GB of training; arenas would take 0.75 GB more, and reading ahead for a resume 0.38.
+
+    tests/faults/test_stingy.py has the same for one rank, and a smaller group.
+    """
+    with cgroup.made(2 << 30) as group:
+        enter = f"echo $$ > {group.folder / 'cgroup.procs'}"
+        log = log_of_exact(tmp_path / "run", tmp_path / "answers", 125, enter)
+        killed, peak = group.num_killed, group.peak_bytes
+    assert killed == 0
+    assert peak > 3 << 29, "else it was no small group"
+    assert log.count("do not fit memory_budget and what is left") == 2  # once in each attempt
+    assert "was read from memory" not in log
