@@ -91,6 +91,7 @@ def bytes_of_saves(run: Path, model: nn.Module, optimizer: Any, saves: int) -> l
     for _ in range(1 + saves):
         ckpt.boundary()
         model(inputs).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # whatever the optimizer: all changes
         optimizer.step()
         optimizer.zero_grad()
         saved(ckpt)
@@ -102,7 +103,7 @@ def bytes_of_saves(run: Path, model: nn.Module, optimizer: Any, saves: int) -> l
 def full_training_bytes(run: Path, kind: str, layers: int) -> int:
     """What a save of such a model writes when all of it is trained."""
     model = nn.Sequential(*(Adapted() for _ in range(layers))).requires_grad_(requires_grad=True)
-    return bytes_of_saves(run, model, OPTIMIZERS[kind](model.parameters(), lr=1e-4), 0)[0]
+    return bytes_of_saves(run, model, OPTIMIZERS[kind](model.parameters(), lr=1e-3), 0)[0]
 
 
 def measure(run: Path, kind: str, gigabytes: float, saves: int) -> dict[str, object]:
@@ -111,7 +112,7 @@ def measure(run: Path, kind: str, gigabytes: float, saves: int) -> dict[str, obj
     layers = max(1, round(gigabytes * 1e9 / 4 / WIDTH**2))
     model = nn.Sequential(*(Adapted() for _ in range(layers)))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = OPTIMIZERS[kind](trained, lr=1e-4)
+    optimizer = OPTIMIZERS[kind](trained, lr=1e-3)
     each = bytes_of_saves(run, model, optimizer, saves)
     moments = [value for state in optimizer.state.values() for value in state.values()]
     changed = sum(tensor.nbytes for tensor in (*trained, *moments))
