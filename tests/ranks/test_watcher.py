@@ -207,6 +207,27 @@ def test_several_ranks_stop_where_one_of_them_was_asked_to(ranks):
     assert first[-1][1] == "stop"
 
 
+def test_a_stop_that_was_undone_before_a_rank_heard_of_it_binds_nobody(ranks):
+    """All have stopped, go on, and forget up to round 2; only then does rank 1 hear of that one. It
+    may keep no deadline of it, nor take the next stop for one that is known."""
+    kept = []
+    first, second = ranks(2, on_stop=kept.append)
+    first.watcher.request(WINDOW)
+    together([first, second])
+    second.watcher.forget_stop(2)
+    before = len(kept)
+    first.watcher.request(STOP)  # stricter, so a round of its own
+    dues = first.train()
+    assert dues[-1][1:3] == ("stop", "micro-batch")
+    first.watcher.forget_stop(2)
+    until = time.monotonic() + 30.0
+    while second.agreement.has_open_round() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert len(kept) == before + 1, "rank 0 alone has acted on it"
+    second.watcher.request(STOP)
+    assert [dues[-1][1] for dues in together([first, second])] == ["stop", "stop"]
+
+
 def test_stop_and_save_asked_at_once_on_different_ranks_end_in_one_stop(ranks):
     """They may meet in one round or not; all ranks do the same."""
     three = ranks(3)

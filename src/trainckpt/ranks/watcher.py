@@ -89,9 +89,7 @@ class Watcher:
                 `seconds_left` where that is less.
         """
         self.problems: list[str] = []
-        self._agreement = agreement
-        self._channel = channel
-        self._world = channel.world
+        self._agreement, self._channel, self._world = agreement, channel, channel.world
         self._sources = tuple(sources)
         self._mode = mode
         self._can_save = can_save
@@ -102,7 +100,8 @@ class Watcher:
         self._lock = threading.RLock()  # rounds and wishes; held for no store call
         self._sending = threading.RLock()  # keeps publications in the order of their rounds
         self._wishes = Wishes()
-        self._answered = self._settled = 0  # up to these rounds: here; and by all ranks
+        # Up to these rounds: here; by all ranks; stops are undone.
+        self._answered = self._settled = self._forgotten = 0
         self._undecided: dict[int, Undecided] = {}
         self._outbox: deque[Publication] = deque()
         self._listening_for = 1
@@ -153,8 +152,9 @@ class Watcher:
         self._want(Wish("ckpt.save()", "save", tag=tag, number=number))
 
     def forget_stop(self, round_: int) -> None:
-        """All ranks have acted on the stop of this round, and go on: the next one is a new one."""
+        """All ranks go on after this round's stop, and forget those up to it, heard of or not."""
         with self._lock:
+            self._forgotten = max(self._forgotten, round_)
             self._wishes.forget_stop()
         self._agreement.forget_stop(round_)
 
@@ -249,9 +249,10 @@ class Watcher:
             entry = self._undecided.pop(decision.round, None)
             if entry is None:
                 return
-            self._wishes.settle(decision)
+            stops = decision.action == "stop" and decision.round > self._forgotten
+            self._wishes.settle(decision, is_forgotten=decision.round <= self._forgotten)
             self._settled = max(self._settled, decision.settled)
-        if decision.action == "stop" and not self._agreement.finished:
+        if stops and not self._agreement.finished:
             if decision.failed:
                 self._fail_stop(decision.why)  # before main is told: it does not return
             else:

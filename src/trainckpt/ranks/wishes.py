@@ -79,9 +79,11 @@ class Wishes:
             self._asked[round_] = wish
             self._stop = None
 
-    def settle(self, decision: Decision) -> None:
-        """A round is decided: forget what it covers."""
+    def settle(self, decision: Decision, *, is_forgotten: bool = False) -> None:
+        """A round is decided: forget what it covers. A stop of a forgotten round is undone."""
         mine = self._asked.pop(decision.round, None)
+        if decision.action == "stop" and is_forgotten:
+            return
         if decision.action == "stop":
             self._saves.clear()
             self._know(Wish("", "stop", decision.mode, decision.seconds_left))
