@@ -85,5 +85,23 @@ def test_an_order_under_a_hook_is_replayed_before_the_hook_is_there_again(hooked
     assert registry.bucket_orders == {"model": hidden["bucket_order"]}
 
 
+def test_parameters_are_walked_through_once_for_each_reducer(monkeypatch):
+    # It is part of what a save makes training wait for. A hook that comes later is seen.
+    model, walks, parameters = wrapped(), [], DistributedDataParallel.parameters
+
+    def walked(module, *given):
+        walks.append(module)
+        return parameters(module, *given)
+
+    train(model)
+    monkeypatch.setattr(DistributedDataParallel, "parameters", walked)
+    assert [ddp.capture(model, "0")["own_way"] for _ in range(3)] == [False] * 3
+    assert walks == [model]
+    ddp.let_go_of_buckets(model)()
+    assert not ddp.capture(model, "0")["own_way"]
+    model.register_comm_hook(None, allreduce_hook)
+    assert ddp.capture(model, "0")["own_way"]
+
+
 def test_what_is_not_wrapped_has_nothing_hidden():
     assert ddp.capture(nn.Linear(1, 1), "") is None

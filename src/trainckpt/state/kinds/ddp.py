@@ -18,6 +18,7 @@ Private names of torch are used here and only here; `self_test` says which one i
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -33,6 +34,9 @@ _DDP_NAMES = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data", "
 _REMADE_BY = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
 _REDUCER_NAMES = ("prepare_for_forward", "prepare_for_backward", "_autograd_hook",
                   "_rebuild_buckets")  # fmt: skip
+
+# A module's logger, as the mark of its reducer; weak, since it holds the buckets.
+_IN_BACKWARD: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
 
 
 def self_test(module: nn.Module, name: str) -> None:
@@ -161,12 +165,26 @@ def _has_ways_of_its_own(module: Any) -> bool:
     """Whether gradients are reduced in another way than by a sum of each bucket, as it is."""
     ways = ("static_graph", "mixed_precision", "_comm_hooks", "_delay_all_reduce_params",
             "_use_python_reducer", "_accum_grad_hooks")  # fmt: skip
-    hooked = any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters())
+    logger = module.logger
     return bool(
-        hooked
-        or any(getattr(module, name, None) for name in ways)
-        or (module.logger is not None and module._get_ddp_logging_data().get("comm_hook"))
+        any(getattr(module, name, None) for name in ways)
+        or (logger is not None and module._get_ddp_logging_data().get("comm_hook"))
+        or _steps_in_backward(module, logger)
     )
+
+
+def _steps_in_backward(module: Any, logger: Any) -> bool:
+    """Whether optimizers step amid backward, as the first look at this reducer found.
+
+    Each save asks, and to walk through a thousand parameters takes half a millisecond.
+    """
+    known = _IN_BACKWARD.get(module)
+    if logger is None or known is None or known[0]() is not logger:
+        found = any(hasattr(each, "_in_backward_optimizers") for each in module.parameters())
+        if logger is None:
+            return found
+        known = _IN_BACKWARD[module] = ref(logger), found
+    return known[1]
 
 
 def _bucket_order(module: DistributedDataParallel) -> str:
