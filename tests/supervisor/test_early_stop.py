@@ -62,6 +62,14 @@ def test_the_supervisor_asks_for_ranks_that_were_dumped_and_never_heard_the_sign
     assert asked() == ["--oneliner show job 7", "requeue 7"]
 
 
+def test_what_was_set_when_the_run_was_launched_counts_wherever_it_is_resumed(asked):
+    never = {"env": {"TRAINCKPT_REQUEUE": "never"}}
+    dumped = AttemptRecord(1, outcome={"kind": "dump"}, facts=never)
+    ask_to_be_queued_again(Ended(START_AGAIN, dumped), heard("SIGTERM"))
+    ask_to_be_queued_again(STOPPED, heard("SIGTERM"), facts=never)
+    assert asked() == []
+
+
 @pytest.mark.parametrize(
     ("ended", "first", "variables"),
     [

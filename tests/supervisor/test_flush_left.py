@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.s3_servers import BUCKET
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.run.told import Told
 from trainckpt.supervisor.flush_left import LEAVE_S, _limit_s, left_by
+from trainckpt.supervisor.record import NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
 from trainckpt.tiers.object_store import open_object_store
@@ -44,13 +46,20 @@ def saved(ckpt, _):
     ckpt._attempt.saver.wait()
 
 
-def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(tmp_path):
+def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(
+    tmp_path, monkeypatch
+):
+    """Looked after from another folder: a tier's path is meant as where the run was launched."""
+    monkeypatch.chdir(tmp_path)
     tier = tmp_path / "mount" / "far"
     (tmp_path / "mount").write_text("")  # does not answer
     crashed(tmp_path / "run", 0)  # now it is known that no tier holds the run
     crashed(tmp_path / "run", 9, tiers=[tier], inside=saved)
     newest = usable(tmp_path / "run")[-1]
 
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("TRAINCKPT_TIERS", "mount/far")
     end, said = ended(tmp_path / "run", 2)
     first = (
         f"attempt 2 failed by rank 0 ended with 9: copying {newest}, which far lacks; a further "
@@ -69,6 +78,10 @@ def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(tm
     assert end.record.outcome["tiers"] == ["local", "far"]
     assert record(tier, 2)["outcome"] == record(tmp_path / "run", 2)["outcome"]
     assert record(tmp_path / "run", 2)["tier_commits"] == {"far": newest}
+
+    assert list(Path.cwd().iterdir()) == []
+    named = NamedRun(str(tmp_path / "run"), ["python"], str(tmp_path), 1)
+    assert [each["url"] for each in named._tiers["tiers"]] == [str(tier)]
 
     end, said = ended(tmp_path / "run", 2)
     assert said == []  # there is nothing left to do
@@ -125,10 +138,10 @@ def test_a_killed_run_s_newest_snapshot_is_in_the_store_when_its_supervisor_retu
     assert store.size(f"snapshots/{newest}/manifest.json")
 
 
-def test_copying_ends_before_the_grace_does_that_the_first_signal_began():
+def test_copying_ends_before_the_grace_does_that_the_stops_signal_began():
     inbox, ranks = Inbox(), [Told(0, 1, "here", "run", grace_s=grace) for grace in (None, 60, 30)]
     assert _limit_s(ranks, inbox) is None  # nobody said when
-    inbox.first_s = time.monotonic() - 10
+    inbox.stop_s = time.monotonic() - 10
     assert _limit_s(ranks, inbox) <= 30 - 10 - LEAVE_S
     assert _limit_s(ranks[:1], inbox) is None  # nobody said how long
 

@@ -137,9 +137,16 @@ def test_a_signal_does_not_say_that_the_host_is_lost_but_a_pod_is(tmp_path, monk
     assert not grace.host_returns({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert grace.without_ranks_s() is None
+    assert grace.without_ranks_s({}) is None
+    elsewhere = tmp_path / "launched"
+    elsewhere.mkdir()
+    (elsewhere / "trainckpt.toml").write_text('grace = "20 s"')
+    recorded = {"env": {"TRAINCKPT_GRACE": "60 s"}, "cwd": str(elsewhere)}
+    assert grace.without_ranks_s({"cwd": str(elsewhere)}) == 18.0
+    assert grace.without_ranks_s(recorded) == 58.0
     monkeypatch.setenv("TRAINCKPT_GRACE", "40 s")
-    assert grace.without_ranks_s() == 38.0, "what is ours is not in it"
+    assert grace.without_ranks_s({}) == 38.0, "what is ours is not in it"
+    assert grace.without_ranks_s(recorded) == 38.0, "what is set here counts"
 
 
 def test_what_a_process_does_about_a_signal_is_read_from_proc():
@@ -168,6 +175,7 @@ def test_the_time_left_counts_from_the_signal_that_is_acted_on_not_from_the_firs
 
         def notice(self, wish, ranks):
             wishes.append(wish)
+            return True
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -176,10 +184,12 @@ def test_the_time_left_counts_from_the_signal_that_is_acted_on_not_from_the_firs
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         assert inbox.next(1.0) == signal.SIGTERM
-        inbox.first_s -= 1000.0
+        inbox.stop_s = inbox.came_s - 1000.0
         assert inbox.next(1.0) == signal.SIGTERM
+        came_s = inbox.came_s
         launched = Launched(process, tmp_path, inbox, has_agent=False, ours=False, dumping=Asked())
-        launched._dumped_instead("SIGTERM", signal.SIGTERM, [])
+        assert launched._dumped_instead("SIGTERM", signal.SIGTERM, [])
+        assert inbox.stop_s == came_s, "nor does what is copied afterwards"
         process.kill()
         assert inbox.next(0.0) is None
         assert inbox.came_s is None

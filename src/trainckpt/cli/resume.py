@@ -77,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
             again = _Again(tier, facts, command, cwd, nproc, environment, with_torchrun)
             run = None if elsewhere else tier.url
             ended = _launched(again, arguments, inbox, restarts, run, dumped)
-        ask_to_be_queued_again(ended, inbox)
+        ask_to_be_queued_again(ended, inbox, facts=facts)
     return report(ended, as_json=arguments.json)
 
 

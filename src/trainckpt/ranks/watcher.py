@@ -100,8 +100,7 @@ class Watcher:
         self._lock = threading.RLock()  # rounds and wishes; held for no store call
         self._sending = threading.RLock()  # keeps publications in the order of their rounds
         self._wishes = Wishes()
-        # Up to these rounds: here; by all ranks; stops are undone.
-        self._answered = self._settled = self._forgotten = 0
+        self._answered = self._settled = self._forgotten = 0  # up to: here; by all; stops undone
         self._undecided: dict[int, Undecided] = {}
         self._outbox: deque[Publication] = deque()
         self._listening_for = 1

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.dump import KIND as DUMP
+from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.verdict import START_AGAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from trainckpt.supervisor.signals import Inbox
     from trainckpt.supervisor.supervise import Ended
@@ -26,7 +27,10 @@ TASK_VARIABLE = "SLURM_PROCID"
 
 
 def ask_to_be_queued_again(
-    ended: Ended, inbox: Inbox, sleep: Callable[[float], object] = time.sleep
+    ended: Ended,
+    inbox: Inbox,
+    sleep: Callable[[float], object] = time.sleep,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Ask, where it is right and nobody else does. Main thread, while `inbox` hears signals.
 
@@ -34,6 +38,7 @@ def ask_to_be_queued_again(
         ended: How the command ended.
         inbox: Knows the first signal.
         sleep: How to linger, see `lifecycle.stopping.requeue`.
+        facts: Of the attempt that the command was to go on from, where it has none of its own.
     """
     outcome = (ended.record.outcome or {}) if ended.record is not None else {}
     begun = ended.record is not None and outcome.get("kind") != DUMP  # then ranks have asked
@@ -41,10 +46,10 @@ def ask_to_be_queued_again(
     if begun or not inbox.first or os.environ.get(TASK_VARIABLE, "0") != "0":
         return
     from trainckpt.lifecycle.run.log import prepare
-    from trainckpt.lifecycle.run.options import read_options
     from trainckpt.lifecycle.stopping.requeue import Requeue
 
     requeue = Requeue.of(os.environ)
-    if requeue is not None and read_options({}).requeue != "never":
+    known = ended.record.facts if ended.record is not None else facts or {}
+    if requeue is not None and recorded_options.read(known).requeue != "never":
         prepare()
         requeue.ask(inbox.first, sleep, has_begun=ended.record is not None)

@@ -6,7 +6,7 @@ in a process of its own, before it returns:
 
     when      the attempt is over, and no other is started here: that one would do it itself
     who       the supervisor on the host of rank 0
-    how long  until the grace is over that the first signal began; else until it is done. A further
+    how long  until the grace is over that the stop's signal began; else until it is done. A further
               signal ends it
     said      why, what, for how long, and what became of it, a line at a time
 
@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
@@ -32,6 +33,7 @@ from trainckpt.lifecycle.places.place import PROVE_VARIABLE
 from trainckpt.lifecycle.places.slower import COMMITS, TIERS
 from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import recorded_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -130,14 +132,9 @@ def flush_left(
         f"attempt {record.attempt} {left.why}: copying {left.names}, which {tiers} "
         f"lack{'s' if len(left.tiers) == 1 else ''}; {within}a further signal ends that"
     )
-    command = [sys.executable, "-m", __name__, run, str(record.attempt)]
     code = -1
     with suppress(OSError):
-        process = subprocess.Popen(
-            command, env=dict(variables), start_new_session=True, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        code = _attend(process, inbox, limit_s, say)
+        code = _attend(_started(run, record, variables), inbox, limit_s, say)
     if code != 0:
         say("not all of it was copied: the next attempt does that, or `trainckpt flush`")
     with suppress(TrainckptError):
@@ -145,12 +142,29 @@ def flush_left(
     return record
 
 
+def _started(
+    run: str, record: AttemptRecord, variables: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Where the command was launched: its tiers may be named from there."""
+    folder = recorded_options.folder(record.facts)
+    command = [sys.executable, "-m", __name__, place.seen_from(Path.cwd(), run),
+               str(record.attempt)]  # fmt: skip
+    return subprocess.Popen(
+        command, env=dict(variables), start_new_session=True, text=True, errors="replace",
+        cwd=folder if folder.is_dir() else None, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
 def _limit_s(ranks: Sequence[Told], inbox: Inbox) -> float | None:
-    """What is left of the grace that the first signal began; None: nothing limits it."""
+    """What is left of the grace that the stop's signal began; None: nothing limits it.
+
+    An earlier one, that was answered and did not end the run, is over.
+    """
     graces = [told.grace_s for told in ranks if told.grace_s is not None]
-    if inbox.first_s is None or not graces:
+    if inbox.stop_s is None or not graces:
         return None
-    return inbox.first_s + min(graces) - LEAVE_S - time.monotonic()
+    return inbox.stop_s + min(graces) - LEAVE_S - time.monotonic()
 
 
 def _attend(

@@ -1,28 +1,31 @@
 """What a signal to the supervisor grants, and whether its host will be there again.
 
 Ranks with a Checkpointer say how long they have. Of a command that has none nobody says but the
-options: TRAINCKPT_GRACE, or trainckpt.toml.
+options that it was launched with: TRAINCKPT_GRACE, or trainckpt.toml.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.preemption import kubernetes
+from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.orders import less_margin_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def without_ranks_s() -> float | None:
-    """Seconds that a signal leaves, less what we need ourselves; None: nobody says."""
-    from trainckpt.lifecycle.run.options import read_options
+def without_ranks_s(facts: Mapping[str, Any]) -> float | None:
+    """Seconds that a signal leaves, less what we need ourselves; None: nobody says.
 
+    Args:
+        facts: Of the attempt, with the options that it was launched with.
+    """
     try:
-        granted_s = read_options({}).grace or kubernetes.granted_s(os.environ)
+        granted_s = recorded_options.read(facts).grace or kubernetes.granted_s(os.environ)
     except ConfigurationError:
         return None
     return None if granted_s is None else less_margin_s(granted_s)

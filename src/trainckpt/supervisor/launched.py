@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.lifecycle.run.told import imported, read_told
 from trainckpt.supervisor import grace, orders, verdict
@@ -81,6 +81,7 @@ class Launched:
 
     def run(self) -> Course:
         """Until the process has ended; main thread."""
+        self._inbox.stop_s = None
         threading.Thread(target=self._wait, name="trainckpt-wait", daemon=True).start()
         while (number := self._inbox.next(self._pause_s())) != ENDED:
             ranks = self._ranks()
@@ -161,6 +162,8 @@ class Launched:
             name, number, ranks
         ):
             return
+        if order.what in (orders.DELIVER, orders.NOTHING) and self._inbox.stop_s is None:
+            self._inbox.stop_s = self._inbox.came_s
         if order.what == orders.DELIVER:
             if not self._signal:
                 self._signal, self._signalled_at = name, self._inbox.came_s or time.monotonic()
@@ -194,14 +197,21 @@ class Launched:
         dumping = self._dumping
         if dumping is None or self._signal or self._cause or self._process.poll() is not None:
             return False
-        grace_s = orders.deadline_after_s(ranks) if ranks else grace.without_ranks_s()
+        grace_s = orders.deadline_after_s(ranks) if ranks else grace.without_ranks_s(self._facts())
         if not ranks and self._handles(number):
             return False
         came = self._inbox.came_s  # not the first: that one was answered, and is over
         gone_s = 0.0 if came is None else time.monotonic() - came
         left_s = None if grace_s is None else max(grace_s - gone_s, 0.0)
         wish = Wish(name, left_s, host_returns=grace.host_returns())
-        return self._is_dumped(dumping, dumping.notice(wish, [rank.told for rank in ranks]))
+        done = self._is_dumped(dumping, dumping.notice(wish, [rank.told for rank in ranks]))
+        self._inbox.stop_s = came if done else self._inbox.stop_s
+        return done
+
+    def _facts(self) -> Mapping[str, Any]:
+        """Of the attempt, where it is this supervisor that has recorded it."""
+        named = self._named
+        return {} if named is None or named.record is None else named.record.facts
 
     def _handles(self, number: int) -> bool:
         """Whether the command does something of its own about a signal."""

@@ -301,5 +301,9 @@ def _tiers(tier: Place, environment: Mapping[str, str], folder: Path) -> dict[st
     from trainckpt.lifecycle.run.options import read_options
 
     options = read_options({}, environment, folder)
-    told = open_slower(options.tiers, options.durable, tier).to_facts()
+    urls = [place.seen_from(folder, url) for url in options.tiers]
+    durable = options.durable
+    if durable in options.tiers:
+        durable = urls[options.tiers.index(durable)]
+    told = open_slower(urls, durable, tier).to_facts()
     return {**told, WHERE: where(tier)} if told else {}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainckpt.encryption.keys import RECIPIENT, parse_recipients, public_bytes
 from trainckpt.encryption.package import must_be_there
@@ -12,13 +10,13 @@ from trainckpt.format.dump import DumpName
 from trainckpt.lifecycle.run.told import read_told
 from trainckpt.process_dump.restore import load
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import recorded_options
 from trainckpt.tiers.capabilities import file_system, is_remote
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.run.options import Options
     from trainckpt.tiers.local import LocalTier
 
 
@@ -37,35 +35,17 @@ def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[st
         ConfigurationError: an option is unreadable, or the package is missing.
         UnusableSnapshot, TierUnavailable: to whom that dump is encrypted cannot be read.
     """
-    cwd = _folder(record.facts)
+    cwd = recorded_options.folder(record.facts)
     claimed = [told for told in read_told(folder).values() if told.attempt is not None]
     words = tuple(sorted({word for told in claimed for word in told.encrypt_to}))
     if not claimed:
-        words = _options(record.facts).encrypt_to
+        words = recorded_options.read(record.facts).encrypt_to
     before = _before(tier, record)
     if words or before:
         must_be_there()
     # A file of recipients lies where the command was launched, as the command has it.
     found = (w if w.startswith(RECIPIENT) else str(cwd / w) for w in words)
     return tuple(dict.fromkeys([*parse_recipients(found), *before]))
-
-
-def _options(facts: Mapping[str, Any]) -> Options:
-    """The options of a command without a Checkpointer: as recorded, but for what is set here.
-
-    Raises:
-        ConfigurationError: one is unreadable.
-    """
-    from trainckpt.lifecycle.run.options import read_options
-
-    recorded = facts.get("env")
-    known = recorded if isinstance(recorded, dict) else {}
-    return read_options({}, {**known, **os.environ}, _folder(facts))
-
-
-def _folder(facts: Mapping[str, Any]) -> Path:
-    cwd = facts.get("cwd")
-    return Path(cwd) if isinstance(cwd, str) else Path.cwd()
 
 
 def _before(tier: LocalTier, record: AttemptRecord) -> list[str]:

@@ -24,14 +24,15 @@ class Inbox:
         interrupts: How many were SIGINT.
         signalled: Whether any has come.
         count: How many have.
-        first_s: When the first came, by `time.monotonic`; None before.
+        stop_s: When the one came that the present stop is about, by `time.monotonic`; whoever acts
+            on it says so. None: no signal's.
         came_s: When the one came that `next` has returned last; None: that was none.
     """
 
     def __init__(self) -> None:
         self.first = ""
         self.interrupts = self.count = 0
-        self.first_s: float | None = None
+        self.stop_s: float | None = None
         self.came_s: float | None = None
         self.signalled = False
         self._queue: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
@@ -65,7 +66,6 @@ class Inbox:
     def _hear(self, number: int, _: Any) -> None:
         self.signalled = True
         self.count += 1
-        self.first_s = time.monotonic() if self.first_s is None else self.first_s
         self.first = self.first or signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
         self._queue.put((number, time.monotonic()))  # safe in a handler: SimpleQueue is re-entrant

@@ -59,6 +59,14 @@ def open_other_place(run: str | os.PathLike[str]) -> Place:
     return open_directory(path)
 
 
+def seen_from(folder: Path, url: str) -> str:
+    """What a command that works in `folder` means by this URL: a path may be relative to there."""
+    protocol, _ = split_protocol(url)
+    if (protocol is not None and "/" not in protocol) or url.startswith("~"):
+        return url
+    return str(folder / url)
+
+
 def open_directory(path: str) -> LocalTier:
     """The tier at a path, whatever the environment says."""
     if "\0" in path:
