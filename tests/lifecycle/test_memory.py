@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainckpt.lifecycle.run import memory
+from trainckpt.tiers import host_memory
 
 GB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory")
@@ -17,9 +18,9 @@ OWN = {V1: "4:memory:/slurm/job\n9:name=systemd:/\n0::/\n", V2: "0::/slurm/job\n
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Makes the files of a machine with 40 GB to spare and a cgroup in a cgroup."""
-    monkeypatch.setattr(memory, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_host_bytes", lambda: 64 * GB)
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_host_bytes", lambda: 64 * GB)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {40 << 20} kB\n")
 
@@ -57,6 +58,15 @@ def test_without_a_limit_it_is_the_host(machine):
     assert memory.available_bytes() == 40 * GB - memory.SPARE_BYTES
 
 
+def test_of_another_process_it_is_its_own_cgroup_that_counts(machine, tmp_path):
+    machine(V2, {"slurm/job": (2 * GB, GB, 0), "user": (9 * GB, 4 * GB, 2 * GB)})
+    (tmp_path / "proc/7").mkdir()
+    (tmp_path / "proc/7/cgroup").write_text("0::/user\n")
+    assert host_memory.left_bytes() == GB
+    assert host_memory.left_bytes(7) == 7 * GB
+    assert host_memory.left_bytes(8) == 40 * GB, "it is gone: what the host has"
+
+
 def test_more_taken_than_allowed_leaves_nothing(machine):
     machine(V1, {"slurm/job": (GB, 2 * GB, 0)})
     assert memory.available_bytes() == 0
@@ -65,7 +75,7 @@ def test_more_taken_than_allowed_leaves_nothing(machine):
 def test_where_nothing_can_be_read_nobody_knows(machine, tmp_path):
     (tmp_path / "proc/meminfo").unlink()
     assert memory.available_bytes() is None
-    assert memory.transient_bytes() == 0
+    assert host_memory.transient_bytes() == 0
     assert memory.memory_limit_bytes() == 64 * GB
 
 

@@ -4,7 +4,8 @@ Each rank says that it has come to it by a file beside that one. The first hold 
 of the process. OUTSIDE names a port of this machine: each rank is connected to it from its first
 step on (loader workers that were forked later would hold the connection too), closes that before it
 is dumped, and connects again when it has come back. While the file that FAILS names is there, the
-next step removes it and fails.
+next step removes it and fails. TAKEN_DOWN names a backend whose groups are taken down for a dump,
+as NCCL's are.
 """
 
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import trainckpt
+from trainckpt.ranks import groups
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "char_gpt.py"
 HOLD, OUTSIDE, FAILS = (os.environ.get(name) for name in ("HOLD", "OUTSIDE", "FAILS"))
@@ -52,6 +54,7 @@ class Connected(trainckpt.Checkpointer):
 
 
 if __name__ == "__main__":
+    groups.TAKEN_DOWN |= set(filter(None, [os.environ.get("TAKEN_DOWN")]))
     register_optimizer_step_pre_hook(hold)
     if OUTSIDE:
         trainckpt.Checkpointer = Connected

@@ -93,6 +93,12 @@ def test_the_helper_speaks_to_the_driver_and_a_call_that_hangs_ends_the_helper_a
         assert "spawn" in error.value.hint
         assert fake.states() == {me: "RUNNING"}
 
+        live = [Signs(me, holds=True, nccl=True)]
+        with pytest.raises(SaveFailed, match="has a live NCCL communicator"):
+            gpu_tree.of_tree([me], driver, lambda _: live)
+        resting = gpu_tree.of_tree([me], driver, lambda _: live, will_rest=True)
+        assert resting.why_not_now == f"process {me} has a live NCCL communicator"
+
         fake.change(hangs=["checkpoint"])
         monkeypatch.setattr(driver, "_move_within_s", 5.0)
         found.holders = lambda pids: []

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainckpt.lifecycle.dumping.communicators import NVLS
 from trainckpt.lifecycle.run.machine import Item
 from trainckpt.process_dump import criu, gpus, toy
 from trainckpt.process_dump.cuda_driver import CudaDriver
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 NAME, GPUS = "process dumps", "dumps of GPU state"
 NVIDIA = Path("/dev/nvidiactl")
@@ -32,7 +38,7 @@ def examine_gpus() -> Item:
         return of_gpus(driver.machine())
 
 
-def of_gpus(machine: gpus.Machine) -> Item:
+def of_gpus(machine: gpus.Machine, environment: Mapping[str, str] = os.environ) -> Item:
     """The item for a machine. Pure."""
     why, cure = gpus.why_not_here(machine)
     if why:
@@ -40,4 +46,6 @@ def of_gpus(machine: gpus.Machine) -> Item:
     value = f"driver {machine.driver}, GPUs: {len(machine.devices)}"
     if not machine.persistent:
         value += "; persistence mode is off, so the first call takes longer (nvidia-smi -pm 1)"
+    if len(machine.devices) > 1 and environment.get(NVLS) != "0":
+        value += f"; ranks over NCCL are to be launched with {NVLS}=0"
     return Item(GPUS, ok=True, value=value, needed=False)

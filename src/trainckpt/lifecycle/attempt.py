@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.lifecycle.deciding import tier_interval
 from trainckpt.lifecycle.deciding.interval import PRIOR_S, interval_s, mean_time_between_failures_s
 from trainckpt.lifecycle.deciding.policy import Policy
+from trainckpt.lifecycle.dumping.communicators import Communicators
 from trainckpt.lifecycle.dumping.lean import Lean
 from trainckpt.lifecycle.flushing.flush_work import Near, Work
 from trainckpt.lifecycle.flushing.flusher import Flusher
@@ -352,9 +353,12 @@ def _rest(crew: Crew, facts: Facts, saver: Saver, *, lean: bool) -> Rest:
         lean: Nothing else reads the state while the training thread rests.
     """
     drops = Lean(crew.tier, facts.run, crew.world, crew.registry, saver.rest)
+    position = crew.position
+    apart = Communicators(lambda: (position.cursor.step, position.cursor.micro))
     return Rest(
-        crew.channel, crew.hooks, facts.number, crew.watch, crew.teller, drops if lean else None
-    )
+        crew.channel, crew.hooks, facts.number, crew.watch, crew.teller, drops if lean else None,
+        apart,
+    )  # fmt: skip
 
 
 def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:

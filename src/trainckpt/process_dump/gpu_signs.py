@@ -16,7 +16,7 @@ from trainckpt.process_dump.tree import GPU_FILES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
 DEVICES, MANAGED = GPU_FILES, "/dev/nvidia-uvm"
 MOST_MANAGED = 1  # mappings of a process that has none; with managed memory there are more
 # torch gives each process group of NCCL's such a thread, from its making to its end.
@@ -49,31 +49,6 @@ def holders(pids: Iterable[int]) -> list[int]:
 def gone(pids: Iterable[int]) -> list[int]:
     """Those that have ended."""
     return [pid for pid in pids if _state(pid) in GONE]
-
-
-def host_memory_free(pid: int) -> int:
-    """Bytes that this process may still take: the host's, or what its cgroups leave."""
-    free = []
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = (PROC / "meminfo").read_text(encoding="utf-8").splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        free.append(int(line.split()[1]) << 10)
-    with contextlib.suppress(OSError, StopIteration):
-        lines = (PROC / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
-        own = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
-        for folder in (CGROUPS / own, *(CGROUPS / own).parents):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                limit = int((folder / "memory.max").read_text(encoding="utf-8"))
-                used = int((folder / "memory.current").read_text(encoding="utf-8"))
-                free.append(max(limit - used + _file_cache(folder), 0))
-    return min(free, default=0)
-
-
-def _file_cache(group: Path) -> int:
-    """What of a cgroup's memory the kernel takes back when it is needed."""
-    lines = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split(maxsplit=1) for line in lines)
-    return sum(int(fields.get(name, 0)) for name in ("active_file", "inactive_file"))
 
 
 def _has_open(pid: int) -> bool:

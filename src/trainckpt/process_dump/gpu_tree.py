@@ -18,6 +18,7 @@ from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.dump import Gpu, GpuState
 from trainckpt.process_dump import gpu_signs, gpus
 from trainckpt.process_dump.gpus import CallFailed, GpusLost, Signs
+from trainckpt.tiers import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ class GpuTree:
         state: What is on which GPUs, and of which processes.
         lock_within_s: For all locks together.
         holders: Tells which processes have a GPU's device file.
+        why_not_now: What has to end before, though it is no obstacle for good, or "".
     """
 
     driver: CudaDriver
@@ -47,6 +49,7 @@ class GpuTree:
     state: GpuState
     lock_within_s: float = LOCK_WITHIN_S
     holders: Callable[[Sequence[int]], list[int]] = gpu_signs.holders
+    why_not_now: str = ""
 
     def set_aside(self) -> None:
         """See `gpus.set_aside`."""
@@ -86,13 +89,15 @@ def of_tree(
     driver: CudaDriver,
     look: Callable[[Sequence[int]], list[Signs]] = gpu_signs.look,
     lock_within_s: float = LOCK_WITHIN_S,
+    *,
+    will_rest: bool = False,
 ) -> GpuTree | None:
     """What of these processes is on GPUs; None: nothing is.
 
     Args:
         pids: The tree.
         driver: Asked only where there are signs of a GPU.
-        look, lock_within_s: See `gpu_signs` and `GpuTree`.
+        look, lock_within_s, will_rest: See `gpu_signs`, `GpuTree` and `gpus.why_not`.
 
     Raises:
         SaveFailed: it cannot be set aside; says all that is against it.
@@ -101,7 +106,7 @@ def of_tree(
     if not signs:
         return None
     machine = driver.machine()
-    reasons = gpus.why_not(machine, signs)
+    reasons = gpus.why_not(machine, signs, will_rest=will_rest)
     if not reasons:
         try:
             users = driver.users([each.pid for each in signs])
@@ -117,7 +122,8 @@ def of_tree(
             hint=cure or gpus.ONLY_SNAPSHOTS,
         )
     driver.will_move(state.num_bytes)
-    return GpuTree(driver, pids, state, lock_within_s)
+    now = next(filter(None, map(gpus.why_not_communicating, signs)), "")
+    return GpuTree(driver, pids, state, lock_within_s, why_not_now=now)
 
 
 def of_record(state: GpuState, driver: CudaDriver) -> GpuTree:
@@ -141,7 +147,7 @@ def _state(machine: Machine, users: Sequence[int]) -> GpuState:
 
 
 def _why_no_room(state: GpuState, users: Sequence[int]) -> str:
-    free = min((gpu_signs.host_memory_free(pid) for pid in users), default=0)
+    free = min((host_memory.left_bytes(pid) or 0 for pid in users), default=0)
     needed = int(SPARE * state.num_bytes)
     if users and needed > free:
         return f"{needed >> 20} MB of the host's memory are needed, {free >> 20} MB are free"

@@ -256,14 +256,19 @@ def why_not_here(machine: Machine) -> tuple[str, str]:
     return "", ""
 
 
-def why_not(machine: Machine, signs: Sequence[Signs]) -> list[str]:
-    """Why these processes' GPU state cannot be set aside: a sentence each. Pure."""
+def why_not(machine: Machine, signs: Sequence[Signs], *, will_rest: bool = False) -> list[str]:
+    """Why these processes' GPU state cannot be set aside: a sentence each. Pure.
+
+    Args:
+        machine, signs: What was found.
+        will_rest: The ranks will take their communicators down before.
+    """
     here, _ = why_not_here(machine)
     found = [here] if here else []
     for each in signs:
         who = f"process {each.pid}"
-        if each.nccl:
-            found.append(f"{who} has a live NCCL communicator")
+        if each.nccl and not will_rest:
+            found.append(why_not_communicating(each))
         if each.managed:
             found.append(f"{who} uses managed memory, which the driver does not set aside")
         if each.stopped:
@@ -271,6 +276,11 @@ def why_not(machine: Machine, signs: Sequence[Signs]) -> list[str]:
         if each.pid in machine.shared:
             found.append(f"{who} uses its GPU through MPS")
     return found
+
+
+def why_not_communicating(signs: Signs) -> str:
+    """What a communicator is in the way of, or ""."""
+    return f"process {signs.pid} has a live NCCL communicator" if signs.nccl else ""
 
 
 def why_not_again(recorded: GpuState, machine: Machine) -> str:

@@ -302,11 +302,14 @@ class Dumping:
         """The same, with what has to be looked for: GPUs, and how long a dump takes."""
         begun, left_s = time.monotonic(), facts.seconds_left
         pids = tree.processes(self._launch.process.pid)
-        why = facts.why_no_dump or self._why_not_gpus(pids, left_s, driver)
+        why = facts.why_no_dump or self._why_not_gpus(pids, left_s, driver, will_rest=True)
+        now = "" if self._gpus is None else self._gpus.why_not_now
         dump_s = self._dump_s(pids)
         if left_s is not None:
             left_s = max(left_s - (time.monotonic() - begun), 0.0)  # GPUs may have taken their time
-        return replace(facts, dump_s=dump_s, why_no_dump=why, seconds_left=left_s)
+        return replace(
+            facts, dump_s=dump_s, why_no_dump=why, why_not_now=now, seconds_left=left_s
+        )  # fmt: skip
 
     def _why_not(self, record: AttemptRecord) -> str:
         if self._ability.why_not:
@@ -319,12 +322,17 @@ class Dumping:
             return error.message
         return secrecy.why_exposed(self._tier)
 
-    def _why_not_gpus(self, pids: list[int], seconds_left: float | None, driver: CudaDriver) -> str:
+    def _why_not_gpus(
+        self, pids: list[int], seconds_left: float | None, driver: CudaDriver, *,
+        will_rest: bool = False,
+    ) -> str:  # fmt: skip
         limit_s = LOCK_WITHIN_S if seconds_left is None else seconds_left * LOCK_SHARE
         if seconds_left is not None:
             driver.look_within_s = min(limit_s, driver.look_within_s)
         try:
-            self._gpus = gpu_tree.of_tree(pids, driver, lock_within_s=min(limit_s, LOCK_WITHIN_S))
+            self._gpus = gpu_tree.of_tree(
+                pids, driver, lock_within_s=min(limit_s, LOCK_WITHIN_S), will_rest=will_rest
+            )
         except SaveFailed as error:
             return error.message
         return ""

@@ -31,6 +31,7 @@ class DumpFacts:
         host_returns: The host will be there again.
         changes: What will have changed on resume, in words, or "".
         why_no_dump: What forbids a dump here, or "".
+        why_not_now: What forbids one of processes that do not rest at a boundary, or "".
     """
 
     instrumented: bool
@@ -42,6 +43,7 @@ class DumpFacts:
     host_returns: bool = True
     changes: str = ""
     why_no_dump: str = ""
+    why_not_now: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class DumpChoice:
 
 def choose(facts: DumpFacts) -> DumpChoice:
     """The choice. Pure."""
-    against = _against(facts, facts.dump_s)
+    against = _against(facts, facts.dump_s) or facts.why_not_now
     if not facts.instrumented:
         if facts.changes:
             return DumpChoice(NOTHING, f"there is no Checkpointer, and {facts.changes}")

@@ -18,13 +18,9 @@ from typing import TYPE_CHECKING
 
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.lifecycle.run.memory import (
-    available_bytes,
-    budget_bytes,
-    copy_threads,
-    transient_bytes,
-)
+from trainckpt.lifecycle.run.memory import available_bytes, budget_bytes, copy_threads
 from trainckpt.state.stage import private_memory
+from trainckpt.tiers import host_memory
 from trainckpt.tiers.direct import copy
 from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
@@ -315,7 +311,11 @@ class Arenas:
     def _left(self) -> int | None:
         """This rank's share of what host and cgroups have left; None where nobody says."""
         left = available_bytes()
-        return None if left is None else max(left // len(self._ranks) - transient_bytes(), 0)
+        return (
+            None
+            if left is None
+            else max(left // len(self._ranks) - host_memory.transient_bytes(), 0)
+        )
 
     def _close(self) -> None:
         self._leave(self._open)

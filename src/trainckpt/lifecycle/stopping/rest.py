@@ -4,13 +4,15 @@
     1   was a dump asked for? what rank 0 finds counts                    else: leave
     2   the script's `before_dump` hooks
         ALL  each says what went wrong; if anything did, all leave
-    3   what the snapshot holds is dropped from memory (`lean`)
-        ALL  as before; what was dropped is put back
+    3   what the snapshot holds is dropped from memory (`lean`); then process groups are taken down,
+        if any rank has one that cannot be in a dump (`communicators`)
+        ALL  as before, after each of the two; both are undone
     4   tell the supervisor, and rest: nothing is touched any more. It dumps and ends all of them,
         or says why not; then 3 is undone, and all leave with the snapshot
 
     the same processes, later, as another attempt
-    5   what was dropped is read from the snapshot, and compared with what it was
+    5   what was dropped is read from the snapshot, and compared with what it was; the process
+        groups are made again, and used once
         ALL  each says what went wrong, so that nobody waits for it in what is collective
     6   the script's `after_restore` hooks
         ALL  if anything went wrong all end at once, and whoever brought them back goes on from the
@@ -64,6 +66,29 @@ if TYPE_CHECKING:
         def make_buckets(self) -> None:
             """What takes all ranks, once each has refilled."""
 
+    class Communicators(Protocol):
+        """What cannot be in a dump."""
+
+        @property
+        def is_whole(self) -> bool:
+            """Whether nothing has to be undone."""
+
+        @property
+        def is_needed(self) -> bool:
+            """Whether this rank has any."""
+
+        def examine(self) -> None:
+            """Raise where they cannot be taken down."""
+
+        def tear_down(self) -> None:
+            """Take them down. All ranks, or none."""
+
+        def make(self) -> None:
+            """Make them again; nothing to do if none was taken down."""
+
+        def agree(self) -> None:
+            """What takes all ranks, once each has made it."""
+
 
 ASKED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
 LOOK_EVERY_S = 0.02
@@ -78,12 +103,14 @@ class Rest:
 
     def __init__(
         self, channel: Channel, hooks: Hooks, number: AttemptNumber, watch: Watch, teller: Teller,
-        lean: Lean | None,
+        lean: Lean | None, communicators: Communicators | None = None,
     ) -> None:  # fmt: skip
         """`lean`: None where memory must stay as it is."""
         self.why_not = ""
         self._channel, self._hooks, self._number = channel, hooks, number
         self._watch, self._teller, self._lean = watch, teller, lean
+        self._communicators = communicators
+        self._apart: Communicators | None = None  # at this stop, if any rank has to
         folder = os.environ.get(SUPERVISOR_VARIABLE)
         self._folder = Path(folder) if folder else None
         self._times = 0
@@ -127,13 +154,16 @@ class Rest:
             return self._obey(order, everyone[0]["snapshot"], max(m["round"] for m in everyone))
         except NoAgreement as error:
             self.why_not = error.message if order is not None else ""
-            if (
-                self._lean is not None and not self._lean.is_whole
-            ):  # putting it back takes all ranks
+            if not self._is_whole:  # putting it back takes all ranks
                 self._end(error.message)
             return False
         finally:
             self._watch.deadline.go_on()
+
+    @property
+    def _is_whole(self) -> bool:
+        parts = (self._lean, self._apart)
+        return all(part is None or part.is_whole for part in parts)
 
     def _obey(self, order: RestOrder, snapshot: str | None, round_: int) -> bool:
         self._told = Resting(order.id)
@@ -153,17 +183,28 @@ class Rest:
     def _get_ready(self, snapshot: str | None) -> str:
         """2 and 3; why not, on whatever rank, or ""."""
         lean = self._lean if snapshot is not None else None
+        mine = self._communicators is not None and self._communicators.is_needed
+        is_needed = any(self._gather("communicators", mine))
+        self._apart = apart = self._communicators if is_needed else None
 
         def prepare() -> None:
             self._hooks.close_outside()
             if lean is not None:
                 lean.prepare(snapshot or "")
+            if apart is not None:
+                apart.examine()
 
         def drop() -> None:
             if lean is not None:
                 self._told = replace(self._told, snapshot=snapshot or "", dropped=lean.drop())
 
-        return self._agree("ready", _try(prepare)) or self._agree("dropped", _try(drop))
+        why = self._agree("ready", _try(prepare)) or self._agree("dropped", _try(drop))
+        if apart is None or why:
+            return why
+        why = self._agree("apart", _try(apart.tear_down))
+        if not why and self._channel.world.rank == 0:
+            logger.info("process groups are taken down while the ranks rest")
+        return why
 
     def _wait(self, order: RestOrder) -> str:
         """4. Why there is no dump, or "" once these processes are another attempt."""
@@ -199,11 +240,13 @@ class Rest:
             self._end(f"what was dropped for a dump could not be read back: {why}")
 
     def _fill(self) -> str:
-        """5. Why memory is not whole, on whatever rank, or ""."""
-        if self._lean is None:
-            return ""
-        why = self._agreed("filled", _try(self._lean.refill))
-        return why or _try(self._lean.make_buckets)
+        """5. Why memory or groups are not whole, on whatever rank, or ""."""
+        lean, apart = self._lean, self._apart
+        why = "" if lean is None else self._agreed("filled", _try(lean.refill))
+        if apart is not None and not why:
+            why = self._agreed("made", _try(apart.make))
+            why = why or self._agreed("together", _try(apart.agree))
+        return why or ("" if lean is None else _try(lean.make_buckets))
 
     def _agreed(self, key: str, why: str) -> str:
         """As `_agree`; a rank that does not answer has ended already."""

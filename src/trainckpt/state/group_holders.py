@@ -1,0 +1,210 @@
+"""What in this process holds process groups, so that they can be taken away and put back.
+
+Known are plain DDP (the module and its reducer), SyncBatchNorm, FSDP2 (its mesh infos) and
+DeviceMesh: what holds a group there is replaced, and nothing else of them touched. DDP's reducer
+keeps its buckets and their order. Whatever else holds one would go on with a group that is no more,
+so it is looked for, and named: FSDP1, a communication hook, the script's own variables.
+
+Python's garbage collector does not list dictionaries and tuples of groups and names alone, since
+they cannot be part of a cycle. So what every object that it lists refers to is looked at. A running
+function's variables it does not see either; they are looked at frame by frame. At last the
+references are counted: there may be no more than were found.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from trainckpt.ranks import groups as process_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+OURS = "trainckpt."
+FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_common"
+MESH_INFO_NAMES = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
+MOST_NAMED = 5
+UNFROZEN = "gc.unfreeze()"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place that holds a group.
+
+    Attributes:
+        owner, name: Attribute of an object, or key of a dictionary.
+        number: Which of the groups.
+    """
+
+    owner: Any
+    name: str
+    number: int
+
+    def fill(self, group: Any) -> None:
+        """Put another group there."""
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = group
+            return
+        setattr(self.owner, self.name, group)
+        reducer = getattr(self.owner, "reducer", None)
+        if isinstance(self.owner, DistributedDataParallel) and reducer is not None:
+            reducer._update_process_group(group)  # no more: its buckets and their order stay
+
+
+def slots(groups: Sequence[Any]) -> list[Slot]:
+    """Where known objects hold these groups."""
+    numbers = {id(group): number for number, group in enumerate(groups)}
+    found = []
+    for owner, names in _known():
+        for name in names:
+            held = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+            if id(held) in numbers:
+                found.append(Slot(owner, name, numbers[id(held)]))
+    return found
+
+
+def fill(slots: Iterable[Slot], groups: Sequence[Any]) -> None:
+    """Put each slot's group of these into it."""
+    for slot in slots:
+        slot.fill(groups[slot.number])
+
+
+def why_not(groups: Sequence[Any]) -> str:
+    """Why these groups cannot be taken away: who else holds them, in words, or ""."""
+    if gc.get_freeze_count():
+        return f"gc.freeze() hides what holds the process groups; call {UNFROZEN} in before_dump"
+    gc.collect()
+    for module in _of(DistributedDataParallel):
+        if _is_hooked(module):
+            return "a DDP module has a communication hook, which may hold its process group"
+    if next(iter(_of(torch.cuda.CUDAGraph)), None) is not None:
+        return "there are CUDA graphs, which may hold communicators"
+    if others := sorted(set(_others(groups))):
+        more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        return f"process groups are held by {', '.join(others[:MOST_NAMED])}{more}"
+    if _are_more(groups):
+        return "process groups are held by something that Python does not show"
+    return ""
+
+
+def _known() -> Iterator[tuple[Any, Sequence[str]]]:
+    for module in _of((DistributedDataParallel, nn.SyncBatchNorm)):
+        yield module, ("process_group",)
+    for mesh in _of(DeviceMesh):
+        registry = vars(mesh).get("_pg_registry")  # torch 2.11 and later; before: names alone
+        if isinstance(registry, dict):
+            yield registry, tuple(registry)
+    kinds = tuple(getattr(sys.modules.get(FSDP2), n, None) for n in ("FSDPMeshInfo", "DDPMeshInfo"))
+    for info in _of(tuple(kind for kind in kinds if kind is not None)):
+        yield info, MESH_INFO_NAMES
+
+
+def _of(kinds: type | tuple[type, ...]) -> Iterator[Any]:
+    """Objects of these classes; `isinstance` would run code of lazy ones."""
+    for each in gc.get_objects():
+        if issubclass(type(each), kinds):
+            yield each
+
+
+def _is_hooked(module: Any) -> bool:
+    told = module._get_ddp_logging_data() if module.logger is not None else {}
+    return bool(getattr(module, "_comm_hooks", None) or told.get("comm_hook"))
+
+
+def _others(groups: Sequence[Any]) -> Iterator[str]:
+    """Whoever holds one of the groups, and is neither known nor torch.distributed itself."""
+    wanted = {id(group) for group in groups}
+    skipped = {id(each) for each in (groups, *process_groups.containers())}
+    for owner, _ in _known():
+        skipped |= {id(owner), id(getattr(owner, "__dict__", owner))}
+    objects = gc.get_objects()
+    for each in objects:
+        if id(each) not in skipped and _holds(each, wanted, skipped):
+            yield _named(each, wanted)
+    del objects
+    yield from _variables(wanted)
+
+
+def _are_more(groups: Sequence[Any]) -> bool:
+    """Whether there are more references to any than known holders have."""
+    counts = _known_references({id(group) for group in groups})
+    ours = 3  # in `groups`, in `group` below, and the call's own
+    return any(sys.getrefcount(group) > counts[id(group)] + ours for group in groups)
+
+
+def _known_references(wanted: set[int]) -> Counter[int]:
+    places = process_groups.containers()
+    for owner, _ in _known():
+        places += [owner, getattr(owner, "__dict__", owner)]
+    each_once = {id(place): place for place in places}.values()
+    return Counter(id(held) for place in each_once for held in gc.get_referents(place)
+                   if id(held) in wanted)  # fmt: skip
+
+
+def _holds(each: Any, wanted: set[int], skipped: set[int]) -> bool:
+    return any(_is_or_holds(held, wanted, skipped) for held in gc.get_referents(each))
+
+
+def _is_or_holds(held: Any, wanted: set[int], skipped: set[int]) -> bool:
+    """Itself, or as a container that the collector does not list."""
+    if id(held) in wanted:
+        return True
+    is_hidden = type(held) in (dict, tuple) and not gc.is_tracked(held) and id(held) not in skipped
+    return is_hidden and _holds(held, wanted, skipped)
+
+
+def _variables(wanted: set[int]) -> Iterator[str]:
+    """Of the functions that run, on every thread."""
+    for innermost in sys._current_frames().values():
+        frame: Any = innermost
+        while frame is not None:
+            if not str(frame.f_globals.get("__name__", "")).startswith(OURS):
+                yield from _of_frame(frame, wanted)
+            frame = frame.f_back
+
+
+def _of_frame(frame: Any, wanted: set[int]) -> Iterator[str]:
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED:
+        return  # a module's: its variables are a dictionary that the collector lists
+    variables = frame.f_locals
+    for name, value in list(variables.items()):
+        if _is_or_holds(value, wanted, set()):
+            yield f"the variable {name} of {code.co_name} ({code.co_filename}:{frame.f_lineno})"
+    if type(variables) is dict:
+        variables.clear()  # a copy that would keep what they hold now
+
+
+def _named(each: Any, wanted: set[int]) -> str:
+    if isinstance(each, dict):
+        key = next((str(k) for k, v in each.items() if id(v) in wanted), "?")
+        if "__name__" in each and "__spec__" in each:
+            return f"the variable {key} of module {each['__name__']}"
+        owner = next((o for o in gc.get_referrers(each) if _dictionary(o) is each), None)
+        return f"a dict, as {key!r}" if owner is None else f"{_kind(owner)}.{key}"
+    inside = chain((_dictionary(each) or {}).items())
+    key = next((f".{k}" for k, v in inside if id(v) in wanted), "")
+    return f"{_kind(each)}{key}"
+
+
+def _kind(each: Any) -> str:
+    return f"{type(each).__module__}.{type(each).__qualname__}".removeprefix("builtins.")
+
+
+def _dictionary(each: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(each, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
