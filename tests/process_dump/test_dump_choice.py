@@ -71,10 +71,13 @@ def asleep():
         ({**EARLY, "asked": True}, BOTH, "then a dump on top"),
         ({**EARLY, "asked": True, "why_no_dump": "there is no CRIU"}, SNAPSHOT, "no CRIU"),
         ({**EARLY, "asked": True, "dump_s": 9.0}, SNAPSHOT, "would take about 9.0 s"),
+        ({**EARLY, "asked": True, "why_not_now": "NCCL is alive"}, BOTH, "then a dump on top"),
         (LATE, DUMP, "the next boundary is saved in about 20.0 s"),
         ({**LATE, "hosts": 2}, NOTHING, "2 hosts: what was flushed stands"),
         ({**LATE, "host_returns": False}, NOTHING, "will come back"),
         ({**LATE, "why_no_dump": "it holds a GPU"}, NOTHING, "it holds a GPU"),
+        ({**LATE, "why_not_now": "NCCL is alive"}, NOTHING, "NCCL is alive: what was flushed"),
+        ({**BARE, "why_not_now": "NCCL is alive"}, NOTHING, "no Checkpointer, and NCCL is alive"),
         ({**LATE, "dump_s": 9.0}, NOTHING, "would take about 9.0 s of the 8.0 s left"),
         (BARE, DUMP, "no Checkpointer"),
         ({**BARE, "seconds_left": None, "dump_s": 1e9}, DUMP, "no Checkpointer"),
@@ -266,12 +269,13 @@ def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_no
     """GPUs may take longer to look at than it takes to see that nobody answers."""
     monkeypatch.setattr(asking, "ANSWERS_WITHIN_S", 0.2)
     tier, request = LocalTier(tmp_path), requests.Request("notices/1-a.ask", "x")
-    assert asking.wait_for_answer(tier, request.key).why == asking.NOBODY
+    live = AttemptRecord(1, facts={"hosts": ["elsewhere"]})
+    assert asking.wait_for_answer(tier, request.key, live).why == asking.NOBODY
     requests.answer(tier, request, requests.Answer(requests.LOOKING, ""))
     chosen = requests.Answer(DUMP, "it fits")
     later = threading.Timer(0.6, lambda: requests.answer(tier, request, chosen))
     later.start()
-    assert asking.wait_for_answer(tier, request.key) == chosen
+    assert asking.wait_for_answer(tier, request.key, live) == chosen
     later.join()
 
 

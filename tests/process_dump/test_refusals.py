@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ import pytest
 
 from tests.process_dump.campaign import Run, wait_for
 from tests.process_dump.test_dump_choice import asleep
-from trainckpt.cli import doctor_dumps
+from trainckpt.cli import asking, doctor_dumps
 from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
@@ -120,6 +121,22 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
     assert codes == [74]
     assert why in json.loads(capsys.readouterr().out)["error"]
     assert why in said[0]
+
+
+def test_pause_says_why_a_command_was_launched_without_dumps(tmp_path, monkeypatch, capsys):
+    """Nobody answers there, and what CRIU says was said to nobody."""
+    monkeypatch.setenv(criu.VARIABLE, str(pretend(tmp_path / "old", "3.17.1")))
+    monkeypatch.setattr(asking, "ANSWERS_WITHIN_S", 0.2)
+    run = str(tmp_path / "run")
+    named = NamedRun(run, ["python"], str(tmp_path), 1)
+    facts = {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}}
+    named.claim_from("s1~1.1", {**facts, "hosts": [socket.gethostname()]})
+    assert main(["pause", "--json", "--dump", run]) == 74
+    named.close()
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "it was not launched by `trainckpt run` with dumps" in error
+    assert "on this host" in error
+    assert "is CRIU 3.17.1, 4.0 is needed" in error
 
 
 def test_criu_is_out_of_reach_of_a_terminals_ctrl_c(tmp_path):

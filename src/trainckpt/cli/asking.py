@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.deciding.dump_choice import NOTHING
+from trainckpt.process_dump import criu
 from trainckpt.supervisor import requests
 from trainckpt.supervisor.record import BY_SUPERVISOR
 from trainckpt.supervisor.requests import Answer
@@ -40,9 +42,9 @@ def listens_as(live: AttemptRecord) -> int:
     return number if type(number) is int else live.attempt
 
 
-def wait_for_answer(tier: Place, key: str) -> Answer:
+def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> Answer:
     """What the supervisor chose; that nobody answers is an answer too."""
-    begun, within_s, why = time.monotonic(), ANSWERS_WITHIN_S, NOBODY
+    begun, within_s, why = time.monotonic(), ANSWERS_WITHIN_S, ""
     while time.monotonic() < begun + within_s:
         found = requests.read_answer(tier, key)
         if found is not None and found.choice != requests.LOOKING:
@@ -50,7 +52,18 @@ def wait_for_answer(tier: Place, key: str) -> Answer:
         if found is not None:
             within_s, why = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
         time.sleep(LOOK_EVERY_S)
-    return Answer(NOTHING, why)
+    return Answer(NOTHING, why or _why_nobody(live))
+
+
+def _why_nobody(live: AttemptRecord) -> str:
+    """By default a command is launched with dumps where they can be had: why not here."""
+    hosts = live.facts.get("hosts")
+    if not isinstance(hosts, list) or set(hosts) != {socket.gethostname()}:
+        return NOBODY
+    found = criu.examine()
+    if found.why_not:
+        return f"{NOBODY}, and on this host {found.why_not} ({found.cure})"
+    return f"{NOBODY}, which this host can do: trainckpt run --dumps on"
 
 
 def wait_for_dump(

@@ -179,7 +179,7 @@ def _dumped(
     """
     key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=requests.ASK)
     try:
-        answer = wait_for_answer(tier, key)
+        answer = wait_for_answer(tier, key, live)
         _say(f"{answer.choice}: {answer.why}")
         if answer.choice == DUMP:
             found = wait_for_dump(tier, key, partial(_read, tier, live))
