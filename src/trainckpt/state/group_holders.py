@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 from trainckpt.ranks import groups as process_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 OURS = "trainckpt."
 FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_common"
 MESH_INFO_NAMES = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
-MOST_NAMED = 5
+MOST_NAMED, AT_ONCE = 5, 2000
 UNFROZEN = "gc.unfreeze()"
 
 
@@ -66,7 +66,7 @@ def slots(groups: Sequence[Any]) -> list[Slot]:
     """Where known objects hold these groups."""
     numbers = {id(group): number for number, group in enumerate(groups)}
     found = []
-    for owner, names in _known():
+    for owner, names in _places(_objects()):
         for name in names:
             held = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
             if id(held) in numbers:
@@ -85,36 +85,48 @@ def why_not(groups: Sequence[Any]) -> str:
     if gc.get_freeze_count():
         return f"gc.freeze() hides what holds the process groups; call {UNFROZEN} in before_dump"
     gc.collect()
-    for module in _of(DistributedDataParallel):
-        if _is_hooked(module):
-            return "a DDP module has a communication hook, which may hold its process group"
-    if next(iter(_of(torch.cuda.CUDAGraph)), None) is not None:
+    objects = _objects()
+    if any(_is_hooked(each) for each in objects if isinstance(each, DistributedDataParallel)):
+        return "a DDP module has a communication hook, which may hold its process group"
+    if any(isinstance(each, torch.cuda.CUDAGraph) for each in objects):
         return "there are CUDA graphs, which may hold communicators"
-    if others := sorted(set(_others(groups))):
+    owners = [owner for owner, _ in _places(objects)]
+    if others := sorted(set(_others(groups, owners))):
         more = f", and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         return f"process groups are held by {', '.join(others[:MOST_NAMED])}{more}"
-    if _are_more(groups):
+    if _are_more(groups, owners):
         return "process groups are held by something that Python does not show"
     return ""
 
 
-def _known() -> Iterator[tuple[Any, Sequence[str]]]:
-    for module in _of((DistributedDataParallel, nn.SyncBatchNorm)):
-        yield module, ("process_group",)
-    for mesh in _of(DeviceMesh):
-        registry = vars(mesh).get("_pg_registry")  # torch 2.11 and later; before: names alone
-        if isinstance(registry, dict):
-            yield registry, tuple(registry)
-    kinds = tuple(getattr(sys.modules.get(FSDP2), n, None) for n in ("FSDPMeshInfo", "DDPMeshInfo"))
-    for info in _of(tuple(kind for kind in kinds if kind is not None)):
-        yield info, MESH_INFO_NAMES
-
-
-def _of(kinds: type | tuple[type, ...]) -> Iterator[Any]:
-    """Objects of these classes; `isinstance` would run code of lazy ones."""
+def _objects() -> list[Any]:
+    """What may hold groups, or communicators. `isinstance` would run code of lazy objects."""
+    module = sys.modules.get(FSDP2)
+    infos = [getattr(module, name, None) for name in ("FSDPMeshInfo", "DDPMeshInfo")]
+    kinds = (DistributedDataParallel, nn.SyncBatchNorm, DeviceMesh, torch.cuda.CUDAGraph,
+             *(kind for kind in infos if kind is not None))  # fmt: skip
+    is_one: dict[int, bool] = {}  # by type: there are far fewer of them than objects
+    found = []
     for each in gc.get_objects():
-        if issubclass(type(each), kinds):
-            yield each
+        kind = type(each)
+        if id(kind) not in is_one:
+            is_one[id(kind)] = issubclass(kind, kinds)
+        if is_one[id(kind)]:
+            found.append(each)
+    return found
+
+
+def _places(objects: Sequence[Any]) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Where they hold groups: an object and its attributes, or a dictionary and its keys."""
+    for each in objects:
+        if isinstance(each, (DistributedDataParallel, nn.SyncBatchNorm)):
+            yield each, ("process_group",)
+        elif isinstance(each, DeviceMesh):
+            registry = vars(each).get("_pg_registry")  # torch 2.11 and later; before: names alone
+            if isinstance(registry, dict):
+                yield registry, tuple(registry)
+        elif not isinstance(each, torch.cuda.CUDAGraph):
+            yield each, MESH_INFO_NAMES
 
 
 def _is_hooked(module: Any) -> bool:
@@ -122,46 +134,47 @@ def _is_hooked(module: Any) -> bool:
     return bool(getattr(module, "_comm_hooks", None) or told.get("comm_hook"))
 
 
-def _others(groups: Sequence[Any]) -> Iterator[str]:
+def _others(groups: Sequence[Any], owners: Sequence[Any]) -> Iterator[str]:
     """Whoever holds one of the groups, and is neither known nor torch.distributed itself."""
     wanted = {id(group) for group in groups}
     skipped = {id(each) for each in (groups, *process_groups.containers())}
-    for owner, _ in _known():
+    for owner in owners:
         skipped |= {id(owner), id(getattr(owner, "__dict__", owner))}
     objects = gc.get_objects()
-    for each in objects:
-        if id(each) not in skipped and _holds(each, wanted, skipped):
-            yield _named(each, wanted)
-    del objects
+    for at in range(0, len(objects), AT_ONCE):
+        some = objects[at : at + AT_ONCE]
+        if _hold(some, wanted, skipped):  # hardly any: the rest is told from them at C's speed
+            some = [each for each in some if id(each) not in skipped]
+            yield from (_named(each, wanted) for each in some if _hold([each], wanted, skipped))
+    del objects, some
     yield from _variables(wanted)
 
 
-def _are_more(groups: Sequence[Any]) -> bool:
+def _are_more(groups: Sequence[Any], owners: Sequence[Any]) -> bool:
     """Whether there are more references to any than known holders have."""
-    counts = _known_references({id(group) for group in groups})
+    counts = _known_references({id(group) for group in groups}, owners)
     ours = 3  # in `groups`, in `group` below, and the call's own
     return any(sys.getrefcount(group) > counts[id(group)] + ours for group in groups)
 
 
-def _known_references(wanted: set[int]) -> Counter[int]:
+def _known_references(wanted: set[int], owners: Sequence[Any]) -> Counter[int]:
     places = process_groups.containers()
-    for owner, _ in _known():
+    for owner in owners:
         places += [owner, getattr(owner, "__dict__", owner)]
     each_once = {id(place): place for place in places}.values()
     return Counter(id(held) for place in each_once for held in gc.get_referents(place)
                    if id(held) in wanted)  # fmt: skip
 
 
-def _holds(each: Any, wanted: set[int], skipped: set[int]) -> bool:
-    return any(_is_or_holds(held, wanted, skipped) for held in gc.get_referents(each))
-
-
-def _is_or_holds(held: Any, wanted: set[int], skipped: set[int]) -> bool:
-    """Itself, or as a container that the collector does not list."""
-    if id(held) in wanted:
-        return True
-    is_hidden = type(held) in (dict, tuple) and not gc.is_tracked(held) and id(held) not in skipped
-    return is_hidden and _holds(held, wanted, skipped)
+def _hold(objects: Sequence[Any], wanted: set[int], skipped: Collection[int] = ()) -> bool:
+    """Whether one of them does, itself or by containers that the collector does not list."""
+    while objects:
+        held = gc.get_referents(*objects)
+        if not wanted.isdisjoint(map(id, held)):
+            return True
+        hidden = (each for each in held if type(each) in (dict, tuple) and not gc.is_tracked(each))
+        objects = [each for each in hidden if id(each) not in skipped]
+    return False
 
 
 def _variables(wanted: set[int]) -> Iterator[str]:
@@ -180,7 +193,8 @@ def _of_frame(frame: Any, wanted: set[int]) -> Iterator[str]:
         return  # a module's: its variables are a dictionary that the collector lists
     variables = frame.f_locals
     for name, value in list(variables.items()):
-        if _is_or_holds(value, wanted, set()):
+        is_hidden = type(value) in (dict, tuple) and not gc.is_tracked(value)
+        if id(value) in wanted or (is_hidden and _hold([value], wanted)):
             yield f"the variable {name} of {code.co_name} ({code.co_filename}:{frame.f_lineno})"
     if type(variables) is dict:
         variables.clear()  # a copy that would keep what they hold now
