@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt import Checkpointer
+from trainckpt.errors import SaveFailed
 from trainckpt.format import manifest as manifests
 from trainckpt.snapshot import memory_copies, write_beside
 from trainckpt.tiers import kept
@@ -174,8 +176,10 @@ def damage(rank, place, memory, what, of):
             file.write(bytes([byte ^ 16]))
 
 
-def count_keys(rank, folder, looks):
-    """Keys in the ranks' store after so many saves, each asked for, kept by others and copied."""
+def save_often(rank, folder, looks):
+    """Keys in the ranks' store after so many saves, each asked for, kept by others and copied; and
+    how long one is tried to be kept that only rank 0 has let go of.
+    """
     torch.set_num_threads(1)
     be_a_host(rank, folder)
     model, found = nn.Linear(4, 4), []
@@ -185,16 +189,27 @@ def count_keys(rank, folder, looks):
         f"{folder}/run", model=wrapped, optimizer=optimizer, redundancy="partner",
         tiers=[f"{folder}/slow"], durable=f"{folder}/slow", **options,
     ) as ckpt:  # fmt: skip
-        for number in range(1, max(looks) + 1):
+
+        def save():
             pending = ckpt.save()
             while pending.snapshot is None:
                 ckpt.boundary()
                 wrapped(torch.randn(4, 4)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            return pending
+
+        for number in range(1, max(looks) + 1):
+            pending = save()
             pending.wait("partner", 30)
             pending.wait("durable", 30)
             if number in looks:
                 torch.distributed.barrier()
                 found.append(ckpt._crew.channel.store.num_keys())
-    return found
+        if rank == 0:
+            ckpt._attempt.saver.protecting.give_way()
+        begun_s, pending = time.monotonic(), save()
+        with contextlib.suppress(SaveFailed):
+            pending.wait("partner", 60)
+        ckpt._attempt.saver.protecting.take_way()
+        return found, (pending.unprotected, time.monotonic() - begun_s)

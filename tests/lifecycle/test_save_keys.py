@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 from tests.lifecycle import kept_by_others
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.lifecycle.saving import save_keys
+from trainckpt.lifecycle.saving.protection import STEP_S
 from trainckpt.ranks import OverStore, World
 
 preload("tests.lifecycle.kept_by_others")
@@ -62,6 +63,19 @@ def test_the_keys_of_many_saves_do_not_add_up(store):
     assert not store.check([f"test/{save_keys.verdict(29)}"])
 
 
-def test_a_run_that_saves_keeps_and_copies_all_the_time_leaves_no_keys_behind(tmp_path):
-    for at_10, at_50 in run_ranks(kept_by_others.count_keys, 2, str(tmp_path), (10, 50)):
+@pytest.fixture(scope="module")
+def saved_often(tmp_path_factory):
+    """What two ranks saw."""
+    folder = str(tmp_path_factory.mktemp("often"))
+    return run_ranks(kept_by_others.save_often, 2, folder, (10, 50))
+
+
+def test_a_run_that_saves_keeps_and_copies_all_the_time_leaves_no_keys_behind(saved_often):
+    for (at_10, at_50), _ in saved_often:
         assert abs(at_50 - at_10) <= UNDER_WAY
+
+
+def test_a_rank_that_lets_go_of_what_is_kept_keeps_no_other_waiting_for_its_part(saved_often):
+    for _, (why, took_s) in saved_often:
+        assert "rank 0: a last save needs the network" in why
+        assert took_s < STEP_S / 2
