@@ -7,6 +7,7 @@ for what has to be refused. Prints what it saw as one line of JSON.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn import functional
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,6 +111,7 @@ def trained(build, *, taken_down):
             away.make()
             away.agree()
             assert known() == before, (known(), before)
+            assert functional.broadcast.__defaults__ == (dist.group.WORLD,)
     weights = [float(p.detach().to_local().double().sum() if hasattr(p, "to_local") else
                      p.detach().double().sum()).hex() for p in model.parameters()]  # fmt: skip
     return {"losses": losses, "weights": weights, "buckets": order_of_buckets(model)}, threads
@@ -168,6 +171,7 @@ if __name__ == "__main__":
     groups.TAKEN_DOWN.add("gloo")
     found = {}
     dist.init_process_group("gloo")
+    importlib.reload(functional)  # as when it is imported now: the group is a default argument
     for build in (ddp, ddp_of_a_group, hsdp, tp):
         straight, _ = trained(build, taken_down=False)
         torn, threads = trained(build, taken_down=True)

@@ -1,9 +1,10 @@
 """What in this process holds process groups, so that they can be taken away and put back.
 
-Known are plain DDP (the module and its reducer), SyncBatchNorm, FSDP2 (its mesh infos) and
-DeviceMesh: what holds a group there is replaced, and nothing else of them touched. DDP's reducer
-keeps its buckets and their order. Whatever else holds one would go on with a group that is no more,
-so it is looked for, and named: FSDP1, a communication hook, the script's own variables.
+Known are plain DDP (the module and its reducer), SyncBatchNorm, FSDP2 (its mesh infos),
+DeviceMesh, and default arguments of torch's own functions (of modules imported once there was a
+group): what holds a group there is replaced, and nothing else of them touched. DDP's reducer keeps
+its buckets and their order. Whatever else holds one would go on with a group that is no more, so it
+is looked for, and named: FSDP1, a communication hook, the script's own variables.
 
 Python's garbage collector does not list dictionaries and tuples of groups and names alone, since
 they cannot be part of a cycle. So what every object that it lists refers to is looked at. A running
@@ -19,9 +20,11 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +34,7 @@ from trainckpt.ranks import groups as process_groups
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-OURS = "trainckpt."
+OURS, TORCH = "trainckpt.", "torch."
 FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_common"
 MESH_INFO_NAMES = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 MOST_NAMED, AT_ONCE = 5, 2000
@@ -43,7 +46,7 @@ class Slot:
     """One place that holds a group.
 
     Attributes:
-        owner, name: Attribute of an object, or key of a dictionary.
+        owner, name: Attribute of an object, key of a dictionary, or number of a default argument.
         number: Which of the groups.
     """
 
@@ -55,6 +58,11 @@ class Slot:
         """Put another group there."""
         if isinstance(self.owner, dict):
             self.owner[self.name] = group
+            return
+        if isinstance(self.owner, FunctionType):
+            defaults = list(self.owner.__defaults__ or ())
+            defaults[int(self.name)] = group
+            self.owner.__defaults__ = tuple(defaults)
             return
         setattr(self.owner, self.name, group)
         reducer = getattr(self.owner, "reducer", None)
@@ -68,10 +76,18 @@ def slots(groups: Sequence[Any]) -> list[Slot]:
     found = []
     for owner, names in _places(_objects()):
         for name in names:
-            held = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+            held = _held(owner, name)
             if id(held) in numbers:
                 found.append(Slot(owner, name, numbers[id(held)]))
     return found
+
+
+def _held(owner: Any, name: str) -> Any:
+    if isinstance(owner, dict):
+        return owner.get(name)
+    if isinstance(owner, FunctionType):
+        return (owner.__defaults__ or ())[int(name)]
+    return getattr(owner, name, None)
 
 
 def fill(slots: Iterable[Slot], groups: Sequence[Any]) -> None:
@@ -104,7 +120,7 @@ def _objects() -> list[Any]:
     module = sys.modules.get(FSDP2)
     infos = [getattr(module, name, None) for name in ("FSDPMeshInfo", "DDPMeshInfo")]
     kinds = (DistributedDataParallel, nn.SyncBatchNorm, DeviceMesh, torch.cuda.CUDAGraph,
-             *(kind for kind in infos if kind is not None))  # fmt: skip
+             FunctionType, *(kind for kind in infos if kind is not None))  # fmt: skip
     is_one: dict[int, bool] = {}  # by type: there are far fewer of them than objects
     found = []
     for each in gc.get_objects():
@@ -119,7 +135,11 @@ def _objects() -> list[Any]:
 def _places(objects: Sequence[Any]) -> Iterator[tuple[Any, Sequence[str]]]:
     """Where they hold groups: an object and its attributes, or a dictionary and its keys."""
     for each in objects:
-        if isinstance(each, (DistributedDataParallel, nn.SyncBatchNorm)):
+        if isinstance(each, FunctionType):  # a module that was imported once there were groups
+            names = _of_defaults(each) if str(each.__module__).startswith(TORCH) else ()
+            if names:
+                yield each, names
+        elif isinstance(each, (DistributedDataParallel, nn.SyncBatchNorm)):
             yield each, ("process_group",)
         elif isinstance(each, DeviceMesh):
             registry = vars(each).get("_pg_registry")  # torch 2.11 and later; before: names alone
@@ -127,6 +147,11 @@ def _places(objects: Sequence[Any]) -> Iterator[tuple[Any, Sequence[str]]]:
                 yield registry, tuple(registry)
         elif not isinstance(each, torch.cuda.CUDAGraph):
             yield each, MESH_INFO_NAMES
+
+
+def _of_defaults(function: FunctionType) -> tuple[str, ...]:
+    kind = torch.distributed.ProcessGroup
+    return tuple(str(n) for n, each in enumerate(function.__defaults__ or ()) if type(each) is kind)
 
 
 def _is_hooked(module: Any) -> bool:
@@ -138,8 +163,7 @@ def _others(groups: Sequence[Any], owners: Sequence[Any]) -> Iterator[str]:
     """Whoever holds one of the groups, and is neither known nor torch.distributed itself."""
     wanted = {id(group) for group in groups}
     skipped = {id(each) for each in (groups, *process_groups.containers())}
-    for owner in owners:
-        skipped |= {id(owner), id(getattr(owner, "__dict__", owner))}
+    skipped |= {id(place) for owner in owners for place in _parts(owner)}
     objects = gc.get_objects()
     for at in range(0, len(objects), AT_ONCE):
         some = objects[at : at + AT_ONCE]
@@ -159,11 +183,15 @@ def _are_more(groups: Sequence[Any], owners: Sequence[Any]) -> bool:
 
 def _known_references(wanted: set[int], owners: Sequence[Any]) -> Counter[int]:
     places = process_groups.containers()
-    for owner in owners:
-        places += [owner, getattr(owner, "__dict__", owner)]
+    places += [place for owner in owners for place in _parts(owner)]
     each_once = {id(place): place for place in places}.values()
     return Counter(id(held) for place in each_once for held in gc.get_referents(place)
                    if id(held) in wanted)  # fmt: skip
+
+
+def _parts(owner: Any) -> list[Any]:
+    """What of a known object refers to groups."""
+    return [owner, getattr(owner, "__dict__", owner), getattr(owner, "__defaults__", owner)]
 
 
 def _hold(objects: Sequence[Any], wanted: set[int], skipped: Collection[int] = ()) -> bool:
@@ -213,6 +241,8 @@ def _named(each: Any, wanted: set[int]) -> str:
 
 
 def _kind(each: Any) -> str:
+    if isinstance(each, FunctionType):
+        return f"function {each.__module__}.{each.__qualname__}"
     return f"{type(each).__module__}.{type(each).__qualname__}".removeprefix("builtins.")
 
 
