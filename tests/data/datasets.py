@@ -257,7 +257,8 @@ class Run:
     def boundary(self) -> None:
         self.boundaries += 1
         if self.boundaries == self.stop:
-            self.saved = {"data": self.loader.state(), "rng": main_rng(), "epoch": self.epoch}
+            rng = main_rng() if self.rng is None else self.rng  # loaded, and not yet put back
+            self.saved = {"data": self.loader.state(), "rng": rng, "epoch": self.epoch}
             raise StoppedError
 
     def restore(self) -> None:
@@ -297,6 +298,22 @@ def straight(make, epochs: int = 3, limit: int | None = None) -> list:
     loader = make()
     rows = Run(loader, limit=limit).train(loader, epochs)
     loader._iterator = None  # persistent workers end here, not when the collector comes by
+    return rows
+
+
+def stopped_again_and_again(make, stops, limit: int | None = None) -> list:
+    """Return all rows of a run whose attempts stop at these boundaries, each counting its own."""
+    rows, saved = [], None
+    for seed, stop in enumerate([*stops, None]):
+        seed_all(999 + seed if saved else 7)
+        run = Run(make(), stop=stop, limit=limit)
+        try:
+            (run.load(saved) if saved else run).train()
+        except StoppedError:
+            saved = run.saved
+        finally:
+            run.loader.shutdown()
+        rows += run.rows
     return rows
 
 

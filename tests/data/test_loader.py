@@ -255,6 +255,16 @@ def test_a_stream_with_state_goes_on_from_any_boundary_those_between_passes_incl
     assert_exact(lambda: DataLoader(dataset(), batch_size=4), range(1, boundaries + 1), limit=limit)
 
 
+@pytest.mark.parametrize("dataset", [d.StatefulStream, d.GoesOn, d.BeginsAnew, d.OtherOrders])
+def test_a_stream_resumed_at_the_end_of_a_pass_can_be_stopped_again_before_the_next(dataset):
+    """What is saved there is what was loaded: the dataset itself was not put anywhere yet."""
+
+    def make() -> DataLoader:
+        return DataLoader(dataset(), batch_size=4)
+
+    assert d.stopped_again_and_again(make, (7, 2, 1, 7, 2)) == d.straight(make)
+
+
 @pytest.mark.parametrize(
     ("limit", "stops"), [(None, (8, 15)), (2, (3, 5))], ids=["run out", "left"]
 )

@@ -195,7 +195,9 @@ class LoaderSource:
             "own": None,
             "deal": None if self.deal is None or self.deal.plain else self.deal._asdict(),
         }
-        if self.kind == "iterable" and not self._replays() and self._made:
+        if self._ended is not None:  # a resumed pass's end: the dataset is not there yet
+            state["own"] = self._ended[0]
+        elif self.kind == "iterable" and not self._replays() and self._made:
             state["own"] = self._loader.dataset.state_dict()  # type: ignore[attr-defined]
             state["ran_out"] = in_pass and has_run_out(self._latest())
         return state
