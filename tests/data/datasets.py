@@ -156,6 +156,60 @@ class OtherOrders(BeginsAnew):
         self.turns = state["turns"]
 
 
+class CountsPasses(GoesOn):
+    """Goes on, and its state says in which pass it is."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from super().__iter__()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.passes = state["at"], state["passes"]
+
+
+class BeginsLate(BeginsAnew):
+    """As BeginsAnew, with no position before the first pass."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class StaysLoadedLate(StaysLoaded):
+    """As StaysLoaded, with no position before the first pass."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+
+class TurnsWhenLoaded(OtherOrders):
+    """Its passes' orders after a load are not those it had without one."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.turns += 100
+
+
+class OnePass(GoesOn):
+    """Wants a state loaded before each further pass."""
+
+    used = False
+
+    def __iter__(self):
+        if self.used:
+            raise LookupError("load a state first")
+        self.used = True
+        yield from super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.used = False
+
+
 class OwnSampler(Sampler):
     """A custom sampler: pure in its seed and epoch."""
 

@@ -245,8 +245,11 @@ def test_an_object_with_its_own_state_is_used_through_it():
     assert second.passes_started == 2
 
 
+STREAMS = [d.StatefulStream, d.GoesOn, d.CountsPasses, d.BeginsAnew, d.BeginsLate, d.OtherOrders]
+
+
 @pytest.mark.parametrize("limit", [None, 2], ids=["run out", "left"])
-@pytest.mark.parametrize("dataset", [d.StatefulStream, d.GoesOn, d.BeginsAnew, d.OtherOrders])
+@pytest.mark.parametrize("dataset", STREAMS)
 def test_a_stream_with_state_goes_on_from_any_boundary_those_between_passes_included(
     dataset, limit
 ):
@@ -255,7 +258,7 @@ def test_a_stream_with_state_goes_on_from_any_boundary_those_between_passes_incl
     assert_exact(lambda: DataLoader(dataset(), batch_size=4), range(1, boundaries + 1), limit=limit)
 
 
-@pytest.mark.parametrize("dataset", [d.StatefulStream, d.GoesOn, d.BeginsAnew, d.OtherOrders])
+@pytest.mark.parametrize("dataset", STREAMS)
 def test_a_stream_resumed_at_the_end_of_a_pass_can_be_stopped_again_before_the_next(dataset):
     """What is saved there is what was loaded: the dataset itself was not put anywhere yet."""
 
@@ -272,6 +275,31 @@ def test_a_stream_that_begins_every_pass_where_it_was_loaded_begins_anew_between
     limit, stops
 ):
     assert_exact(lambda: DataLoader(d.StaysLoaded(), batch_size=4), stops, limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "doubt"),
+    [(d.TurnsWhenLoaded, "no way that was tried"), (d.OnePass, "LookupError: load a state first")],
+)
+def test_a_stream_whose_place_between_passes_cannot_be_found_goes_on_with_a_warning(dataset, doubt):
+    first = d.Run(DataLoader(dataset(), batch_size=4), stop=3, limit=2)
+    with pytest.raises(d.StoppedError):
+        first.train()
+    second = d.Run(DataLoader(dataset(), batch_size=4)).load(first.saved)
+    message = rf"train: the place of {dataset.__name__} between two passes is inferred .*{doubt}"
+    with pytest.warns(UserWarning, match=message):
+        next(iter(second.loader))
+
+
+def test_a_stream_that_would_have_to_begin_where_no_state_is_known_says_what_to_change():
+    """Its passes would all be empty: that is not gone on with."""
+    first = d.Run(DataLoader(d.StaysLoadedLate(), batch_size=4), stop=8)
+    with pytest.raises(d.StoppedError):
+        first.train()
+    second = d.Run(DataLoader(d.StaysLoadedLate(), batch_size=4)).load(first.saved)
+    with pytest.raises(ConfigurationError, match="begins at the state that was loaded") as error:
+        second.train()
+    assert "from __init__ on" in str(error.value)
 
 
 def test_a_stream_without_state_is_replayed_with_a_warning():

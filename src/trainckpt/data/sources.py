@@ -118,7 +118,7 @@ class LoaderSource:
         """Begin a pass at its first batch, drawing exactly what a plain DataLoader draws."""
         if self._ended is not None:
             own, exhausted = self._ended
-            streams.begin_next_pass(self._loader.dataset, own, exhausted=exhausted)
+            streams.begin_next_pass(self._name, self._loader.dataset, own, exhausted=exhausted)
             self._ended = None
         self._rng_before = main_rng()
         self._before = self._captured()
