@@ -139,21 +139,24 @@ def placeholder() -> Any:
     return distributed.ProcessGroup(distributed.HashStore(), 0, 1)
 
 
-def tear_down() -> Torn:
-    """Destroy all groups. Every rank, none of whose collectives is under way."""
+def noted() -> Torn:
+    """What is needed to make all groups again."""
     c10d = _c10d()
+    return Torn(specs(), c10d._get_default_store(), c10d._world.group_count)
+
+
+def tear_down() -> None:
+    """Destroy all groups. Every rank, none of whose collectives is under way."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-    torn = Torn(specs(), c10d._get_default_store(), c10d._world.group_count)
     torch.distributed.destroy_process_group()
-    return torn
 
 
 def make(torn: Torn, time: int) -> list[Any]:
     """The groups again, in the order of `torn.specs`. Every rank.
 
     Args:
-        torn: From `tear_down`.
+        torn: From `noted`.
         time: Which time of this process's this is: keys of one are not found by another.
     """
     distributed: Any = torch.distributed

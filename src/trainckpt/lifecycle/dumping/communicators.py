@@ -65,11 +65,12 @@ class Communicators:
         Raises:
             SaveFailed: somebody still holds one.
         """
+        self._times += 1  # on all ranks alike, whatever fails
         held = groups.groups()
         self._slots = group_holders.slots(held)
         old = [weakref.ref(group) for group in held]
-        self._times += 1
-        self._torn = groups.tear_down()
+        self._torn = groups.noted()  # first: what is destroyed by half is made again
+        groups.tear_down()
         group_holders.fill(self._slots, [groups.placeholder() for _ in held])
         del held
         gc.collect()

@@ -9,8 +9,8 @@ thread of every rank, beside training, at once:
     2  has its own file at hand: in this host's memory, else read from the nearest tier
     3  passes copies or parities, as after a save (`Protection`)
 
-The files are passed as they are stored: what is encrypted stays so. Verified before and after: an
-arena that is the only one is written over by the next save. That save ends all this: it is newer.
+The files are passed as they are stored: what is encrypted stays so. Verified before and after.
+The next save ends all this: it is newer; where there is one arena alone, before it is staged there.
 """
 
 from __future__ import annotations
@@ -85,8 +85,12 @@ class StoredSnapshot:
         return True
 
     @contextlib.contextmanager
-    def file(self, manifest: Manifest) -> Iterator[memoryview]:
+    def file(self, manifest: Manifest, may_go_on: Callable[[], None]) -> Iterator[memoryview]:
         """This rank's file, in this host's memory under its name.
+
+        Args:
+            manifest: Of the snapshot.
+            may_go_on: Raises where it is not wanted any more; asked while it is fetched.
 
         Raises:
             UnusableSnapshot: it is not what the manifest says.
@@ -97,7 +101,7 @@ class StoredSnapshot:
             raise OSError("there is no shared memory")
         held = self._place.held(self.name.folder, called, file.num_bytes)
         if held is None or digest(held.data) != file.digest:
-            self._fetch(manifest, called)
+            self._fetch(manifest, called, may_go_on)
             held = self._place.held(self.name.folder, called, file.num_bytes)
         if held is None:
             raise OSError(f"{called} is not in memory any more")
@@ -108,7 +112,7 @@ class StoredSnapshot:
         finally:
             held.close()
 
-    def _fetch(self, manifest: Manifest, called: str) -> None:
+    def _fetch(self, manifest: Manifest, called: str, may_go_on: Callable[[], None]) -> None:
         """Into memory that no save uses, until the next one is kept by others."""
         assert self._place is not None
         file = manifest.files[self._rank]
@@ -121,17 +125,17 @@ class StoredSnapshot:
         ) as arena:
             arena.reserve(file.num_bytes)
             try:
-                self._read(key, arena.memory, file.digest)
+                self._read(key, arena.memory, file.digest, may_go_on)
             except BaseException:
                 arena.empty()
                 raise
             arena.publish(self.name.folder, called)
 
-    def _read(self, key: str, into: memoryview, wanted: str) -> None:
+    def _read(self, key: str, into: memoryview, wanted: str, may_go_on: Callable[[], None]) -> None:
         self._ladder.sizes = {key: len(into)}
         steps = range(0, len(into), PART_BYTES)
         parts = [(at, into[at : at + PART_BYTES]) for at in steps]
-        self._ladder.read_parts(key, parts, lambda _: None)
+        self._ladder.read_parts(key, parts, lambda _: may_go_on())
         if digest(into) != wanted:
             raise UnusableSnapshot(f"{key} does not match its digest")
 

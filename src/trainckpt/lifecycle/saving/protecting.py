@@ -77,6 +77,10 @@ class Protecting:
         self.again = None
         return True
 
+    def lets_go(self) -> bool:
+        """The next shard is to be staged. Whether nobody reads what it would be written over."""
+        return self._arenas.are_two or self._end_again(AGAIN_S)
+
     @property
     def num_losses(self) -> int:
         """How many failure domains may be lost at once with what others keep."""

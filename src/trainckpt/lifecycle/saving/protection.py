@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
@@ -43,24 +43,10 @@ if TYPE_CHECKING:
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
+    from trainckpt.lifecycle.saving.kept_again import StoredSnapshot
     from trainckpt.ranks.channel import Channel
     from trainckpt.snapshot.redundancy import Plan
     from trainckpt.tiers.arena import Arena
-
-    class Snapshot(Protocol):
-        """One that is committed, of as many ranks."""
-
-        name: SnapshotName
-
-        def manifest(self) -> Manifest:
-            """As it is stored; rank 0."""
-
-        def lacks(self, manifest: Manifest, names: set[str]) -> bool:
-            """Whether this host's memory has not all of these files of it, and good."""
-
-        def file(self, manifest: Manifest) -> contextlib.AbstractContextManager[memoryview]:
-            """This rank's file as it is stored, in this host's memory under its name; verified."""
-
 
 STEP_S = 30.0  # for one round of a few megabytes
 BARRIER_S = 60.0  # beyond what the longest file takes at the slowest
@@ -93,7 +79,7 @@ class Protection:
         self._groups: dict[str, Exchange] = {}
         self._in_way, self._newer = threading.Event(), threading.Event()
         self._lost = ""
-        self._forgotten = 1  # up to this save
+        self._forgotten = 1  # the first save of which keys are left
 
     def give_way(self) -> None:
         """Something more urgent needs the network, on all ranks alike."""
@@ -173,7 +159,7 @@ class Protection:
         self._release(name.folder)
         self._drop_fetched()
 
-    def protect_again(self, held: Snapshot) -> int:
+    def protect_again(self, held: StoredSnapshot) -> int:
         """Every rank, once, before the first `protect` or beside what comes before it: the snapshot
         that the attempt began from.
 
@@ -185,15 +171,18 @@ class Protection:
         """
         key, at, why, whole = "keep/again", "keep/manifest/again", "", None
         self.newest = held.name.folder
-        with self._all_or_nobody():
+        with self._all_or_nobody(once=True):
             if self._rank == 0:
                 try:
                     whole = held.manifest()
                 except (TrainckptError, OSError) as error:
                     why = str(getattr(error, "message", error))
             manifest = self._share(key, at, whole, why)
-            lacks = held.lacks(manifest, holding.names(self.plan, self._rank, manifest))
-            lacking = int(self._channel.fold(f"{key}/lacking", int(lacks), sum, RANKS_TIMEOUT_S))
+            mine = self._lacks(held, manifest)
+            found = self._channel.fold(f"{key}/lacking", mine, _sum_of, RANKS_TIMEOUT_S)
+            if found["why"]:
+                raise Unprotected(found["why"])
+            lacking = int(found["lacks"])
             if lacking:
                 self._keep_stored(key, manifest, held)
                 self._release(manifest.name.folder)
@@ -201,30 +190,51 @@ class Protection:
                 self._channel.forget([at])  # all have read it
         return lacking
 
+    def _lacks(self, held: StoredSnapshot, manifest: Manifest) -> dict[str, Any]:
+        """Whether this rank's host lacks what it is to hold; or why that is not known."""
+        lacks, why = False, ""
+        try:
+            self._may_go_on()
+            lacks = held.lacks(manifest, holding.names(self.plan, self._rank, manifest))
+        except Exception as error:  # noqa: BLE001 - the others wait for an answer
+            why = f"rank {self._rank}: {getattr(error, 'message', repr(error))}"
+        return {"lacks": int(lacks), "why": why}
+
     @contextlib.contextmanager
-    def _all_or_nobody(self) -> Iterator[None]:
-        """What goes wrong on any rank is `Unprotected` on all."""
+    def _all_or_nobody(self, *, once: bool = False) -> Iterator[None]:
+        """What goes wrong on any rank is `Unprotected` on all.
+
+        `once`: a rank that is late need not be gone, and this is not tried again.
+        """
         if self._lost:
             raise Unprotected(self._lost)
         try:
             yield
         except NoAgreement as error:
-            self._lost = error.message
+            if once:
+                self._leave_groups()
+            else:
+                self._lost = error.message
             raise Unprotected(error.message) from error
         except Unprotected:
             self._leave_groups()
-            if self._leads and self._place is not None and self.newest is not None:
-                kept.release_manifests(self._place, [self.newest])  # but what others made stands
+            if self.newest is not None:
+                self._release_manifests(self.newest)  # but what others made stands
             raise
 
-    def _keep_stored(self, key: str, manifest: Manifest, held: Snapshot) -> None:
+    def _release_manifests(self, newest: str) -> None:
+        """All but one; none where something newer is under way, whose own may be there by now."""
+        if self._leads and self._place is not None and not self._newer.is_set():
+            kept.release_manifests(self._place, [newest])
+
+    def _keep_stored(self, key: str, manifest: Manifest, held: StoredSnapshot) -> None:
         """Steps 1 to 3 with this rank's file as it was stored, which may be gone or bad."""
         mine, why = None, ""
         with contextlib.ExitStack() as stack:
             try:
-                mine = stack.enter_context(held.file(manifest))
-            except (TrainckptError, OSError) as error:
-                why = f"rank {self._rank}: {getattr(error, 'message', error)}"
+                mine = stack.enter_context(held.file(manifest, self._may_go_on))
+            except Exception as error:  # noqa: BLE001 - the others wait for an answer
+                why = f"rank {self._rank}: {getattr(error, 'message', repr(error))}"
             self._keep(key, manifest, mine, None, why)
 
     def _keep(
@@ -274,12 +284,14 @@ class Protection:
             raise Unprotected(verdict["why"])
 
     def _forget(self, sequence: int) -> None:
-        """Keys that all ranks have read, since all have come to the end of this save."""
-        stages = [f"keep/{sequence}/manifest", f"keep/{sequence}/ready"]
+        """Keys that all ranks have read, since all have come to the end of this save; those of
+        saves too that failed.
+        """
+        before = range(self._forgotten, sequence)
+        stages = [f"keep/{n}/{stage}" for n in before for stage in ("manifest", "ready", "done")]
+        stages += [f"keep/{sequence}/manifest", f"keep/{sequence}/ready"]
         keys = [f"{stage}/{self._rank}" for stage in stages]
-        keys += [f"keep/{n}/done/{self._rank}" for n in range(self._forgotten, sequence)]
         if self._rank == 0:
-            stages += [f"keep/{number}/done" for number in range(self._forgotten, sequence)]
             keys += [key for stage in stages for key in self._channel.fold_keys(stage)]
         self._channel.forget(keys)
         self._forgotten = sequence
@@ -355,8 +367,7 @@ class Protection:
         self.newest = newest
         for slot in self._slots.values():
             slot.release(newest)
-        if self._leads and self._place is not None:
-            kept.release_manifests(self._place, [newest])
+        self._release_manifests(newest)
 
     def _drop_fetched(self) -> None:
         """What was fetched for `protect_again` has served, in this attempt or one before."""
@@ -373,6 +384,10 @@ class Protection:
         for group in self._groups.values():
             group.close()
         self._groups = {}
+
+
+def _sum_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"lacks": sum(answer["lacks"] for answer in answers), **_all_of(answers)}
 
 
 def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:

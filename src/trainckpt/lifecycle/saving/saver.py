@@ -317,7 +317,7 @@ class Saver:
         }
         if how["references"]:
             planned = [region for region in planned if region.key not in how["references"]]
-        if stepped is not None or self.arenas.are_ready:
+        if (stepped is not None or self.arenas.are_ready) and self.protecting.lets_go():
             later = self._copying.later(stepped) if stepped else set[str]()
             memory = self.arenas.memory
             with contextlib.suppress(NoArena):
