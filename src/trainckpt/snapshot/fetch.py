@@ -139,7 +139,7 @@ def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
             for first_byte in range(0, num_bytes, size):
                 workers.submit(partial(bring, first_byte))
             workers.settle()
-    except OSError:
-        arena.empty()
+    except BaseException:
+        arena.empty()  # by half it is of no use, and may have holes
         raise
     arena.publish(folder, file.name)

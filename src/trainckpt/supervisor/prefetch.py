@@ -52,10 +52,17 @@ def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
         return []  # no key is asked for here
     if any(kept.MANIFEST in kept.files(memory, f) for f in memory.folders()):
         return []  # what is in memory alone must not be overwritten before the ranks have seen it
-    num_bytes, world = sum(file.num_bytes for file in manifest.files), len(manifest.files)
-    if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest), world)):
+    num_bytes, hosts = sum(file.num_bytes for file in manifest.files), _num_hosts(tier)
+    here = -(-len(manifest.files) // hosts)
+    if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest) // hosts, here)):
         return []  # the ranks have taken nothing yet
     return fetch(tier, memory, manifest, range(len(manifest.files)))
+
+
+def _num_hosts(tier: Place) -> int:
+    """On which the newest attempt ran, as the next one will."""
+    before = attempts.read_attempts(tier)
+    return len(set(before[max(before)].facts.get("hosts", ()))) or 1 if before else 1
 
 
 def _likely(tier: Place, run: str, wanted: str | None) -> Manifest | None:

@@ -60,17 +60,17 @@ class Arena:
             raise
 
     def begin(self, num_bytes: int) -> None:
-        """Make it that long, to be written by `write` alone: no page of it is made before.
+        """Empty it for so many bytes that only `write` brings: no page of it is made before.
+
+        It is as long as what was written last, wherever that was: whoever is killed in between
+        leaves no holes that could be taken for memory.
 
         Raises:
             OSError: as `reserve`.
         """
         self._take()
-        try:
-            self._resize(num_bytes)
-        except OSError:
-            self.empty()
-            raise
+        self.empty()
+        self._must_have(num_bytes)
 
     def write(self, first_byte: int, data: memoryview) -> None:
         """Write without mapping anything: half the work, and a full tmpfs is an error here.
@@ -90,13 +90,17 @@ class Arena:
 
     def _resize(self, num_bytes: int) -> os.stat_result:
         """Make it that long; what it was like before."""
-        status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
-        # Asked for in parts, too much would be found out only when there is none left for others.
-        if num_bytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize > 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        status = os.fstat(self._descriptor)
+        self._must_have(num_bytes - status.st_blocks * 512)
         if status.st_size != num_bytes:
             os.ftruncate(self._descriptor, num_bytes)
         return status
+
+    def _must_have(self, num_bytes: int) -> None:
+        # Asked for in parts, too much would be found out only when there is none left for others.
+        space = os.fstatvfs(self._descriptor)
+        if num_bytes > space.f_bavail * space.f_frsize > 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _reserve(self, num_bytes: int, status: os.stat_result) -> None:
         is_there = status.st_size >= num_bytes and status.st_blocks * 512 >= status.st_size
