@@ -85,7 +85,12 @@ class Rounds:
         return value if isinstance(value, dict) else None
 
     def forget(self, settled: int) -> None:
-        """Every rank has read the decisions of all rounds up to this one. The listener's thread."""
+        """Every rank has read the decisions of all rounds up to this one. The listener's thread.
+
+        The last of them stays: another thread of a slow rank may just be looking at it, and a store
+        waits for minutes for what was there when it was asked.
+        """
+        settled -= 1
         rounds = range(self._forgotten + 1, settled + 1)
         keys = [key for k in rounds for key in (f"{k}/of/{self._rank}", f"bell/{self._rank}/{k}")]
         if self._rank == 0:

@@ -29,6 +29,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
+from trainckpt.ranks import talking
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.ranks.decision import Decision, Publication, Wish, decide
 from trainckpt.ranks.rounds import Rounds, Undecided, decide_within, seconds_of
@@ -124,8 +125,7 @@ class Watcher:
         self._running = True
         atexit.register(self._leave_at_exit)
         for loop in loops:
-            name = f"trainckpt-{loop.__name__.strip('_')}"
-            thread = threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
+            thread = talking.thread(self._guarded, f"trainckpt-{loop.__name__.strip('_')}", loop)
             self._threads.append(thread)
             thread.start()
 

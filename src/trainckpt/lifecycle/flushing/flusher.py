@@ -26,6 +26,7 @@ from trainckpt.lifecycle.flushing.orders import Orders
 from trainckpt.lifecycle.places.slower import COMMITS, TROUBLE
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import DURABLE
+from trainckpt.ranks import talking
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.snapshot import catalog, flush, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
@@ -93,10 +94,8 @@ class Flusher:
         self._noted = (CLOSED, "")
         self._done: set[str] = set()  # copied, of a snapshot that is not committed there yet
         self._sent: dict[str, bytes] = {}  # records
-        self._thread = threading.Thread(
-            target=self._lead if self._rank == 0 else self._follow,
-            name="trainckpt-flush", daemon=True,
-        )  # fmt: skip
+        run = self._lead if self._rank == 0 else self._follow
+        self._thread = talking.thread(run, "trainckpt-flush")
 
     def start(self) -> None:
         """Begin with what earlier attempts have left to do."""

@@ -16,7 +16,6 @@ The next save ends all this: it is newer; where there is one arena alone, before
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError, UnusableSnapshot
@@ -24,6 +23,7 @@ from trainckpt.format.digest import digest
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.saving import holding
 from trainckpt.lifecycle.saving.protection import Unprotected
+from trainckpt.ranks import talking
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.memory_copies import read_parity
 from trainckpt.tiers import kept
@@ -146,7 +146,7 @@ class KeptAgain:
     def __init__(self, protection: Protection, snapshot: StoredSnapshot, *, says: bool) -> None:
         """`says`: what happens, for all ranks."""
         self._protection, self._snapshot, self._says = protection, snapshot, says
-        self._thread = threading.Thread(target=self._run, name="trainckpt-again", daemon=True)
+        self._thread = talking.thread(self._run, "trainckpt-again")
 
     def start(self) -> None:
         """All ranks, while nothing newer is kept."""

@@ -16,7 +16,6 @@ failure is logged, older snapshots stand.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +36,7 @@ from trainckpt.lifecycle.saving.protecting import Protecting
 from trainckpt.lifecycle.saving.references import References
 from trainckpt.lifecycle.saving.stale import Stale
 from trainckpt.lifecycle.saving.writer import RANKS_TIMEOUT_S, Facts, Writer
+from trainckpt.ranks import talking
 from trainckpt.snapshot.save_plan import equal_groups
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
@@ -44,6 +44,7 @@ from trainckpt.state.overlap import only_stepped
 from trainckpt.state.weight import shard_bytes, weigh
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterator, Sequence
 
     from trainckpt.format.cursor import Cursor
@@ -182,11 +183,8 @@ class Saver:
             time.time(), tags=tags, reason=reason, fingerprint=self._facts.fingerprint,
             writer=f"trainckpt {VERSION}", window=self._window_start(),
         )  # fmt: skip
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(manifest, shard, shared, pending),
-            name="trainckpt-save",
-            daemon=True,
+        self._thread = talking.thread(
+            self._write, "trainckpt-save", manifest, shard, shared, pending
         )
         self._thread.start()
         if isinstance(shard, stage.Stream) and not last:

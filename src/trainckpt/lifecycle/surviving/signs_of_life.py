@@ -18,6 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
+from trainckpt.ranks import talking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,7 @@ class SignsOfLife:
     def start(self) -> None:
         """From now on. The store may hang with the process that holds it, so two threads."""
         for run in (self._ask, self._judge):
-            threading.Thread(target=run, name="trainckpt-alive", daemon=True).start()
+            talking.thread(run, "trainckpt-alive").start()
 
     def stop(self, *, left: bool = False) -> None:
         """Nothing is judged any more. Waits for nobody.
@@ -131,7 +132,7 @@ class SignsOfLife:
 
     def tell_soon(self, why: str) -> None:
         """Let all others know that a rank is gone. Waits for nobody: the store may hang."""
-        threading.Thread(target=self._tell, args=(why,), daemon=True).start()
+        talking.thread(self._tell, "trainckpt-lost", why).start()
 
     def _tell(self, why: str) -> None:
         with contextlib.suppress(NoAgreement):

@@ -12,10 +12,10 @@ exchange, and that is a sign that it died.
 from __future__ import annotations
 
 import queue
-import threading
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
+from trainckpt.ranks import talking
 from trainckpt.ranks.channel import DAY_S
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.state.stage import private_memory
@@ -50,7 +50,7 @@ class SmallStates:
         self._queue: queue.SimpleQueue[Moment | None] = queue.SimpleQueue()
         self._number = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="trainckpt-small", daemon=True)
+        self._thread = talking.thread(self._work, "trainckpt-small")
         self._thread.start()
 
     def bring(self, moment: Moment) -> None:
