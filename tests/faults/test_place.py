@@ -108,21 +108,32 @@ def test_a_requeued_run_with_a_mistyped_place_is_66_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("restart", "code"), [(1, 0), (2, 66)])
-def test_a_job_whose_first_start_began_no_run_begins_it_in_the_next_and_no_later_one(
-    begins, tmp_path, monkeypatch, restart, code
+@pytest.mark.parametrize(
+    ("restart", "command_word", "code"), [(1, "abc", 0), (2, "abc", 66), (1, "d", 66), (1, "", 66)]
+)
+def test_a_command_whose_first_start_began_no_run_begins_it_in_the_next_once_and_no_later_one(
+    begins, tmp_path, monkeypatch, restart, command_word, code
 ):
     command = tmp_path / "bin" / "scontrol"
     command.parent.mkdir()
-    command.write_text(f"#!/bin/sh\necho JobId=7 JobState=RUNNING Comment={slurm.noted('', 1)}\n")
+    (command.parent / "comment").write_text(f"mine {slurm.noted('', 1, 'abc')}")
+    command.write_text(
+        '#!/bin/sh\ncd "${0%/*}"\n[ "$1" != update ] || printf %s "${3#Comment=}" >comment\n'
+        "printf 'JobId=7 JobName=x\\n   JobState=RUNNING\\n   Comment=%s\\n   StdErr=/x\\n\\n' "
+        '"$(cat comment)"\n'
+    )
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+    monkeypatch.setenv("TRAINCKPT_COMMAND", command_word)
     ended, said = begins(tmp_path / "run")
     assert ended == code, said
-    assert ("before its run had begun" in said) == (code == 0)
+    assert ("stopped before its run had begun" in said) == (code == 0)
     assert (tmp_path / "run").exists() == (code == 0)
+    assert ((command.parent / "comment").read_text() == "mine") == (code == 0)
+    if code == 0:  # in this start it has begun now
+        assert begins(tmp_path / "lost")[0] == 66
 
 
 def test_required_without_a_run_is_66_and_nothing_is_made(begins, tmp_path):

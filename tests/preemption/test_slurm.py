@@ -25,14 +25,23 @@ from trainckpt.preemption.slurm import (
     job_to_requeue,
     noted,
     parse_job,
+    without_note,
 )
 
 SHOWN = (
-    "JobId=12 ArrayJobId=9 ArrayTaskId=3 JobName=x JobState={state} Reason=None Restarts=0 "
-    "BatchFlag=1 SubmitTime=1700000000 StartTime=1700000010 EndTime={end} Deadline=N/A "
-    "PreemptEligibleTime=1700000010 PreemptTime={preempt} SuspendTime=None Command=/x JobState=no\n"
-    "JobId=13 JobState=CANCELLED EndTime=1 PreemptTime=1\n"
+    "JobId=12 ArrayJobId=9 ArrayTaskId=3 JobName=x\n   JobState={state} Reason=None\n   Restarts=0 "
+    "BatchFlag=1\n   SubmitTime=1700000000\n   StartTime=1700000010 EndTime={end} Deadline=N/A\n"
+    "   PreemptEligibleTime=1700000010 PreemptTime={preempt} SuspendTime=None\n   Command=/x "
+    "JobState=no\n\nJobId=13 JobName=y\n   JobState=CANCELLED\n   EndTime=1 PreemptTime=1\n\n"
 )
+
+
+def commented(comment: str) -> str:
+    """A job as Slurm shows it, with that comment."""
+    return (
+        f"JobId=12 JobName=x\n   JobState=RUNNING Reason=None\n   WorkDir=/\n   Comment={comment} \n"
+        "   StdErr=/a\n   CPUs/Task=1\n\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,14 +61,31 @@ def test_a_task_of_an_array_and_a_part_of_a_job_are_requeued_by_their_right_name
 
 
 def test_a_note_that_nothing_began_holds_for_the_next_start_alone_and_keeps_what_people_wrote():
-    assert began_nothing("", 0)
-    comment = noted("for E=mc2 runs", 1)
-    shown = f"JobId=12 JobState=RUNNING Comment={comment} StdErr=/a CPUs/Task=1"
-    assert parse_job(shown).comment == comment
-    assert began_nothing(comment, 1)
-    assert not began_nothing(comment, 2)
-    assert noted(comment, 2).split() == ["for", "E=mc2", "runs", noted("", 2)]
-    assert parse_job("JobId=12 JobState=RUNNING Comment=(null) StdErr=/a").comment == ""
+    assert began_nothing("", 0, "a")
+    people = "sweep  LR=3e-4 keep StdErr=/x Comment=no "
+    comment = noted(people, 1, "a")
+    assert comment.startswith(people)
+    assert parse_job(commented(comment)).comment == comment
+    assert began_nothing(comment, 1, "a")
+    assert not began_nothing(comment, 2, "a")
+    assert noted(comment, 2, "a") == noted(people, 2, "a")
+    assert without_note(comment, 1, "a") == people
+    assert without_note(noted("", 1, "a"), 1, "a") == ""
+
+
+def test_a_note_of_one_command_says_nothing_of_another():
+    both = noted(noted("mine", 1, "a"), 1, "b")
+    assert not began_nothing(noted("mine", 1, "a"), 1, "b")
+    assert began_nothing(both, 1, "a")
+    assert began_nothing(both, 1, "b")
+    assert without_note(both, 1, "a") == noted("mine", 1, "b")
+
+
+def test_a_comment_that_cannot_be_told_from_the_rest_is_left_alone():
+    assert parse_job(commented("(null)")).comment == ""
+    assert parse_job("JobId=12 JobName=x\n   JobState=RUNNING").comment == ""
+    for lines in ("mine\nand more", "mine\n   Comment=more", "mine\n\nand more"):
+        assert parse_job(commented(lines)).comment is None
 
 
 def test_the_first_job_that_is_shown_is_the_one_that_is_meant():

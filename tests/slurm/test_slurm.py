@@ -138,7 +138,8 @@ def test_a_job_that_is_preempted_before_its_ranks_have_begun_begins_in_its_next_
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     said = cluster.command(
         "sbatch", "--parsable", f"--output={tmp_path / 'out'}", "--open-mode=append", "--nodes=2",
-        "--ntasks=2", str(job_script), variables={**launch.environment(), "PATH": path},
+        "--ntasks=2", "--comment=sweep LR=3e-4 keep StdErr=/x", str(job_script),
+        variables={**launch.environment(), "PATH": path},
     )  # fmt: skip
     job = said.strip()
     out = tmp_path / "out"
@@ -148,7 +149,12 @@ def test_a_job_that_is_preempted_before_its_ranks_have_begun_begins_in_its_next_
     wait_for(lambda: cluster.job(job)["JobState"] in ENDED, LIMIT_S, cluster.said)
     said = out.read_text(errors="replace")
     assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("COMPLETED", "1"), said
-    assert "SLURM_RESTART_COUNT=1, but every start before was stopped before its run" in said
+    assert "SLURM_RESTART_COUNT=1, but Slurm was told that this command was stopped before" in said
+    shown = cluster.try_("scontrol", "show", "job", job)
+    [comment] = [line for line in shown.splitlines() if line.startswith("   Comment=")]
+    assert comment.rstrip() == "   Comment=sweep LR=3e-4 keep StdErr=/x", (
+        "as it was, without our note"
+    )
     assert "attempt 1: begins at step 0" in said
 
 

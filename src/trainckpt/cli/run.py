@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 from trainckpt.cli import dumps, show
 from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.run.command_word import COMMAND_VARIABLE, command_word
 from trainckpt.supervisor.command import (
     NPROC_OPTIONS,
     recorded_form,
@@ -16,8 +19,8 @@ from trainckpt.supervisor.command import (
     take_max_restarts,
     torchrun_command,
 )
-from trainckpt.supervisor.early_stop import ask_to_be_queued_again
-from trainckpt.supervisor.record import NamedRun
+from trainckpt.supervisor.early_stop import FirstLaunch, ask_to_be_queued_again
+from trainckpt.supervisor.record import NAME_VARIABLE, NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import Ended, supervise
 
@@ -53,8 +56,10 @@ def execute(arguments: argparse.Namespace) -> int:
             nproc = processes(arguments.nproc, options)
             dumps.remind(arguments.run)
             name = partial(NamedRun, arguments.run, recorded_form(options, command), None, nproc)
+        first = _first_launch(recorded_form(options, command), arguments.run)
         ended = supervise(
             torchrun_command(arguments.nproc, options, command),
+            environment={COMMAND_VARIABLE: first.word},
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
             name=name,
@@ -63,8 +68,13 @@ def execute(arguments: argparse.Namespace) -> int:
             run=arguments.run,
             dumpable=dumps.dumpable(arguments, say),
         )
-        ask_to_be_queued_again(ended, inbox)
+        ask_to_be_queued_again(ended, inbox, first=first)
     return report(ended, as_json=arguments.json)
+
+
+def _first_launch(argv: list[str], run: str | None) -> FirstLaunch:
+    run = run or os.environ.get(NAME_VARIABLE)
+    return FirstLaunch(command_word(argv, str(Path.cwd()), run, os.environ), argv, run)
 
 
 def processes(nproc: int, options: list[str]) -> int:

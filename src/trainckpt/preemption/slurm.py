@@ -15,7 +15,7 @@ if they are part of a step: Slurm sends SIGTERM to nobody else.
 
 A start that is stopped before its run has begun leaves no run for the next one to find, which must
 not be taken for a run that was lost. The job's comment says so, which Slurm keeps from start to
-start; a later start says it only if it was itself told so.
+start; a later start says it only if it was itself told so. It counts for one command and once.
 
 `parse_job` and `decide` are pure; `Scontrol` is the only place that runs a command.
 
@@ -48,8 +48,10 @@ FROM_SLURM = ("SIGTERM", "SIGUSR1", WALL_TIME)
 COMMAND_S = 30.0
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 _NOT_BEGUN = "trainckpt:no-run-began-before-restart-"
-_COMMENT = re.compile(r"(?:^|\s)Comment=(.*?)(?=\s[A-Z][A-Za-z/:]+=|$)")
+_OUR_WORD = re.compile(rf"(?:^| )({_NOT_BEGUN}([0-9]+)\S*)(?=\s|$)")
+_COMMENT = re.compile(r"\s*Comment=(.*)")
 _FIELD = re.compile(r"(?:^|\s)(JobState|PreemptTime|EndTime|StartTime)=(\S*)")
+_NEXT_FIELD = re.compile(r"\s+[A-Z][A-Za-z/:]*=")
 _ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -59,7 +61,7 @@ class Job:
 
     Attributes:
         state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`.
-        comment: What people, or we, have noted with it.
+        comment: What people, or we, have noted with it; None: it cannot be told from the rest.
         is_preempted: A grace time runs, or has run out.
         starts_at, ends_at: Seconds since the epoch; None: not known, or unlimited.
     """
@@ -68,7 +70,7 @@ class Job:
     is_preempted: bool = False
     starts_at: float | None = None
     ends_at: float | None = None
-    comment: str = ""
+    comment: str | None = ""
 
 
 def job_to_requeue(environment: Mapping[str, str]) -> str | None:
@@ -83,12 +85,13 @@ def job_to_requeue(environment: Mapping[str, str]) -> str | None:
 
 
 def parse_job(text: str) -> Job | None:
-    """The first job of `scontrol --oneliner show job`, times as seconds since the epoch.
+    """The first job of `scontrol show job`, times as seconds since the epoch.
 
     None where the text shows none.
     """
     fields: dict[str, str] = {}
-    for name, value in _FIELD.findall(text.partition("\n")[0]):
+    text = text.strip("\n").partition("\n\n")[0]
+    for name, value in _FIELD.findall(text):
         fields.setdefault(name, value)
     if "JobState" not in fields:
         return None
@@ -97,13 +100,20 @@ def parse_job(text: str) -> Job | None:
         is_preempted=_time(fields.get("PreemptTime", "")) is not None,
         starts_at=_time(fields.get("StartTime", "")),
         ends_at=_time(fields.get("EndTime", "")),
-        comment=_comment(text.partition("\n")[0]),
+        comment=_comment(text.split("\n")),
     )
 
 
-def _comment(line: str) -> str:
-    found = _COMMENT.search(line)
-    return "" if found is None or found[1] == "(null)" else found[1]
+def _comment(lines: list[str]) -> str | None:
+    """A line to itself. What people wrote may hold lines of its own: that is left alone."""
+    found = [at for at, line in enumerate(lines) if _COMMENT.fullmatch(line)]
+    if not found:
+        return ""
+    after = "".join(lines[found[0] + 1 : found[0] + 2])
+    if len(found) > 1 or not _NEXT_FIELD.match(after):
+        return None
+    text = lines[found[0]].partition("=")[2].rstrip()  # Slurm shows a blank more
+    return "" if text == "(null)" else text
 
 
 def restarts(environment: Mapping[str, str]) -> int:
@@ -111,15 +121,39 @@ def restarts(environment: Mapping[str, str]) -> int:
     return int(_number(environment.get(RESTARTS_VARIABLE, "")) or 0)
 
 
-def began_nothing(comment: str, restart: int) -> bool:
-    """Whether no start of the job before this one has begun a run; of the first one that is so."""
-    return restart == 0 or f"{_NOT_BEGUN}{restart}" in comment.split()
+def began_nothing(comment: str, restart: int, command: str) -> bool:
+    """Whether no start of the job before this one has begun this command's run.
+
+    Of the first start that is so.
+
+    Args:
+        comment: The job's.
+        restart: How often the job was started again.
+        command: A word that stands for the command.
+    """
+    return restart == 0 or _word(restart, command) in comment.split()
 
 
-def noted(comment: str, restart: int) -> str:
-    """The comment of a job in which no run has begun until it is started again so many times."""
-    others = [word for word in comment.split() if not word.startswith(_NOT_BEGUN)]
-    return " ".join([*others, f"{_NOT_BEGUN}{restart}"])
+def noted(comment: str, restart: int, command: str) -> str:
+    """The comment of a job in which this command begins no run until its start number `restart`.
+
+    Notes for earlier starts are dropped; all else is left as it is.
+    """
+    word = _word(restart, command)
+    kept = _OUR_WORD.sub(
+        lambda found: found[0] if int(found[2]) == restart and found[1] != word else "", comment
+    )
+    return f"{kept} {word}" if kept else word
+
+
+def without_note(comment: str, restart: int, command: str) -> str:
+    """The comment without what `noted` has put there."""
+    word = _word(restart, command)
+    return _OUR_WORD.sub(lambda found: "" if found[1] == word else found[0], comment)
+
+
+def _word(restart: int, command: str) -> str:
+    return f"{_NOT_BEGUN}{restart}:{command}"
 
 
 def decide(reason: str, job: Job | None, *, of_machine: bool = False, in_step: bool = True) -> str:
@@ -162,15 +196,16 @@ class Scontrol:
 
     def show(self) -> Job | None:
         """What the controller says of the job; None if it does not answer."""
-        code, said = self._call("--oneliner", "show", "job", self._job)
+        code, said = self._call("show", "job", self._job)
         self.why = "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
         if code > 0 and _NO_SUCH_JOB in said:
             return Job(UNKNOWN)
         return parse_job(said) if code == 0 else None
 
-    def note(self, comment: str) -> str:
+    def note(self, comment: str, within_s: float = COMMAND_S) -> str:
         """Replace the job's comment. Why it was refused, or ""."""
-        code, said = self._call("update", f"JobId={self._job}", f"Comment={comment}")
+        words = ("update", f"JobId={self._job}", f"Comment={comment}")
+        code, said = self._call(*words, within_s=within_s)
         return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
     def requeue(self) -> str:
@@ -178,12 +213,12 @@ class Scontrol:
         code, said = self._call("requeue", self._job)
         return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
-    def _call(self, *words: str) -> tuple[int, str]:
+    def _call(self, *words: str, within_s: float = COMMAND_S) -> tuple[int, str]:
         try:
             done = subprocess.run(
                 ["scontrol", *words],  # noqa: S607 - wherever the site has put it
                 env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=COMMAND_S, check=False, errors="replace",
+                timeout=within_s, check=False, errors="replace",
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             return -1, f"scontrol cannot be run: {error}"

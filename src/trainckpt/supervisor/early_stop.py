@@ -2,8 +2,9 @@
 
 Ranks ask to be queued again after their commit. Before they have begun there is nobody to ask: the
 signal ends them while they import and build, and a job that leaves so counts as completed. So the
-supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one;
-Slurm is told where there is none, since a job that is started again must find its run.
+supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one.
+A job that is started again must find its run; so Slurm is told where nothing of this command has
+begun, unless its place is known to hold a run, or does not answer.
 Likewise where the ranks were dumped instead of hearing the signal.
 """
 
@@ -11,19 +12,41 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.dump import KIND as DUMP
+from trainckpt.lifecycle.places import place
+from trainckpt.snapshot import attempts
 from trainckpt.supervisor import recorded_options
+from trainckpt.supervisor.command import likely_run
 from trainckpt.supervisor.verdict import START_AGAIN
+from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.supervisor.signals import Inbox
     from trainckpt.supervisor.supervise import Ended
 
 TASK_VARIABLE = "SLURM_PROCID"
+LOOK_S = 1.0  # Slurm's KillWait runs, and the requeue is still to be asked for
+
+
+@dataclass(frozen=True)
+class FirstLaunch:
+    """A command that begins its run, if there is none.
+
+    Attributes:
+        word: Stands for it, see `lifecycle.run.command_word`.
+        argv: What was launched.
+        run: Its run's place, where the launcher names it.
+    """
+
+    word: str
+    argv: Sequence[str]
+    run: str | None
 
 
 def ask_to_be_queued_again(
@@ -31,6 +54,7 @@ def ask_to_be_queued_again(
     inbox: Inbox,
     sleep: Callable[[float], object] = time.sleep,
     facts: Mapping[str, Any] | None = None,
+    first: FirstLaunch | None = None,
 ) -> None:
     """Ask, where it is right and nobody else does. Main thread, while `inbox` hears signals.
 
@@ -39,6 +63,7 @@ def ask_to_be_queued_again(
         inbox: Knows the first signal.
         sleep: How to linger, see `lifecycle.stopping.requeue`.
         facts: Of the attempt that the command was to go on from, where it has none of its own.
+        first: The command, if it may begin its run; None: it goes on from something.
     """
     outcome = (ended.record.outcome or {}) if ended.record is not None else {}
     begun = ended.record is not None and outcome.get("kind") != DUMP  # then ranks have asked
@@ -50,6 +75,27 @@ def ask_to_be_queued_again(
 
     requeue = Requeue.of(os.environ)
     known = ended.record.facts if ended.record is not None else facts or {}
-    if requeue is not None and recorded_options.read(known).requeue != "never":
+    if requeue is not None and _wants(known):
         prepare()
-        requeue.ask(inbox.first, sleep, has_begun=ended.record is not None)
+        begun = first is None or ended.begun or ended.record is not None or _may_be_there(first)
+        requeue.ask(inbox.first, sleep, unbegun="" if first is None or begun else first.word)
+
+
+def _wants(facts: Mapping[str, Any]) -> bool:
+    try:
+        return recorded_options.read(facts).requeue != "never"
+    except ConfigurationError:  # as if nobody had set any: the next start says what is wrong
+        return True
+
+
+def _may_be_there(first: FirstLaunch) -> bool:
+    """Whether its place holds a run, as far as it is named, or does not answer in time."""
+
+    def look() -> bool:
+        named = first.run or likely_run(first.argv, None)
+        return named is not None and attempts.run_id(place.open_other_place(named)) is not None
+
+    try:
+        return answer_within(first.run or "the run's place", look, LOOK_S)
+    except (TrainckptError, OSError):
+        return True

@@ -1,7 +1,7 @@
 """The options of a command that says none itself: as its attempt has recorded them.
 
 Whoever brings a run back may stand in another folder, in another shell: what was set for the run
-when it was launched counts, but for what is set here.
+when it was launched counts, but for what is set here, and for what was too secret to be stored.
 """
 
 from __future__ import annotations
@@ -10,10 +10,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.lifecycle.run.launch import REDACTED
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.lifecycle.run.options import Options
+
+# Without it secrets would be written in the clear: an error is better.
+ENCRYPT_TO_VARIABLE = "TRAINCKPT_ENCRYPT_TO"
 
 
 def read(facts: Mapping[str, Any]) -> Options:
@@ -25,7 +30,11 @@ def read(facts: Mapping[str, Any]) -> Options:
     from trainckpt.lifecycle.run.options import read_options
 
     recorded = facts.get("env")
-    known = recorded if isinstance(recorded, dict) else {}
+    known = {
+        name: value
+        for name, value in (recorded if isinstance(recorded, dict) else {}).items()
+        if name == ENCRYPT_TO_VARIABLE or REDACTED not in str(value)
+    }
     return read_options({}, {**known, **os.environ}, folder(facts))
 
 

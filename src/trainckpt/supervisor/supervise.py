@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import UNDECIDED
+from trainckpt.lifecycle.run.command_word import COMMAND_VARIABLE
 from trainckpt.lifecycle.run.launch import AT_VARIABLE, DUMPS_VARIABLE
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
@@ -79,6 +80,7 @@ class Ended:
         restarts: How often it was started again.
         why: What it ended of, one sentence for people.
         again: It was not launched here, and may be started again.
+        begun: A rank has spoken, in any of its launches: there may be a run.
     """
 
     exit_code: int
@@ -86,6 +88,7 @@ class Ended:
     restarts: int = 0
     why: str = ""
     again: bool = False
+    begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ def supervise(
         ConfigurationError: the command cannot be started.
     """
     variables = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S, **os.environ, **(environment or {}),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S, **os.environ,
+        COMMAND_VARIABLE: "", **(environment or {}),
         STARTED_VARIABLE: str(process_start_s()),
     }  # fmt: skip
     variables.pop(RESTARTS_VARIABLE, None)
@@ -146,22 +150,24 @@ def supervise(
     run = run or likely_run(command, cwd)
     start = _Start(command, variables, cwd, output, watch, ours, run, dumpable)
     newest: AttemptRecord | None = None
+    begun = False
     with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
         done = 0
         while True:
             if signals.signalled and start.ours:
                 code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
-                return Ended(code, newest, done, "a signal came before the command was started")
+                why = "a signal came before the command was started"
+                return Ended(code, newest, done, why, begun=begun)
             named = name() if name is not None else None
             verdict, found, ranks, asked = _launch(start, signals, named)
-            newest = found or newest
+            newest, begun = found or newest, begun or bool(ranks)
             if say is not None and named is not None and named.problem:
                 say(f"--run: {named.problem}")
             if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
                 if found is not None:
                     url = named.url if named is not None else None
                     newest = flush_left(found, ranks, signals, start.variables, say, url)
-                return Ended(verdict.exit_code, newest, done, verdict.why)
+                return Ended(verdict.exit_code, newest, done, verdict.why, begun=begun)
             done += 1
             if say is not None:
                 say(f"{verdict.why}; restart {done} of {max_restarts}")

@@ -26,6 +26,7 @@ from trainckpt.errors import (
     TrainckptError,
 )
 from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run.command_word import COMMAND_VARIABLE
 from trainckpt.lifecycle.run.error_json import together
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.preemption import slurm
@@ -107,7 +108,7 @@ def attach(
             return {}
         run = answer_within(tier.url, lambda: attempt_records.run_id(tier))
         evidence = launch.evidence_of_restart()
-        if run is None and rank == 0:
+        if run is None and rank == 0 and mode == "auto" and not by_name:
             evidence = _unless_nothing_began(evidence)
         return {"run": run, "evidence": evidence, "by name": by_name}
 
@@ -129,14 +130,25 @@ def attach(
 
 
 def _unless_nothing_began(evidence: str) -> str:
-    """Evidence of a restart, but that of Slurm where no start of the job has begun the run."""
-    name = slurm.job_to_requeue(os.environ)
-    if name is None or not evidence.startswith(slurm.RESTARTS_VARIABLE):
+    """Evidence of a restart, but that of Slurm where no start of the job has begun the run.
+
+    The note counts once: the same command may be run again in this start, and then must find it.
+    """
+    name, command = slurm.job_to_requeue(os.environ), os.environ.get(COMMAND_VARIABLE)
+    if name is None or not command or not evidence.startswith(slurm.RESTARTS_VARIABLE):
         return evidence
-    job = slurm.Scontrol(name).show()
-    if job is None or not slurm.began_nothing(job.comment, slurm.restarts(os.environ)):
+    scontrol, restart = slurm.Scontrol(name), slurm.restarts(os.environ)
+    job = scontrol.show()
+    before = job.comment if job is not None else None
+    if before is None or not slurm.began_nothing(before, restart, command):
         return evidence
-    logger.info("%s, but every start before was stopped before its run had begun", evidence)
+    refused = scontrol.note(slurm.without_note(before, restart, command))
+    if refused:
+        logger.warning("Slurm did not take back its note that no run has begun: %s", refused)
+        return evidence
+    logger.info(
+        "%s, but Slurm was told that this command was stopped before its run had begun", evidence
+    )
     return ""
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 LINGER_S = 600.0
+NOTE_S = 2.0  # a note that is lost costs a start by hand; a requeue that comes too late, the job
 
 
 class Requeue:
@@ -48,26 +49,35 @@ class Requeue:
         reason: str,
         sleep: Callable[[float], object] = time.sleep,
         *,
-        has_begun: bool = True,
+        unbegun: str = "",
     ) -> None:
         """Ask, and linger if that is right. One rank.
 
         Args:
             reason: Of the stop.
             sleep: How to linger; the process is killed meanwhile.
-            has_begun: This start has begun its run, or found it.
+            unbegun: A word for the command, if no run of it has begun in this start.
         """
         job = self._scontrol.show()
-        if not has_begun:
-            self._note(job)
         of_machine = reason.startswith(OF_MACHINE)
         todo = slurm.decide(reason, job, of_machine=of_machine, in_step=self._in_step)
-        refused = ""
+        before = self._note(job, unbegun) if unbegun and todo != slurm.LEAVE else None
+        if self._queued_or_waited(reason, job, todo, sleep) or before is None:
+            return
+        # The job goes on, and may yet begin the run in this start.
+        refused = self._scontrol.note(before)
+        if refused:
+            logger.warning("Slurm did not take back a note with job %s: %s", self._job, refused)
+
+    def _queued_or_waited(
+        self, reason: str, job: slurm.Job | None, todo: str, sleep: Callable[[float], object]
+    ) -> bool:
+        """Do it. Whether the job is queued again; else, after the wait if any, it goes on."""
         if todo == slurm.REQUEUE:
             refused = self._scontrol.requeue()
             if not refused:
                 logger.info("Slurm job %s is queued again", self._job)
-                return
+                return True
             logger.warning("Slurm did not queue job %s again: %s", self._job, refused)
             todo = slurm.after_refusal(reason, job, in_step=self._in_step)
         elif job is not None and job.state == slurm.UNKNOWN:
@@ -79,15 +89,18 @@ class Requeue:
                 "not queued again (%s); requeue='never' leaves at once", LINGER_S, why,
             )  # fmt: skip
             sleep(LINGER_S)
+        return False
 
-    def _note(self, job: slurm.Job | None) -> None:
-        """Have the next start know that it begins the run."""
-        if job is None or not slurm.began_nothing(job.comment, self._restart):
-            return
-        refused = self._scontrol.note(slurm.noted(job.comment, self._restart + 1))
+    def _note(self, job: slurm.Job | None, command: str) -> str | None:
+        """Have the next start know that it begins the run. The comment before, if it was tried."""
+        before = job.comment if job is not None else None
+        if before is None or not slurm.began_nothing(before, self._restart, command):
+            return None
+        refused = self._scontrol.note(slurm.noted(before, self._restart + 1, command), NOTE_S)
         if refused:
             logger.warning(
                 "Slurm did not note with job %s that its run has not begun (%s): if it is started "
                 "again and finds no run, that is an error (66), and nothing is lost", self._job,
                 refused,
             )  # fmt: skip
+        return before
