@@ -39,7 +39,7 @@ SHOWN = (
 def commented(comment: str) -> str:
     """A job as Slurm shows it, with that comment."""
     return (
-        f"JobId=12 JobName=x\n   JobState=RUNNING Reason=None\n   WorkDir=/\n   Comment={comment} \n"
+        f"JobId=12 JobName=x\n   JobState=RUNNING\n   WorkDir=/\n   Comment={comment} \n"
         "   StdErr=/a\n   CPUs/Task=1\n\n"
     )
 
