@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.dumping.communicators import NVLS
 from trainckpt.lifecycle.run.machine import Item
 from trainckpt.process_dump import criu, gpus, toy
 from trainckpt.process_dump.cuda_driver import CudaDriver
+from trainckpt.process_dump.gpu_signs import NVLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

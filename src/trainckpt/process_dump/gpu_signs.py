@@ -21,6 +21,7 @@ DEVICES, MANAGED = GPU_FILES, "/dev/nvidia-uvm"
 MOST_MANAGED = 1  # mappings of a process that has none; with managed memory there are more
 # torch gives each process group of NCCL's such a thread, from its making to its end.
 NCCL_THREADS = ("pt_nccl_watchdg", "pt_nccl_heartbt")
+NVLS = "NCCL_NVLS_ENABLE"  # with the NVLink switch in use no dump can be brought back
 STOPPED, GONE = "Tt", "ZX"
 
 

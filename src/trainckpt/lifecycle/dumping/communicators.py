@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from trainckpt.errors import SaveFailed
+from trainckpt.process_dump.gpu_signs import NVLS
 from trainckpt.ranks import groups
 from trainckpt.state import group_holders
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from trainckpt.state.group_holders import Slot
 
 WITHIN_S = 120.0  # for all ranks to have come to the first collective
-NVLS, FIRST_WITH_NVLS = "NCCL_NVLS_ENABLE", 9  # compute capability of GPUs that NVLink sums for
+FIRST_WITH_NVLS = 9  # compute capability of GPUs that NVLink sums for
 
 
 class Communicators:
