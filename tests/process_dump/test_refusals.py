@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.attempt import UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
+from trainckpt.lifecycle.run import heartbeat
 from trainckpt.process_dump import criu, dump, restore, tree
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
@@ -92,6 +94,14 @@ def without_privileges() -> str:
     return done.stdout.strip()
 
 
+def wait_for_heartbeat(run):
+    """A thread writes it; without it `pause` takes the attempt for dead."""
+    until = time.monotonic() + 60
+    while not heartbeat.path_of(LocalTier(run), 1).exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("lacks", "why"),
     [
@@ -109,7 +119,8 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
     run, codes, said = str(tmp_path / "run"), list[int](), list[str]()
     named = NamedRun(run, ["python"], str(tmp_path), 1)
     named.claim_from("s1~1.1", {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}})
-    with asleep() as process:
+    with contextlib.closing(named), asleep() as process:
+        wait_for_heartbeat(run)
         dumping = Dumping(Launch(process, tmp_path, (), named), ability, said.append)
         pause = Thread(target=lambda: codes.append(main(["pause", "--json", "--dump", run])))
         pause.start()
@@ -117,7 +128,6 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
             assert not dumping.look([])
             pause.join(0.01)
         assert process.poll() is None
-    named.close()
     assert codes == [74]
     assert why in json.loads(capsys.readouterr().out)["error"]
     assert why in said[0]
@@ -131,8 +141,9 @@ def test_pause_says_why_a_command_was_launched_without_dumps(tmp_path, monkeypat
     named = NamedRun(run, ["python"], str(tmp_path), 1)
     facts = {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}}
     named.claim_from("s1~1.1", {**facts, "hosts": [socket.gethostname()]})
-    assert main(["pause", "--json", "--dump", run]) == 74
-    named.close()
+    with contextlib.closing(named):
+        wait_for_heartbeat(run)
+        assert main(["pause", "--json", "--dump", run]) == 74
     error = json.loads(capsys.readouterr().out)["error"]
     assert "it was not launched by `trainckpt run` with dumps" in error
     assert "on this host" in error
