@@ -23,9 +23,12 @@ def wait():
 talking.thread(wait, "waits").start()
 waiting.wait()
 time.sleep(0.1)  # until it is in the call
-ring = threading.Timer(0.3, store.set, ("bell", ""))
-ring.daemon = True
-ring.start()
+
+def ring():
+    time.sleep(0.3)
+    store.set("bell", "")
+
+talking.thread(ring, "rings").start()
 sys.exit(3)
 """
 
