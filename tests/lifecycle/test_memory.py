@@ -40,7 +40,7 @@ def machine(tmp_path, monkeypatch):
 @pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
 def test_the_tightest_of_the_cgroups_around_us_counts(machine, version):
     machine(version, {"slurm/job": (8 * GB, 5 * GB, GB), "slurm": (6 * GB, 5 * GB, 2 * GB)})
-    assert memory.memory_limit_bytes() == 6 * GB
+    assert host_memory.limit_bytes() == 6 * GB
     assert memory.available_bytes() == 3 * GB - memory.SPARE_BYTES
     assert memory.budget_bytes(0.5, None) == 3 * GB
 
@@ -48,13 +48,13 @@ def test_the_tightest_of_the_cgroups_around_us_counts(machine, version):
 @pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
 def test_a_container_sees_its_own_cgroup_as_the_outermost(machine, version):
     machine(version, {"": (2 * GB, GB, 0)})
-    assert memory.memory_limit_bytes() == 2 * GB
+    assert host_memory.limit_bytes() == 2 * GB
     assert memory.available_bytes() == GB - memory.SPARE_BYTES
 
 
 def test_without_a_limit_it_is_the_host(machine):
     machine(V2, {"slurm/job": ("max", 50 * GB, 0)})
-    assert memory.memory_limit_bytes() == 64 * GB
+    assert host_memory.limit_bytes() == 64 * GB
     assert memory.available_bytes() == 40 * GB - memory.SPARE_BYTES
 
 
@@ -76,7 +76,7 @@ def test_where_nothing_can_be_read_nobody_knows(machine, tmp_path):
     (tmp_path / "proc/meminfo").unlink()
     assert memory.available_bytes() is None
     assert host_memory.transient_bytes() == 0
-    assert memory.memory_limit_bytes() == 64 * GB
+    assert host_memory.limit_bytes() == 64 * GB
 
 
 def test_what_the_ranks_will_take_for_the_training_is_left_to_them(machine):

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from trainckpt.process_dump import criu
+from trainckpt.process_dump import criu, gpus
+from trainckpt.process_dump.cuda_driver import CudaDriver
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +17,19 @@ def criu_here():
     if found.why_not:
         pytest.skip(f"{found.why_not} ({found.cure})")
     return found
+
+
+@pytest.fixture
+def gpu_here():
+    """torch, on a machine whose GPUs' state can be set aside."""
+    pytest.importorskip("cuda.bindings")
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    with CudaDriver() as driver:
+        if why := gpus.why_not_here(driver.machine())[0]:
+            pytest.skip(why)
+    return torch
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from tests.campaign import launch
 from tests.campaign.cases import Settings
 from tests.launchers.started import Forks, ended
 from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
-from trainckpt.process_dump import gpus
-from trainckpt.process_dump.cuda_driver import CudaDriver
 
 NCCL_SCRIPT = Path(__file__).parent / "nccl_script.py"
 TORN_DOWN = Path(__file__).parent / "torn_down.py"
@@ -103,15 +101,8 @@ def nccl_is_dumped(folder, ranks, **variables):
 
 
 @pytest.mark.gpu
-def test_nccl_is_taken_down_for_a_dump_and_the_run_is_exact(criu_here, tmp_path):
+def test_nccl_is_taken_down_for_a_dump_and_the_run_is_exact(criu_here, gpu_here, tmp_path):
     """Two ranks where there are two GPUs: NCCL gives each rank one of its own."""
-    pytest.importorskip("cuda.bindings")
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    with CudaDriver() as driver:
-        if why := gpus.why_not_here(driver.machine())[0]:
-            pytest.skip(why)
-    ranks = min(torch.cuda.device_count(), 2)
+    ranks = min(gpu_here.cuda.device_count(), 2)
     record = nccl_is_dumped(tmp_path, ranks, NCCL_NVLS_ENABLE=0, NCCL_CUMEM_HOST_ENABLE=0)
     assert len(record["gpus"]["pids"]) == ranks

@@ -23,7 +23,7 @@ from tests.process_dump.fake_gpu.state_machine import (
 from tests.process_dump.test_refusals import NAME, VARIABLE, Counting
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.dump import Gpu, GpuState
-from trainckpt.process_dump import cuda_driver, dump, gpu_signs, gpu_tree, gpus, restore, tree
+from trainckpt.process_dump import cuda_driver, dump, gpu_signs, gpu_tree, restore, tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpus import CallFailed, Device, Signs
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
@@ -198,15 +198,9 @@ for number in range(10**9):
 
 
 @pytest.mark.gpu
-def test_a_process_with_state_on_a_real_gpu_is_dumped_and_goes_on(criu_here, tmp_path):
+def test_a_process_with_state_on_a_real_gpu_is_dumped_and_goes_on(criu_here, gpu_here, tmp_path):
     """The values on the GPU go on where they were; its memory is free in between."""
-    pytest.importorskip("cuda.bindings")
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     with CudaDriver() as driver:
-        if why := gpus.why_not_here(driver.machine())[0]:
-            pytest.skip(why)
         counting = Counting(tmp_path, criu_here.program, criu_here.version, ON_GPU, bare=False)
         try:
             assert counting.counts_on()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
+from trainckpt.snapshot.blocks import READ_BYTES
 from trainckpt.tiers.direct import buffers
 from trainckpt.tiers.memory import MemoryTaken
 from trainckpt.tiers.workers import Workers
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 PART_BYTES = 4 << 20  # read at once
 NUM_PARTS = 8  # in memory at once
 SEALED_BYTES = 64 << 20  # at once of what is encrypted: chunks at both ends of it are read twice
-READ_BYTES = 8 << 20  # of one read
 NUMBERS = range(2)  # arenas of a rank among which one is taken
 MOSTLY = 0.5  # of a snapshot's bytes that several ranks need, for which fetching together pays
 

@@ -27,6 +27,7 @@ from trainckpt.tiers.memory import MemoryPlace
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.places import Place
 
@@ -47,26 +48,28 @@ def main(arguments: list[str]) -> int:
 def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
     """Fetch the snapshot that a resume would choose now; ranks whose files came."""
     run = attempts.run_id(tier)
-    manifest = _likely(tier, run, wanted) if run is not None else None
+    before = attempts.read_attempts(tier) if run is not None else {}
+    manifest = _likely(tier, run, before, wanted) if run is not None else None
     if manifest is None or manifest.encryption is not None:
         return []  # no key is asked for here
     if any(kept.MANIFEST in kept.files(memory, f) for f in memory.folders()):
         return []  # what is in memory alone must not be overwritten before the ranks have seen it
-    num_bytes, hosts = sum(file.num_bytes for file in manifest.files), _num_hosts(tier)
+    num_bytes, hosts = sum(file.num_bytes for file in manifest.files), _num_hosts(before)
     here = -(-len(manifest.files) // hosts)
     if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest) // hosts, here)):
         return []  # the ranks have taken nothing yet
     return fetch(tier, memory, manifest, range(len(manifest.files)))
 
 
-def _num_hosts(tier: Place) -> int:
+def _num_hosts(before: Mapping[int, AttemptRecord]) -> int:
     """On which the newest attempt ran, as the next one will."""
-    before = attempts.read_attempts(tier)
-    return len(set(before[max(before)].facts.get("hosts", ()))) or 1 if before else 1
+    newest = before[max(before)].facts if before else {}
+    return len(set(newest.get("hosts", ()))) or 1
 
 
-def _likely(tier: Place, run: str, wanted: str | None) -> Manifest | None:
-    before = attempts.read_attempts(tier)
+def _likely(
+    tier: Place, run: str, before: Mapping[int, AttemptRecord], wanted: str | None
+) -> Manifest | None:
     if wanted is not None:
         return catalog.find(catalog.read_catalog(tier, run, before), wanted).manifest
     candidates = choice.choose(tier, run, before).candidates

@@ -13,8 +13,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle.run.memory import memory_limit_bytes
 from trainckpt.preemption.signals import SignalSource
+from trainckpt.tiers import host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,7 +158,7 @@ def _signals() -> Item:
 
 
 def _memory(size: Callable[[int], str]) -> Item:
-    limit = memory_limit_bytes()
+    limit = host_memory.limit_bytes()
     if limit is None:
         return Item("memory", ok=True, value="not known", needed=False)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -17,11 +17,6 @@ GRADIENTS = 0.5  # as much of a state: of AdamW's a third, of SGD's with momentu
 PROCESS_BYTES = 256 << 20  # of one that has imported torch and joined a group
 
 
-def memory_limit_bytes() -> int | None:
-    """See `host_memory.limit_bytes`."""
-    return host_memory.limit_bytes()
-
-
 def available_bytes() -> int | None:
     """What host and cgroups have left for all their processes; None where nobody says."""
     left = host_memory.left_bytes()
@@ -44,7 +39,7 @@ def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:
     """The option `memory_budget` in bytes: a share of the limit, or a number of its own."""
     if num_bytes is not None:
         return num_bytes
-    limit = memory_limit_bytes()
+    limit = host_memory.limit_bytes()
     return None if limit is None or share is None else int(limit * share)
 
 
