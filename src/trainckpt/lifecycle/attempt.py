@@ -28,7 +28,7 @@ from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.resuming.choice import KEEP_LAST
 from trainckpt.lifecycle.resuming.initial import Initial, read_initial
 from trainckpt.lifecycle.resuming.resume import Beginning, begin, record_parent, record_refusal
-from trainckpt.lifecycle.run import launch
+from trainckpt.lifecycle.run import held, launch
 from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
 from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
@@ -323,7 +323,8 @@ def _arenas(crew: Crew, beginning: Beginning) -> Arenas:
     reclaim()
     hosts = beginning.record.facts["hosts"]
     local = [rank for rank, host in enumerate(hosts) if host == crew.world.host]
-    arenas = Arenas(crew.tier.url, crew.world.rank, local, crew.options.memory_budget)
+    budget = crew.options.memory_budget
+    arenas = Arenas(crew.tier.url, crew.world.rank, local, budget, held.holder())
     if beginning.manifest is not None:
         arenas.newest = beginning.manifest.name.folder
     return arenas

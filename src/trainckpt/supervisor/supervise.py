@@ -39,6 +39,7 @@ from trainckpt.supervisor.command import (
 )
 from trainckpt.supervisor.dumpable import Dumpable, outputs
 from trainckpt.supervisor.flush_left import flush_left
+from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.prefetch import beside
@@ -101,6 +102,7 @@ class _Start:
     output: Any
     watch: Callable[[Process], None] | None
     ours: bool
+    memory: HeldMemory
     run: str | None = None
     dumpable: Dumpable | None = None
 
@@ -148,10 +150,14 @@ def supervise(
     variables.pop(DUMPS_VARIABLE, None)
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
-    start = _Start(command, variables, cwd, output, watch, ours, run, dumpable)
+    memory = HeldMemory()
+    start = _Start(command, variables, cwd, output, watch, ours, memory, run, dumpable)
     newest: AttemptRecord | None = None
     begun = False
-    with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
+    with (
+        contextlib.closing(memory),
+        contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals,
+    ):
         done = 0
         while True:
             if signals.signalled and start.ours:
@@ -196,6 +202,7 @@ def _launch(
         with (
             beside(start.run, variables, variables.get(AT_VARIABLE)),
             outputs(start.dumpable, Path(folder), start.output) as logs,
+            start.memory.serving(Path(folder)),
         ):
             process = _execute(start, variables, logs)
             dumpable = start.dumpable

@@ -2,6 +2,9 @@
 
 It is a file on tmpfs, so publishing it copies nothing: it gets a second name. Bytes are reserved
 before they are touched, for a page that a full tmpfs cannot give ends the process (SIGBUS).
+
+Where tmpfs is small it is a memfd (`tiers/memfd.py`). If somebody holds that who outlives this
+process, what has the names is a link to it; if this process alone does, it has none (`Own`).
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ import contextlib
 import errno
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.tiers import memfd
 from trainckpt.tiers.direct import populate
 from trainckpt.tiers.private import must_be_private
 
@@ -21,8 +26,6 @@ except ImportError:  # not a POSIX system: no such tier
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trainckpt.tiers.memory import MemoryPlace
 
 SNAPSHOTS = "snapshots"
@@ -33,13 +36,18 @@ class Arena:
     """Memory of one rank, written again and again.
 
     Attributes:
-        path: Its file.
+        path: Its file, or the link to its memory.
         memory: What may be written, once it was reserved.
+        is_memfd: It lies in no file system.
+        outlives: What is published is found when this process has ended.
     """
+
+    outlives = True
 
     def __init__(self, place: MemoryPlace, path: Path, descriptor: int) -> None:
         self.path = path
         self.memory = memoryview(b"")
+        self.is_memfd = memfd.read_link(path) is not None
         self._place = place
         self._descriptor = descriptor
         self._mapping: mmap.mmap | None = None
@@ -131,23 +139,37 @@ class Arena:
         must_be_private(target)
         path = target / name
         path.unlink(missing_ok=True)
-        os.link(self.path, path)
+        os.link(self.path, path, follow_symlinks=False)
 
     def retract(self) -> None:
         """Take back every name but its own."""
-        status = os.fstat(self._descriptor)
-        if status.st_nlink > 1:
-            for path in self._place.names_of(status.st_ino):
-                path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # if it was the last of its snapshot
+        for path in self._names():
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # if it was the last of its snapshot
 
     def holds(self) -> list[str]:
         """Folders of the snapshots as part of which the bytes can be found."""
-        status = os.fstat(self._descriptor)
-        if status.st_nlink == 1:
+        return [f"{SNAPSHOTS}/{path.parent.name}" for path in self._names()]
+
+    def _names(self) -> list[Path]:
+        """Those of snapshots."""
+        try:
+            status = self.path.lstat() if self.is_memfd else os.fstat(self._descriptor)
+        except FileNotFoundError:  # its link was taken away
             return []
-        return [f"{SNAPSHOTS}/{p.parent.name}" for p in self._place.names_of(status.st_ino)]
+        return self._place.names_of(status.st_ino) if status.st_nlink > 1 else []
+
+    @property
+    def is_there(self) -> bool:
+        """Whether others find it, if it is a memfd: its holder may have gone, or be one of before
+        a dump of this process.
+        """
+        try:
+            found = memfd.status_of(self.path) if self.is_memfd else os.fstat(self._descriptor)
+        except OSError:
+            return False
+        return found is not None and os.path.samestat(found, os.fstat(self._descriptor))
 
     @property
     def descriptor(self) -> int:
@@ -168,4 +190,38 @@ class Arena:
         """Give the memory back."""
         self.retract()
         self.path.unlink(missing_ok=True)
+        self.close()
+
+
+class Own(Arena):
+    """A memfd that this process alone holds: nobody else finds it, and it is gone with it."""
+
+    outlives = False
+
+    def __init__(self, place: MemoryPlace) -> None:
+        """Raises `OSError` as the system reports it."""
+        descriptor, token = memfd.make()
+        super().__init__(place, Path(f"memfd:{token}"), descriptor)
+        self.is_memfd = True
+        self._folder: str | None = None
+
+    def publish(self, folder: str, name: str) -> None:  # noqa: ARG002 - as others are
+        """Remember what it holds."""
+        self._folder = folder
+
+    def retract(self) -> None:
+        """Forget it."""
+        self._folder = None
+
+    def holds(self) -> list[str]:
+        """The snapshot of which it holds a file."""
+        return [self._folder] if self._folder is not None else []
+
+    @property
+    def is_there(self) -> bool:
+        """Nobody else can take it away."""
+        return True
+
+    def remove(self) -> None:
+        """Give the memory back."""
         self.close()

@@ -6,6 +6,8 @@
         snapshots/<folder>/<file>   the same file by the name of what it holds; `Held`
 
 An arena is a shard file in the making, so publishing it copies nothing: it gets a second name.
+Where the tmpfs is too small for it, what has these names is a link to memory that another process
+holds (`tiers/memfd.py`). A link whose holder is gone is as good as none, and is swept.
 Nothing in here is believed for its name: whoever reads verifies every digest. Bytes are reserved
 before they are touched, for a page that a full tmpfs cannot give ends the process (SIGBUS).
 
@@ -22,8 +24,9 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from trainckpt.tiers import memfd
 from trainckpt.tiers.arena import SNAPSHOTS, Arena
 from trainckpt.tiers.held import Held, Locked
 from trainckpt.tiers.private import is_private, make_private, must_be_private
@@ -34,12 +37,16 @@ except ImportError:  # not a POSIX system: no such tier
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    # Has a process that outlives this one hold a memfd, by its descriptor and token, to be found
+    # at that path; raises OSError where none does.
+    Hold = Callable[[int, str, Path], memfd.Target]
 
 ROOT_VARIABLE = "TRAINCKPT_MEMORY"  # another tmpfs than /dev/shm, or "none"
 NONE = "none"
 _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - what is made in it is private, and checked to be ours
-_OWNER, _ARENAS, _FETCHING = "place", "arenas", "fetching"
+_OWNER, ARENAS, _FETCHING = "place", "arenas", "fetching"
 _LOOK_AGAIN_S = 0.02
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _STORE_KEPT_S = 3 * 24 * 3600.0  # how long the memory of a run in an object store is kept, unused
@@ -48,6 +55,18 @@ _ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches throu
 
 class MemoryTaken(OSError):
     """Another process reads or writes these bytes."""
+
+
+class Taken(NamedTuple):
+    """Bytes.
+
+    Attributes:
+        tmpfs: Of the file system that holds the memory of runs.
+        memfd: Beside it.
+    """
+
+    tmpfs: int = 0
+    memfd: int = 0
 
 
 class MemoryPlace:
@@ -100,7 +119,41 @@ class MemoryPlace:
     def open_arena(self, path: Path) -> Arena:
         """The arena of this file, among the others; errors as `arena`."""
         must_be_private(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT
+        try:
+            descriptor = memfd.open_file(path, flags)
+        except memfd.Gone:
+            self._drop(path)
+            descriptor = memfd.open_file(path, flags | os.O_EXCL)
+        return self._locked(path, descriptor)
+
+    def held_arena(self, rank: int, number: int, hold: Hold) -> Arena:
+        """A new one, in memory that another process holds. Its name must be free.
+
+        Raises:
+            OSError: nobody holds it, or as the system reports it.
+        """
+        path = self.path_of(rank, number)
+        must_be_private(path.parent)
+        descriptor, token = memfd.make()
+        try:
+            self._link(path, hold(descriptor, token, path), descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return self._locked(path, descriptor)
+
+    def _link(self, path: Path, target: memfd.Target, descriptor: int) -> None:
+        """As which all find the memfd that is this descriptor of ours."""
+        if memfd.is_dead(path):
+            self._drop(path)
+        path.symlink_to(str(target))
+        found = memfd.status_of(path)
+        if found is None or not os.path.samestat(found, os.fstat(descriptor)):
+            path.unlink()
+            raise memfd.Gone(errno.ENOENT, "its holder is not to be seen", str(path))
+
+    def _locked(self, path: Path, descriptor: int) -> Arena:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -110,11 +163,11 @@ class MemoryPlace:
 
     def path_of(self, rank: int, number: int) -> Path:
         """The file of an arena."""
-        return self.root / _ARENAS / f"rank{rank:05d}.{number}"
+        return self.root / ARENAS / f"rank{rank:05d}.{number}"
 
-    def left_by(self, rank: int) -> int:
-        """Bytes in arenas of this rank, its own or those of earlier attempts."""
-        return sum(path.stat().st_blocks * 512 for path, owner in self._arenas() if owner == rank)
+    def left_by(self, rank: int) -> Taken:
+        """By arenas of this rank, its own or those of earlier attempts."""
+        return _taken(path for path, owner in self._arenas() if owner == rank)
 
     def held(self, folder: str, name: str, num_bytes: int | None = None) -> Held | None:
         """The bytes of a shard file, locked for reading; None if they are not here.
@@ -125,7 +178,7 @@ class MemoryPlace:
         """
         path = self.root / folder / name
         try:
-            descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
+            descriptor = memfd.open_file(path, os.O_RDONLY)
         except OSError:
             return None
         try:
@@ -196,13 +249,35 @@ class MemoryPlace:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def names_of(self, inode: int) -> list[Path]:
-        """Under which snapshots' names a file stands."""
+        """Under which snapshots' names a file stands, or a link."""
         found = []
+        for path in self._named():
+            with contextlib.suppress(OSError):
+                found += [path] if path.lstat().st_ino == inode else []
+        return found
+
+    def _named(self) -> list[Path]:
+        found: list[Path] = []
         for folder in self.folders():
             with contextlib.suppress(OSError):
-                files = (self.root / folder).iterdir()
-                found += [path for path in files if path.stat().st_ino == inode]
+                found += (self.root / folder).iterdir()
         return found
+
+    def sweep(self) -> None:
+        """Take away links whose memory nobody holds any more, and all of it if nothing is left."""
+        dead = [path for path, _ in self._arenas() if memfd.is_dead(path)]
+        for path in [*dead, *filter(memfd.is_dead, self._named())]:
+            self._drop(path)
+        if dead and not self.folders() and not any(self._arenas()):
+            self.remove()
+
+    def _drop(self, link: Path) -> None:
+        """Take away a link, and the other names that it has."""
+        with contextlib.suppress(OSError):
+            for path in (*self.names_of(link.lstat().st_ino), link):
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()  # if it was the last of its snapshot
 
     @property
     def is_in_use(self) -> bool:
@@ -216,26 +291,38 @@ class MemoryPlace:
         return max(found.f_bavail * found.f_frsize - _ROOM_BYTES, 0)
 
     @property
+    def taken(self) -> Taken:
+        """What is taken now, and where."""
+        return _taken([*(path for path, _ in self._arenas()), *self._named()])
+
+    @property
     def num_bytes(self) -> int:
         """What is taken now."""
-        seen: dict[int, int] = {}
-        for folder in [_ARENAS, *self.folders()]:
-            with contextlib.suppress(OSError):
-                for path in (self.root / folder).iterdir():
-                    status = path.stat()
-                    seen[status.st_ino] = status.st_blocks * 512
-        return sum(seen.values())
+        return sum(self.taken)
 
     def _arenas(self) -> Iterator[tuple[Path, int]]:
         with contextlib.suppress(OSError):
-            for path in sorted((self.root / _ARENAS).iterdir()):
+            for path in sorted((self.root / ARENAS).iterdir()):
                 rank = path.name.removeprefix("rank").partition(".")[0]
                 if rank.isdecimal():
                     yield path, int(rank)
 
 
+def _taken(paths: Iterable[Path]) -> Taken:
+    """By these, each of them once whatever names it has."""
+    seen: dict[tuple[int, int], Taken] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = memfd.status_of(path)
+            if status is not None:
+                num_bytes = status.st_blocks * 512
+                found = Taken(memfd=num_bytes) if path.is_symlink() else Taken(num_bytes)
+                seen[status.st_dev, status.st_ino] = found
+    return Taken(sum(t.tmpfs for t in seen.values()), sum(t.memfd for t in seen.values()))
+
+
 def reclaim() -> None:
-    """Give back the memory of runs whose place is gone."""
+    """Give back the memory of runs whose place is gone, and sweep links that lead nowhere."""
     root = _user_folder(make=False)
     if root is None:
         return
@@ -245,6 +332,8 @@ def reclaim() -> None:
                 place = MemoryPlace(folder)
                 if _is_gone(folder) and not place.is_in_use:
                     place.remove()
+                else:
+                    place.sweep()
 
 
 def _is_gone(folder: Path) -> bool:
@@ -282,13 +371,15 @@ def _try_lock(path: Path, *, remove: bool = False) -> bool:
     Not for an arena of this very process: to close any descriptor of it gives up its lock.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | _NO_FOLLOW)
+        descriptor = memfd.open_file(path, os.O_RDWR)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if remove and os.fstat(descriptor).st_nlink == 1:
+            if remove and path.lstat().st_nlink == 1:
                 path.unlink()
         finally:
             os.close(descriptor)
+    except memfd.Gone:
+        return True
     except OSError:
         return False
     return True

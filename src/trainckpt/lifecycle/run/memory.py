@@ -61,10 +61,10 @@ def has_room(place: MemoryPlace, num_bytes: int, training: int = 0) -> bool:
         num_bytes: To be brought.
         training: What the ranks of this host will take beside it.
     """
-    taken = place.num_bytes
-    room = [place.free_bytes + taken]
+    taken = place.taken
+    room = [place.free_bytes + taken.tmpfs]
     if (budget := budget_bytes(DEFAULT_SHARE, None)) is not None:
         room.append(budget)
     if (available := available_bytes()) is not None:
-        room.append(available + taken - training)
+        room.append(available + sum(taken) - training)
     return num_bytes <= min(room)

@@ -1,68 +1,49 @@
-"""Arenas: in which memory this rank's shard files are laid out. Chosen once, used again and again.
+"""Arenas: the memory in which this rank's shard files are laid out, again and again.
 
-    two in shared memory    one holds the newest snapshot while the next is captured into the other
-    one in shared memory    the newest is overwritten while it stands in the run's place only
-    private memory          shared memory is too small or none; gone with the process
-    none                    not even that fits the budget: training waits while the file is written
-
-What was chosen is said once, and again when it has to change. A snapshot whose bytes stand in
-shared memory is found there by the next attempt, and by every other rank of this host.
+Which kind it is, and how many there are, `deciding/arena_choice.py` says from what there is. What
+was chosen is said once, and again when it has to change. A snapshot whose bytes stand in shared
+memory is found there by the next attempt, and by every other rank of this host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle.deciding.arena_choice import (
+    HELD,
+    MAX_ARENAS,
+    OWN,
+    PRIVATE,
+    SHARED,
+    STREAMED,
+    Room,
+    choose,
+)
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.memory import available_bytes, budget_bytes, copy_threads
 from trainckpt.state.stage import private_memory
-from trainckpt.tiers import host_memory
+from trainckpt.tiers import host_memory, memfd
+from trainckpt.tiers.arena import Own
 from trainckpt.tiers.direct import copy
-from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
+from trainckpt.tiers.memory import MemoryPlace, MemoryTaken, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainckpt.lifecycle.run.options import Budget
     from trainckpt.tiers.arena import Arena
+    from trainckpt.tiers.memory import Hold
 
-MAX_ARENAS = 2
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
-SHARED, PRIVATE, STREAMED = "shared", "private", "streamed"
 SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
+CURE = "give /dev/shm more room (docker run --shm-size=8g, or --ipc=host)"
 
 
 class NoArena(Exception):
     """The budget allows no copy at all: the file is written from the live tensors."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """What one rank may take.
-
-    Attributes:
-        budget: Bytes of memory for all its arenas, by the option and by what is left; None: nobody
-            knows a limit.
-        shared: Whether there is shared memory at all.
-        shared_bytes: That are free there, what this rank has already included.
-    """
-
-    budget: int | None
-    shared: bool
-    shared_bytes: int = 0
-
-
-def choose(room: Room, num_bytes: int) -> tuple[str, int]:
-    """The kind of arenas for files of this size, and how many: pure."""
-    budget = room.budget if room.budget is not None else MAX_ARENAS * num_bytes
-    for number in range(MAX_ARENAS, 0, -1):
-        if room.shared and number * num_bytes <= min(budget, room.shared_bytes):
-            return SHARED, number
-    return (PRIVATE, 1) if num_bytes <= budget else (STREAMED, 0)
 
 
 class Arenas:
@@ -73,13 +54,20 @@ class Arenas:
     """
 
     def __init__(
-        self, run: str, rank: int, local_ranks: Sequence[int], budget: Budget | None = None
+        self,
+        run: str,
+        rank: int,
+        local_ranks: Sequence[int],
+        budget: Budget | None = None,
+        hold: Hold | None = None,
     ) -> None:
+        """`hold`: by which the supervisor holds memory; None: there is none that would."""
         self.newest: str | None = None
         self._place = MemoryPlace.of(run)
         self._rank = rank
         self._ranks = tuple(local_ranks)
         self._budget = budget
+        self._hold = hold
         self._open: list[Arena] = []
         self._filled: Arena | None = None  # by the save in flight
         self._private = memoryview(b"")
@@ -119,6 +107,20 @@ class Arenas:
         """Whether the newest file is not overwritten before the next is complete."""
         return len(self._open) >= MAX_ARENAS
 
+    @property
+    def keep(self) -> bool:
+        """Whether, besides, what stands in them is found when this process has ended."""
+        return self.are_two and all(arena.outlives for arena in self._open)
+
+    def rest(self) -> memoryview:
+        """No save comes for a while, perhaps a dump: what lies in no file system would be in it.
+
+        Returns memory in which nothing is kept.
+        """
+        self._wait()
+        self._let_go([arena for arena in self._open if arena.is_memfd])
+        return self._private
+
     def prepare(self, num_bytes: int) -> None:
         """Have memory for a file of about this size touched, by a thread, before it is needed."""
         size = num_bytes + SPARE_BYTES
@@ -129,9 +131,9 @@ class Arenas:
 
     def _touch(self, num_bytes: int) -> None:
         kind, number = choose(self._room(num_bytes), num_bytes)
-        if kind != SHARED:
+        if kind in (PRIVATE, STREAMED):
             return
-        self._find(number)
+        self._find(kind, number)
         for arena in self._open:
             if not arena.holds():
                 with contextlib.suppress(OSError):
@@ -146,8 +148,8 @@ class Arenas:
         self._wait()
         kind, number = choose(self._room(num_bytes), num_bytes)
         self._filled = None
-        if kind == SHARED:
-            given = self._shared(num_bytes, number)
+        if kind in (SHARED, HELD, OWN):
+            given = self._shared(kind, num_bytes, number)
             if given is not None:
                 self._private = memoryview(b"")
                 return given
@@ -219,15 +221,15 @@ class Arenas:
             self._leave(self._open)
             for arena in self._open:
                 with contextlib.suppress(OSError):
-                    arena.retract()
-                    arena.path.unlink(missing_ok=True)
+                    arena.remove()
+            self._open = []
         self._close()
         if not keep and self._place is not None and not self._place.folders():
             self._place.remove()
 
-    def _shared(self, num_bytes: int, number: int) -> memoryview | None:
+    def _shared(self, kind: str, num_bytes: int, number: int) -> memoryview | None:
         """Memory of an arena that holds nothing of worth; None if the system refuses it."""
-        while (arena := self._pick(number)) is not None:
+        while (arena := self._pick(kind, number)) is not None:
             self._leave([arena])
             try:
                 arena.reserve(num_bytes)
@@ -239,45 +241,64 @@ class Arenas:
                 number = min(number, len(self._open))
                 continue
             self._filled = arena
-            where = f"{_size(num_bytes)} of shared memory in {self._describe()}"
-            self._say(f"shared {number}", f"{number} x {where}")
+            self._say(f"{kind} {number}", f"{number} x {_size(num_bytes)} of {self._where()}")
             return arena.memory
         return None
 
-    def _pick(self, number: int) -> Arena | None:
+    def _pick(self, kind: str, number: int) -> Arena | None:
         """An arena that may be overwritten, of at most so many."""
-        self._find(number)
+        self._find(kind, number)
         free = [arena for arena in self._open if self.newest not in arena.holds()]
         return min(free or self._open, key=lambda arena: _age(arena.holds()), default=None)
 
-    def _find(self, number: int) -> None:
+    def _find(self, kind: str, number: int) -> None:
         """Open this rank's arenas, those of earlier attempts first; make what is missing."""
-        if self._place is None:
-            return
+        self._let_go([a for a in self._open if a.is_memfd == (kind == SHARED) or not a.is_there])
         taken = {arena.path for arena in self._open}
         for n in _NUMBERS:
-            if len(self._open) >= number:
+            if len(self._open) >= number or self._place is None:
                 break
+            path = self._place.path_of(self._rank, n)
             with contextlib.suppress(MemoryTaken, OSError):
-                if self._place.path_of(self._rank, n) not in taken:
-                    self._open.append(self._place.arena(self._rank, n))
+                is_other = path.exists() if kind != SHARED else path.is_symlink()
+                if path not in taken and not (is_other and not memfd.is_dead(path)):
+                    self._open.append(self._opened(kind, n))
         too_many = max(len(self._open) - number, 0)
         for arena in sorted(self._open, key=lambda a: _age(a.holds()))[:too_many]:
             self._open.remove(arena)
             self._leave([arena])
             arena.remove()
 
+    def _opened(self, kind: str, n: int) -> Arena:
+        """Raises `OSError` if it is taken, or as the system reports it."""
+        assert self._place is not None
+        path = self._place.path_of(self._rank, n)
+        if kind == SHARED or (path.is_symlink() and not memfd.is_dead(path)):
+            return self._place.arena(self._rank, n)
+        if kind == HELD and self._hold is not None:
+            try:
+                return self._place.held_arena(self._rank, n, self._hold)
+            except MemoryTaken:
+                raise
+            except OSError as error:
+                self._hold = None  # nor will it be there for the next
+                logger.warning("the supervisor holds no memory for this rank: %s", error)
+        return Own(self._place)
+
     def _room(self, num_bytes: int) -> Room:
-        own = sum(arena.capacity_bytes for arena in self._open)
-        shared = self._place is not None
-        left = free = 0
+        files = [arena for arena in self._open if not arena.is_memfd]
+        own = Taken(sum(arena.capacity_bytes for arena in files),
+                    sum(a.capacity_bytes for a in self._open if a not in files))  # fmt: skip
+        shared, free, beyond = self._place is not None, 0, ""
         if self._place is not None:
             try:
-                left = self._place.left_by(self._rank) if not self._open else 0
+                own = own if self._open else self._place.left_by(self._rank)
                 free = self._place.free_bytes // len(self._ranks)
             except OSError:
                 shared = False
-        return Room(self._allowed(num_bytes, own + left), shared, free + own + left)
+            if memfd.is_available():
+                beyond = OWN if self._hold is None else HELD
+        return Room(self._allowed(num_bytes, sum(own)), shared, free + own.tmpfs, beyond)
 
     def _allowed(self, num_bytes: int, shared_bytes: int) -> int | None:
         """What this rank may take in all, of which it may have some already."""
@@ -318,14 +339,27 @@ class Arenas:
         )
 
     def _close(self) -> None:
-        self._leave(self._open)
-        for arena in self._open:
+        self._let_go(list(self._open))
+        self._filled = None
+
+    def _let_go(self, arenas: Sequence[Arena]) -> None:
+        """Others may have these, if they outlive this process."""
+        self._leave(arenas)
+        for arena in arenas:
             with contextlib.suppress(OSError):
                 arena.close()
-        self._open, self._filled = [], None
+        self._open = [arena for arena in self._open if arena not in arenas]
 
-    def _describe(self) -> str:
-        return str(self._place.root) if self._place else ""
+    def _where(self) -> str:
+        assert self._place is not None
+        assert self._filled is not None
+        if not self._filled.is_memfd:
+            return f"shared memory in {self._place.root}"
+        if self._filled.outlives:
+            why, end = "memory that the supervisor holds, and is gone with it", "for longer"
+        else:
+            why, end = "memory of the rank's own, gone with the process", "that outlives it"
+        return f"{why}: {self._place.root.parent} has no room for them. For copies {end} {CURE}"
 
     def _say(self, kind: str, what: str) -> None:
         if kind != self._said and self._rank == 0:

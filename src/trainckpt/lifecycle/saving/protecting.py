@@ -178,7 +178,7 @@ class Protecting:
             self._end_again()
         before = self._arenas.newest
         self._arenas.publish(name, shard_file_name(self._rank))
-        safe = shard if self._arenas.are_two or self.protection.has_sealed else None
+        safe = shard if self._arenas.keep or self.protection.has_sealed else None
         if why := self._try(self.protection, name, whole, safe):
             self._arenas.newest = before
             pending.fail(SaveFailed(why))

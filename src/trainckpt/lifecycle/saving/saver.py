@@ -219,7 +219,7 @@ class Saver:
     def rest(self) -> memoryview:
         """No save comes for a while. Returns memory in which nothing is kept."""
         self._writer.rest()
-        return self.arenas.private
+        return self.arenas.rest()
 
     def give_up(self) -> None:
         """The save in flight must not be committed any more, unless all is written already."""

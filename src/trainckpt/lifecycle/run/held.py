@@ -1,0 +1,46 @@
+"""Has the supervisor hold memory that is to outlive this rank: it is handed a memfd, and keeps it.
+
+It listens on a socket in the folder that it named in TRAINCKPT_SUPERVISOR, which only this user can
+enter; nothing listens on a network. One connection for each memfd:
+
+    rank         {"token", "path"}              with the descriptor
+    supervisor   {"process", "descriptor"}      as which it has it, from now on; or {"error"}
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.snapshot import messages
+from trainckpt.tiers import memfd
+
+if TYPE_CHECKING:
+    from trainckpt.tiers.memory import Hold
+
+SOCKET = "hold"
+ANSWER_WITHIN_S = 10.0
+
+
+def holder() -> Hold | None:
+    """By which memory is held; None where nobody would."""
+    folder = os.environ.get(SUPERVISOR_VARIABLE)
+    path = Path(folder) / SOCKET if folder else None
+    if path is None or not path.is_socket() or not memfd.is_available():
+        return None
+
+    def hold(descriptor: int, token: str, link: Path) -> memfd.Target:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.settimeout(ANSWER_WITHIN_S)
+            end.connect(str(path))
+            try:
+                messages.send(end, {"token": token, "path": str(link)}, descriptor=descriptor)
+                told = messages.receive(end).body
+                return memfd.Target(token, int(told["process"]), int(told["descriptor"]))
+            except (EOFError, ValueError, KeyError, TypeError) as error:
+                raise OSError(f"the supervisor did not take it ({error!r})") from error
+
+    return hold

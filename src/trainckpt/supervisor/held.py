@@ -1,0 +1,123 @@
+"""Memory of the ranks that the supervisor holds where /dev/shm is too small: it outlives them.
+
+It is a memfd of each rank, with a link in the memory of its run (`tiers/memfd.py`). The supervisor
+has it open, no more: it neither reads nor maps it. So the ranks of the next attempt find it, as
+long as this process lives.
+
+    held       when a rank hands it over (`lifecycle/run/held.py`)
+    given up   when its link is gone: the rank, or `trainckpt prune`, has given it back
+    at the end all of it, and the links
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.lifecycle.run.held import SOCKET
+from trainckpt.snapshot import messages
+from trainckpt.tiers import memfd
+from trainckpt.tiers.memory import ARENAS, MemoryPlace
+from trainckpt.tiers.private import is_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOOK_S = 1.0
+LINKED_WITHIN_S = 30.0  # of being held: then its rank has died before it made the link
+TALK_WITHIN_S = 5.0
+
+
+@dataclass
+class _Held:
+    """One memfd: the link at `path` says `target`, or will soon."""
+
+    path: Path
+    target: memfd.Target
+    linked: bool = False
+    since_s: float = field(default_factory=time.monotonic)
+
+
+class HeldMemory:
+    """Of all attempts that one supervisor launches. Sequence: `serving` around each, `close`."""
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+
+    @contextlib.contextmanager
+    def serving(self, folder: Path) -> Iterator[None]:
+        """Hold what ranks hand over that are told of this folder; one that cannot be is not."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # such as a path too long: then nobody asks
+                if memfd.is_available():
+                    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    stack.enter_context(listener)
+                    (folder / SOCKET).unlink(missing_ok=True)  # of before a dump
+                    listener.bind(str(folder / SOCKET))
+                    listener.listen()
+                    ours, theirs = socket.socketpair()
+                    stack.enter_context(theirs)
+                    serve = threading.Thread(
+                        target=self._serve, args=(listener, theirs), name="trainckpt-hold",
+                        daemon=True,
+                    )  # fmt: skip
+                    serve.start()
+                    stack.callback(serve.join)
+                    stack.enter_context(ours)  # first: its end is what the thread waits for
+            yield
+
+    def close(self) -> None:
+        """Nobody goes on from it."""
+        held, self._held = self._held, []
+        for each in held:
+            os.close(each.target.descriptor)
+        for root in {each.path.parent.parent for each in held}:
+            MemoryPlace(root).sweep()
+
+    def _serve(self, listener: socket.socket, until: socket.socket) -> None:
+        while True:
+            ready = select.select([listener, until], [], [], LOOK_S)[0]
+            if until in ready:
+                return
+            with contextlib.suppress(OSError):
+                if listener in ready:
+                    end = listener.accept()[0]
+                    with end:
+                        end.settimeout(TALK_WITHIN_S)
+                        self._take(end)
+            self._look()
+
+    def _take(self, end: socket.socket) -> None:
+        """One memfd, from whoever has connected; what is none is not held."""
+        with contextlib.suppress(EOFError, ValueError, AttributeError):
+            message = messages.receive(end)
+            descriptor = message.descriptor
+            if descriptor is None:
+                return
+            token, where = (str(message.body.get(name)) for name in ("token", "path"))
+            path = Path(where)
+            ours = path.parent.name == ARENAS and is_private(path.parent.parent)
+            if not (ours and memfd.is_named(descriptor, token)):
+                os.close(descriptor)
+                return
+            os.set_inheritable(descriptor, False)
+            target = memfd.Target(token, os.getpid(), descriptor)
+            self._held.append(_Held(path, target))
+            messages.send(end, {"process": target.process, "descriptor": descriptor})
+
+    def _look(self) -> None:
+        """Give up what no link stands for any more."""
+        now = time.monotonic()
+        for each in list(self._held):
+            if memfd.read_link(each.path) == each.target:
+                each.linked = True
+            elif each.linked or now - each.since_s > LINKED_WITHIN_S:
+                self._held.remove(each)
+                os.close(each.target.descriptor)
