@@ -53,9 +53,14 @@ def log_of_exact(case, straight):
     return case["log"]
 
 
-def test_with_64_mb_of_shared_memory_private_memory_is_used(ran):
+PRIVATE = "of private memory, so no copy outlives the process: /dev/shm has no room for them"
+
+
+def test_with_64_mb_of_shared_memory_private_memory_is_used_and_read_back_from_the_place(ran):
     log = log_of_exact(ran["small_shm"], ran["straight"]["digest"])
-    assert log.count("of private memory: shared memory has no room for them") == 2
+    assert log.count(f"are laid out in 2 x 12.1 MB {PRIVATE}") == 2
+    assert "`trainckpt run` would hold it" in log
+    assert "was read from memory" not in log
 
 
 def test_shared_memory_that_others_fill_is_left_when_more_is_needed(ran):
@@ -64,7 +69,7 @@ def test_shared_memory_that_others_fill_is_left_when_more_is_needed(ran):
     assert "1 x " in first
     assert "of shared memory" in first
     assert "of private memory" not in first
-    assert "of private memory: shared memory has no room for them" in later
+    assert PRIVATE in later
 
 
 def test_in_a_small_cgroup_no_more_is_taken_than_the_training_leaves(ran):

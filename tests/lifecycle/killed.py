@@ -28,7 +28,7 @@ from tests.lifecycle.training import attempt
 from trainckpt.cli.main import main as command
 from trainckpt.snapshot import fetch
 from trainckpt.supervisor import prefetch
-from trainckpt.tiers import memory
+from trainckpt.tiers import memfd, memory
 from trainckpt.tiers.memory import MemoryPlace, reclaim
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def killed_before(number: int) -> Callable[[], int]:
         return instead
 
     calls = {name: watched(getattr(os, name)) for name in CALLS}
-    memory.os = SimpleNamespace(**{**vars(os), **calls})
+    memory.os = memfd.os = SimpleNamespace(**{**vars(os), **calls})
     return lambda: done
 
 

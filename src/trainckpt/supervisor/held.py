@@ -16,10 +16,8 @@ import os
 import select
 import socket
 import threading
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.lifecycle.run.held import SOCKET
 from trainckpt.snapshot import messages
@@ -31,18 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOOK_S = 1.0
-LINKED_WITHIN_S = 30.0  # of being held: then its rank has died before it made the link
 TALK_WITHIN_S = 5.0
 
 
-@dataclass
-class _Held:
-    """One memfd: the link at `path` says `target`, or will soon."""
+class _Held(NamedTuple):
+    """One memfd: the link at `path` says `target`."""
 
     path: Path
     target: memfd.Target
-    linked: bool = False
-    since_s: float = field(default_factory=time.monotonic)
 
 
 class HeldMemory:
@@ -96,28 +90,32 @@ class HeldMemory:
 
     def _take(self, end: socket.socket) -> None:
         """One memfd, from whoever has connected; what is none is not held."""
-        with contextlib.suppress(EOFError, ValueError, AttributeError):
+        with contextlib.suppress(EOFError, ValueError):
             message = messages.receive(end)
-            descriptor = message.descriptor
-            if descriptor is None:
+            if message.descriptor is None:
                 return
-            token, where = (str(message.body.get(name)) for name in ("token", "path"))
-            path = Path(where)
-            ours = path.parent.name == ARENAS and is_private(path.parent.parent)
-            if not (ours and memfd.is_named(descriptor, token)):
-                os.close(descriptor)
+            os.set_inheritable(message.descriptor, False)
+            asked = _asked(message.body, message.descriptor)
+            if asked is None:
+                os.close(message.descriptor)
                 return
-            os.set_inheritable(descriptor, False)
-            target = memfd.Target(token, os.getpid(), descriptor)
-            self._held.append(_Held(path, target))
-            messages.send(end, {"process": target.process, "descriptor": descriptor})
+            self._held.append(asked)
+            messages.send(end, {"process": os.getpid(), "descriptor": message.descriptor})
+            end.recv(1)  # until the link is made, or its rank has died before
 
     def _look(self) -> None:
         """Give up what no link stands for any more."""
-        now = time.monotonic()
         for each in list(self._held):
-            if memfd.read_link(each.path) == each.target:
-                each.linked = True
-            elif each.linked or now - each.since_s > LINKED_WITHIN_S:
+            if memfd.read_link(each.path) != each.target:
                 self._held.remove(each)
                 os.close(each.target.descriptor)
+
+
+def _asked(body: object, descriptor: int) -> _Held | None:
+    """What is to be held, if it is memory for an arena."""
+    said = body if isinstance(body, dict) else {}
+    token, path = str(said.get("token")), Path(str(said.get("path")))
+    ours = path.parent.name == ARENAS and is_private(path.parent.parent)
+    if not (ours and memfd.is_named(descriptor, token)):
+        return None
+    return _Held(path, memfd.Target(token, os.getpid(), descriptor))

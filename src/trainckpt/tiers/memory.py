@@ -39,9 +39,9 @@ except ImportError:  # not a POSIX system: no such tier
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    # Has a process that outlives this one hold a memfd, by its descriptor and token, to be found
-    # at that path; raises OSError where none does.
-    Hold = Callable[[int, str, Path], memfd.Target]
+    # Has a process that outlives this one hold a memfd, by its descriptor and token; the link at
+    # that path is made inside. Raises OSError where none does.
+    Hold = Callable[[int, str, Path], contextlib.AbstractContextManager[memfd.Target]]
 
 ROOT_VARIABLE = "TRAINCKPT_MEMORY"  # another tmpfs than /dev/shm, or "none"
 NONE = "none"
@@ -76,8 +76,10 @@ class MemoryPlace:
         root: Its folder, on tmpfs.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, run: str | None = None) -> None:
+        """`run`: whose memory it is; None: of one that has made it already."""
         self.root = root
+        self._run = run
 
     @classmethod
     def of(cls, run: str) -> MemoryPlace | None:
@@ -86,17 +88,21 @@ class MemoryPlace:
         if root is None:
             return None
         real = _real(run)
-        place = cls(root / _name_of(real))
+        place = cls(root / _name_of(real), real)
         try:
-            if not make_private(place.root):
-                return None
-            owner = place.root / _OWNER
-            if not owner.exists():
-                owner.touch(mode=0o600)
-                owner.write_bytes(os.fsencode(real))
+            return place if place._make() else None
         except OSError:
             return None
-        return place
+
+    def _make(self) -> bool:
+        """Whether it is there, and ours."""
+        if not make_private(self.root):
+            return False
+        owner = self.root / _OWNER
+        if self._run is not None and not owner.exists():
+            owner.touch(mode=0o600)
+            owner.write_bytes(os.fsencode(self._run))
+        return True
 
     @classmethod
     def found(cls, run: str) -> MemoryPlace | None:
@@ -134,10 +140,12 @@ class MemoryPlace:
             OSError: nobody holds it, or as the system reports it.
         """
         path = self.path_of(rank, number)
+        self._make()  # whoever held the last of it may have taken it away, while this was dumped
         must_be_private(path.parent)
         descriptor, token = memfd.make()
         try:
-            self._link(path, hold(descriptor, token, path), descriptor)
+            with hold(descriptor, token, path) as target:
+                self._link(path, target, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -276,8 +284,9 @@ class MemoryPlace:
         with contextlib.suppress(OSError):
             for path in (*self.names_of(link.lstat().st_ino), link):
                 path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # if it was the last of its snapshot
+                if path.parent.name != ARENAS:
+                    with contextlib.suppress(OSError):
+                        path.parent.rmdir()  # if it was the last of its snapshot
 
     @property
     def is_in_use(self) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
 SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
-CURE = "give /dev/shm more room (docker run --shm-size=8g, or --ipc=host)"
+NO_ROOM = "has no room for them (docker run --shm-size=8g, or --ipc=host, gives it more)"
 
 
 class NoArena(Exception):
@@ -68,6 +68,7 @@ class Arenas:
         self._ranks = tuple(local_ranks)
         self._budget = budget
         self._hold = hold
+        self._is_supervised = hold is not None
         self._open: list[Arena] = []
         self._filled: Arena | None = None  # by the save in flight
         self._private = memoryview(b"")
@@ -122,7 +123,12 @@ class Arenas:
         return self._private
 
     def prepare(self, num_bytes: int) -> None:
-        """Have memory for a file of about this size touched, by a thread, before it is needed."""
+        """Have memory for a file of about this size touched, by a thread, before it is needed.
+
+        Once a file was laid out nothing is: that one may be on its way, and of another size.
+        """
+        if self._filled is not None:
+            return
         size = num_bytes + SPARE_BYTES
         self._preparing = threading.Thread(
             target=self._touch, args=(size,), name="trainckpt-arena", daemon=True
@@ -353,13 +359,13 @@ class Arenas:
     def _where(self) -> str:
         assert self._place is not None
         assert self._filled is not None
+        root = self._place.root.parent.parent
         if not self._filled.is_memfd:
             return f"shared memory in {self._place.root}"
         if self._filled.outlives:
-            why, end = "memory that the supervisor holds, and is gone with it", "for longer"
-        else:
-            why, end = "memory of the rank's own, gone with the process", "that outlives it"
-        return f"{why}: {self._place.root.parent} has no room for them. For copies {end} {CURE}"
+            return f"memory that the supervisor holds, gone when it ends: {root} {NO_ROOM}"
+        more = "" if self._is_supervised else "; `trainckpt run` would hold it"
+        return f"private memory, so no copy outlives the process: {root} {NO_ROOM}{more}"
 
     def _say(self, kind: str, what: str) -> None:
         if kind != self._said and self._rank == 0:
