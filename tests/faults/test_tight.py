@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,18 +23,22 @@ from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 SCRIPT = Path(__file__).parent / "tight_script.py"
 
 
-def log_of_exact(place, answers, mb, first="", **environment):
+OWN_MOUNTS = ["unshare", "--mount", "--propagation", "private"]
+SMALL_SHM = "mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm"
+
+
+def log_of_exact(place, answers, mb, first="", last="", inside=(), **environment):
     """What was said in a run that lost a rank, went on by itself, and ended as it should.
 
-    `first`: a line of the shell, before the launch.
+    `first`, `last`: lines of the shell, before and after the launch; `inside`: what runs it.
     """
     answers.mkdir()
     command = [sys.executable, "-m", "trainckpt.cli.main", "run", "--nproc", "2",
                "--max-restarts", "1", "--", SCRIPT, place, mb, answers]  # fmt: skip
     known = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
-    line = f"{first or ':'} && exec {shlex.join(map(str, command))}"
+    line = f"{first or ':'} && {shlex.join(map(str, command))} && {last or ':'}"
     ended = subprocess.run(
-        ["sh", "-c", line], capture_output=True, text=True, timeout=280, check=False,
+        [*inside, "sh", "-c", line], capture_output=True, text=True, timeout=280, check=False,
         cwd=SCRIPT.parents[2], env={**known, **environment},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -44,6 +49,15 @@ def log_of_exact(place, answers, mb, first="", **environment):
     assert "rank 1 died of SIGKILL; restart 1 of 1" in ended.stderr
     assert "resumed from s4~1.4, epoch 0 step 4 micro-batch 0: bitwise" in ended.stderr
     return ended.stderr
+
+
+def why_not_mount():
+    """Why a file system cannot be mounted for some processes alone, or ""."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return "needs root, and unshare"
+    probe = [*OWN_MOUNTS, "sh", "-c", SMALL_SHM]
+    can = subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    return "" if can else "nothing may be mounted here"
 
 
 @pytest.mark.skipif(bool(dead_mount.why_not()), reason=dead_mount.why_not())
@@ -59,6 +73,24 @@ def test_a_file_system_that_takes_o_direct_and_refuses_it_at_write_is_written_th
     said = f"{run} refuses O_DIRECT (Invalid argument): files there go through the page cache"
     first, _, second = log.partition("restart 1 of 1")
     assert first.count(said) == second.count(said) == 2  # once for each rank
+
+
+@pytest.mark.skipif(bool(why_not_mount()), reason=why_not_mount())
+def test_with_64_mb_of_shared_memory_the_supervisor_holds_it_and_the_run_goes_on_from_there(
+    tmp_path,
+):
+    """Nothing is left of it, once the run is over."""
+    left = tmp_path / "left"
+    log = log_of_exact(
+        tmp_path / "run", tmp_path / "answers", 8, SMALL_SHM,
+        f"find /dev/shm -mindepth 2 > {left}", OWN_MOUNTS,
+    )  # fmt: skip
+    said = "are laid out in 2 x 12.1 MB of memory that the supervisor holds, gone when it ends: "
+    first, _, second = log.partition("restart 1 of 1")
+    for part in (first, second):
+        assert f"{said}/dev/shm has no room for them (docker run --shm-size=8g" in part
+    assert "s4~1.4 was read from memory" in second
+    assert left.read_text() == ""
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import pytest
 
 from tests.lifecycle.training import attempt, crashed, record, usable
 from trainckpt.cli.main import main
+from trainckpt.tiers import memory
 from trainckpt.tiers.memory import ROOT_VARIABLE, MemoryPlace
 
 CRASH_AT = 9  # two saves before it, and the window open
@@ -23,8 +24,8 @@ def straight(tmp_path_factory):
 
 def held(place):
     """Shard files of the run in memory, by snapshot."""
-    memory = MemoryPlace.found(str(place))
-    return {f: next((memory.root / f).iterdir()) for f in memory.folders()} if memory else {}
+    found = MemoryPlace.found(str(place))
+    return {f: next((found.root / f).iterdir()) for f in found.folders()} if found else {}
 
 
 def flip(path, at):
@@ -93,6 +94,26 @@ def test_a_run_is_exact_in_whatever_memory_there_is_and_says_which(
     assert said in caplog.text
     assert parts.state() == straight
     assert record(tmp_path, 2)["outcome"]["outcome"] == "finished"
+
+
+def test_where_shared_memory_is_small_copies_are_made_beside_training_all_the_same(
+    tmp_path, straight, caplog, monkeypatch
+):
+    """Nobody holds the memory for it, so it ends with the process."""
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    descriptors = set()
+
+    def inside(ckpt, _):
+        descriptors.add(ckpt._attempt.saver.arenas.descriptor)
+
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        crashed(tmp_path, CRASH_AT, epochs=3)
+        assert held(tmp_path) == {}
+        parts, _ = attempt(tmp_path, epochs=3, every="1 steps", inside=inside)
+    assert parts.state() == straight
+    assert "MB of private memory, so no copy outlives the process" in caplog.text
+    assert "was read from memory" not in caplog.text
+    assert len(descriptors - {None}) == 2, "one is filled while the other is read"
 
 
 def test_memory_whose_folder_is_taken_away_stops_nothing(tmp_path, straight):

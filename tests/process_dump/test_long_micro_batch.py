@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import socket
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
 from trainckpt.cli import dumps
 from trainckpt.format.dump import DumpRecord
 from trainckpt.lifecycle.places.place import open_directory
+from trainckpt.tiers.memory import ROOT_VARIABLE
 
 HELD_S, DEADLINE_S = 11.0, 10.0
 
@@ -70,6 +72,38 @@ def test_it_is_dumped_and_merges_to_the_reference(criu_here, held, reference):
     assert second.parent == first.outcome["snapshot"]
     assert second.outcome["outcome"] == "finished", second
     assert second.newest_commit.split("~")[1].startswith("2."), "its snapshots are of attempt 2"
+
+
+@pytest.fixture
+def small_shm(tmp_path, monkeypatch):
+    """A tmpfs without room for arenas, in place of /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=64m,mode=1777"]
+    made = subprocess.run(["mount", *options, "tmpfs", folder], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip("nothing may be mounted here")
+    monkeypatch.setenv(ROOT_VARIABLE, str(folder))
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.long
+def test_memory_that_the_supervisor_holds_is_in_the_dump_and_the_next_one_holds_it_anew(
+    criu_here, small_shm, held, reference
+):
+    held.process.terminate()
+    assert held.wait() == 75, held.said()
+    assert held.records()[1].outcome["kind"] == "dump"
+    assert "memory that the supervisor holds, gone when it ends" in held.said()
+    assert not list(small_shm.glob("*/*")), "the supervisor is gone, and its links with it"
+    held.hold.unlink()
+
+    assert held.resume().wait() == 0, held.said()
+    assert held.trace() == reference
+    assert "the supervisor holds no memory" not in held.said()
+    assert "private memory" not in held.said()
+    assert not list(small_shm.glob("*/*"))
 
 
 # ---- at a boundary, with loader workers, and a connection to the outside

@@ -48,7 +48,7 @@ def descriptors():
     found = set()
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            if os.readlink(path).startswith(f"/memfd:{memfd.PREFIX}"):
+            if str(path.readlink()).startswith(f"/memfd:{memfd.PREFIX}"):
                 found.add(path.name)
     return found
 

@@ -1,4 +1,4 @@
-"""Memory that lies in no file system: found as long as its holder lives, and nothing else instead."""
+"""Memory in no file system: found as long as its holder lives, and nothing else in its place."""
 
 from __future__ import annotations
 
