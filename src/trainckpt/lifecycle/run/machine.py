@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.tiers import host_memory
+from trainckpt.tiers import host_memory, memfd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,10 +171,12 @@ def _shared_memory(size: Callable[[int], str]) -> Item:
         return Item("shared memory", ok=False, value=f"no {SHM}", needed=False,
                     cure=f"mount a tmpfs at {SHM}; data loader workers need one")  # fmt: skip
     usage = shutil.disk_usage(SHM)
+    enough = usage.free >= LEAST_SHM_BYTES
+    beyond = "" if enough or not memfd.is_available() else "; `trainckpt run` holds what needs more"
     return Item(
         "shared memory",
-        usage.free >= LEAST_SHM_BYTES,
-        f"{size(usage.free)} free of {size(usage.total)} in {SHM}",
+        enough,
+        f"{size(usage.free)} free of {size(usage.total)} in {SHM}{beyond}",
         "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir of medium Memory there",
         needed=False,
     )
