@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.lifecycle.overlapped import WIDTH, WORDS, Loop, Model, adam, as_saved
+from tests.state.slow_device import SlowDevice
 from trainckpt import Checkpointer
 from trainckpt.lifecycle.deciding import copy_choice
 from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
-from trainckpt.lifecycle.run.launch import AT_VARIABLE
 from trainckpt.lifecycle.saving import copying, saver
 from trainckpt.snapshot import write_beside
-from trainckpt.state import overlap
+from trainckpt.state import overlap, side
 from trainckpt.state.overlap import Fence, Overlapped, Piece, calls_hooks
-
-WORDS, WIDTH = 300, 64  # 75 kB: large enough to be copied beside training
 
 
 @pytest.fixture(autouse=True)
@@ -28,78 +27,22 @@ def always_beside_training(monkeypatch):
         monkeypatch.setattr(saver, limit, 120.0)
 
 
-class Model(nn.Module):
-    def __init__(self, max_norm=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, WIDTH, max_norm=max_norm)
-        self.out = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids):
-        return self.out(self.words(ids))
+@pytest.fixture
+def slow(monkeypatch):
+    device = SlowDevice()
+    monkeypatch.setattr(side, "CudaCalls", lambda: device)
+    return device
 
 
-class Loop:
-    """Four micro-batches, two a step, and a snapshot asked for before each."""
-
-    def __init__(self, place, model, optimizers, between=lambda: None, **options):
-        self.model, self.optimizers, self.between = model, optimizers, between
-        self.saves, self.states = [], []
-        options = {"every": "never", "keep_last": 99, **options}
-        with Checkpointer(place, model=model, optimizer=optimizers, **options) as ckpt:
-            self.resumed_from = ckpt.resumed_from
-            for number in range(8):
-                self.saves.append(ckpt.save())
-                ckpt.boundary()
-                self.states.append([t.clone() for t in self.tensors()])
-                self.train(number)
-
-    def tensors(self):
-        moments = [v for o in self.optimizers for s in o.state.values() for v in s.values()]
-        return [*self.model.state_dict().values(), *moments]
-
-    def train(self, number):
-        ids = torch.arange(number, number + 40)
-        loss = nn.functional.cross_entropy(self.model(ids), ids)
-        self.between()
-        loss.backward()
-        if number % 2:
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+def momentum(model):
+    return [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)]
 
 
-def adam(model):
-    return [torch.optim.Adam(model.parameters(), 0.1)]
-
-
-def restored(place, save, make):
-    """Model and optimizer tensors of one snapshot, put into fresh objects."""
-    model = Model()
-    optimizers = make(model)
-    os.environ[AT_VARIABLE] = save.snapshot
-    try:
-        ckpt = Checkpointer(place, model=model, optimizer=optimizers, every="never")
-        ckpt.resume()
-        ckpt.boundary()
-        found = [v for o in optimizers for s in o.state.values() for v in s.values()]
-        found = [*model.state_dict().values(), *found]
-        ckpt._attempt.departure.abandon(None, ckpt.cursor)
-    finally:
-        del os.environ[AT_VARIABLE]
-    return found
-
-
-def as_saved(place, loop, make=adam):
-    """Every snapshot that was committed is the state of its boundary, bit for bit."""
-    good = 0
-    for save, state in zip(loop.saves, loop.states, strict=True):
-        if save.error is None:
-            found = restored(place, save, make)
-            assert len(found) == len(state)
-            assert all(torch.equal(a, b) for a, b in zip(found, state, strict=True))
-            good += 1
-    return good
+def two(model):
+    return [
+        torch.optim.Adam(model.words.parameters(), 0.1),
+        torch.optim.SGD(model.out.parameters(), 0.1, momentum=0.9),
+    ]
 
 
 @pytest.mark.parametrize("by", ["the rank", "another process"])
@@ -114,20 +57,48 @@ def test_what_is_copied_beside_training_is_the_state_of_the_boundary(tmp_path, m
 def test_every_step_of_every_optimizer_waits_for_the_copies(tmp_path, monkeypatch):
     """The thread copies nothing: what is saved in time was copied before the first step."""
     monkeypatch.setattr(Overlapped, "run", lambda self: iter([self._fenced.wait()][:0]))
-
-    def two(model):
-        return [
-            torch.optim.Adam(model.words.parameters(), 0.1),
-            torch.optim.SGD(model.out.parameters(), 0.1, momentum=0.9),
-        ]
-
     model = Model()
     loop = Loop(tmp_path, model, two(model))
     assert as_saved(tmp_path, loop, two) == 8
 
 
-def test_a_tensor_that_a_forward_writes_to_spoils_no_snapshot(tmp_path, caplog):
+def test_what_a_device_copies_by_itself_is_waited_for_once_or_is_what_steps_come_behind(
+    tmp_path, slow
+):
+    model = Model()
+    loop = Loop(tmp_path, model, two(model))
+    assert slow.locked == {}
+    assert slow.held_back == 8 - 3  # three were proved, so they were waited for
+    assert len(slow.copied) == 2 * 8 + 1  # at the boundary, and the rest; the final save is whole
+    assert as_saved(tmp_path, loop, two) == 8
+
+
+def test_a_graph_that_is_recorded_ends_what_its_steps_would_not_wait_for(tmp_path, slow, caplog):
+    model = Model()
+
+    def between():
+        slow.is_recording = len(slow.copied) >= 2 * 4
+
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        loop = Loop(tmp_path, model, adam(model), between)
+    assert [save.error is None for save in loop.saves] == [True] * 3 + [False] + [True] * 4
+    assert as_saved(tmp_path, loop) == 7
+
+
+def test_memory_that_a_device_refuses_is_said_once_and_copied_to_as_ever(tmp_path, slow, caplog):
+    slow.refuses = "out of memory"
+    model = Model()
+    loop = Loop(tmp_path, model, adam(model))
+    assert caplog.text.count("cannot be locked for the GPU, so copies take longer: out of") == 1
+    assert slow.copied == []
+    assert as_saved(tmp_path, loop) == 8
+
+
+@pytest.mark.parametrize("by", ["the rank", "its device"])
+def test_a_tensor_that_a_forward_writes_to_spoils_no_snapshot(tmp_path, caplog, request, by):
     """`Embedding(max_norm=)`: the version counter tells."""
+    if by == "its device":
+        request.getfixturevalue("slow")
     model = Model(max_norm=0.5)
     with caplog.at_level(logging.INFO, "trainckpt"):
         loop = Loop(tmp_path, model, adam(model))
@@ -136,9 +107,12 @@ def test_a_tensor_that_a_forward_writes_to_spoils_no_snapshot(tmp_path, caplog):
     assert 5 <= as_saved(tmp_path, loop) < 8
 
 
+@pytest.mark.parametrize("by", ["the rank", "its device"])
 @pytest.mark.parametrize("change", ["average", "clip"])
-def test_what_goes_through_data_is_noticed_by_its_bytes(tmp_path, caplog, change):
+def test_what_goes_through_data_is_noticed_by_its_bytes(tmp_path, caplog, request, change, by):
     """Averages that are swapped in for a moment, weights clipped between steps: no counter."""
+    if by == "its device":
+        request.getfixturevalue("slow")
     model = Model()
     average = torch.zeros(WORDS, WIDTH)
 
@@ -235,3 +209,63 @@ def test_a_change_before_the_copy_was_even_begun_is_noticed():
     assert torch.equal(target, source)
     assert list(late.run())
     assert late.changed == ["w"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["nothing", "clip", "average"])
+def test_on_a_gpu_each_snapshot_is_the_state_of_its_boundary(tmp_path, caplog, change):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = Model().cuda()
+
+    def between():
+        if change == "clip":
+            model.words.weight.data.clamp_(-0.1, 0.1)
+        elif change == "average":
+            kept = model.words.weight.data.clone()
+            model.words.weight.data.zero_()
+            model.words.weight.data.copy_(kept.add_(1e-3))
+
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        loop = Loop(tmp_path, model, two(model), between)
+    assert "cannot be locked" not in caplog.text
+    changed = "model/words.weight changed between two optimizer steps" in caplog.text
+    assert changed == (change != "nothing")
+    good = as_saved(tmp_path, loop, two)
+    assert good == 8 if change == "nothing" else 5 <= good < 8
+
+
+@pytest.mark.gpu
+def test_a_graph_that_steps_on_a_gpu_is_recorded_and_replayed_beside_saves(tmp_path):
+    """No hook is called for its replays, so nothing is copied beside them."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = Model().cuda()
+    ids = torch.arange(40, device="cuda")
+    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    loop = SimpleNamespace(saves=[], states=[], device="cuda", optimizers=momentum(model))
+
+    def step():
+        nn.functional.cross_entropy(model(ids), ids).backward()
+        loop.optimizers[0].step()
+        loop.optimizers[0].zero_grad(set_to_none=False)
+
+    with Checkpointer(tmp_path, model=model, optimizer=loop.optimizers, every="never") as ckpt:
+        for number in range(8):
+            loop.saves.append(ckpt.save())
+            ckpt.boundary()
+            moments = [s["momentum_buffer"] for s in loop.optimizers[0].state.values()]
+            state = [*model.state_dict().values(), *moments]
+            loop.states.append([tensor.clone() for tensor in state])
+            if number < 4:
+                with torch.cuda.stream(beside):
+                    step()
+                torch.cuda.current_stream().wait_stream(beside)
+            else:
+                if number == 4:
+                    with torch.cuda.graph(graph):
+                        step()
+                graph.replay()
+    others = [save for number, save in enumerate(loop.saves) if number != 4]
+    assert all(save.error is None for save in others)  # that one may have been in flight
+    assert as_saved(tmp_path, loop, momentum) >= len(others)

@@ -52,6 +52,32 @@ def test_what_is_published_is_found_under_its_snapshots_name(place):
     held.close()
 
 
+def test_who_has_locked_an_arenas_pages_hears_of_it_before_they_go(place):
+    """Beyond a file's new end they are nobody's; what is written to them later is lost."""
+    arena = place.arena(0, 0)
+    heard = []
+
+    def keeps(memory, num_bytes):
+        heard.append((len(memory), num_bytes, arena.path.stat().st_size))
+        memory[len(memory) - 1] = 1  # they are there still
+
+    arena.keeps = keeps
+    arena.reserve(10_000)
+    arena.reserve(10_000)
+    assert heard == []
+    arena.reserve(5_000)
+    assert heard == [(10_000, 5_000, 10_000)]
+    heard.clear()
+    arena.keeps = lambda memory, num_bytes: heard.append((len(memory), num_bytes))
+    arena.reserve(20_000)
+    assert heard == [(10_000, 20_000), (10_000, 0)]
+    arena.empty()
+    assert heard[2:] == [(20_000, 0)]
+    arena.reserve(5_000)
+    arena.close()
+    assert heard[3:] == [(5_000, 0)]
+
+
 def test_it_outlives_the_process_that_wrote_it(place, tmp_path):
     other_process(
         """

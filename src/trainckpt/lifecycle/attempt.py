@@ -354,6 +354,7 @@ def _rest(crew: Crew, facts: Facts, saver: Saver, *, lean: bool) -> Rest:
         lean: Nothing else reads the state while the training thread rests.
     """
     drops = Lean(crew.tier, facts.run, crew.world, crew.registry, saver.rest)
+    crew.hooks.before_dump.insert(0, saver.arenas.unlock)
     position = crew.position
     apart = Communicators(lambda: (position.cursor.step, position.cursor.micro))
     return Rest(

@@ -4,10 +4,14 @@
     before a step   of any optimizer: the training thread copies what is left, and then steps
                     (`fence`)
 
+What a GPU copies by itself (`side`) is all asked for at the boundary, and a step does not wait for
+it, but is asked of the GPU behind it.
+
 That nothing else changes them is not believed. A forward may write (`Embedding(max_norm=)`), and
 what goes through `.data` no version counter sees (averages that are swapped in, clipped weights,
 target networks). So version counters are compared; and some saves are proved: the live tensors are
 digested at the boundary, and at the fence both copy and live tensor must still be what they were.
+What a GPU copies is waited for at the boundary then, and must equal the live tensor at the fence.
 What has changed spoils that save, and is copied at the boundary from then on.
 """
 
@@ -23,8 +27,10 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from trainckpt.state.side import Side, brought_back
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
@@ -42,7 +48,7 @@ class Piece:
     """Rows of one live tensor, and their place in the arena."""
 
     tensor: str
-    source: torch.Tensor  # its bytes lie in one run on the CPU
+    source: torch.Tensor  # its bytes lie in one run
     target: int  # address
 
     @property
@@ -51,14 +57,18 @@ class Piece:
         return self.source.numel() * self.source.element_size()
 
 
-def only_stepped(captured: Captured, registry: Registry) -> set[str]:
-    """Names of captured tensors that, as far as can be seen, only an optimizer's step changes."""
+def only_stepped(captured: Captured, registry: Registry, kinds: Collection[str] = ()) -> set[str]:
+    """Names of captured tensors that, as far as can be seen, only an optimizer's step changes.
+
+    `kinds`: of devices, next to the CPU, that copy by themselves.
+    """
     hooked = [o for o in registry.optimizers if calls_hooks(o.optimizer)]
     stepped = {id(p) for o in hooked for p in o.parameters()}
     found = {n for m in registry.models for n, p in m.parameters() if id(p) in stepped}
     groups = {o.name for o in hooked}
     names = found | {name for name, group in captured.groups.items() if group in groups}
-    return {name for name in names & captured.tensors.keys() if _can(captured.tensors[name])}
+    every = {"cpu", *kinds}
+    return {n for n in names & captured.tensors.keys() if _can(captured.tensors[n], every)}
 
 
 def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -78,27 +88,41 @@ class Overlapped:
         pieces: In the order of their places in memory.
         proves: Whether copies and live tensors are compared with what there was at the boundary.
         num_threads: That copy, the one that calls `run` among them.
+        side: What copies from a GPU by itself.
 
     Attributes:
         changed: Tensors that were written to meanwhile; complete once `run` has ended.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, proves: bool, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        proves: bool,
+        num_threads: int = 1,
+        side: Side | None = None,
+    ) -> None:
+        side = side or Side()
         self.proves = proves
         self.changed: list[str] = []
         self._pieces = pieces
         self._versions = [piece.source._version for piece in pieces]
-        self._digests = (
-            [_digest(p.source.data_ptr(), p.num_bytes) for p in pieces] if proves else []
-        )
-        self._chunks = list(_chunks(pieces))
+        by_device = [piece for piece in pieces if side.takes(piece.source, piece.target)]
+        self._on_device = {piece.target for piece in by_device}
+        self._flight = side.start([(piece.target, piece.source) for piece in by_device])
+        on_host = [piece for piece in pieces if piece.target not in self._on_device]
+        self._digests: dict[int, bytes] = {}
+        if proves:
+            self._flight.wait()
+            self._digests = {p.target: _digest(p.source.data_ptr(), p.num_bytes) for p in on_host}
+        self._chunks = list(_chunks(on_host))
         self._is_copied = bytearray(len(self._chunks))
         self._next = self._front = 0  # the first that nobody has begun with; that is not copied
         self._helpers = num_threads - 1
         self._lock = threading.Lock()
         self._copied = threading.Event()
         self._fenced = threading.Event()
-        if not pieces:
+        if not on_host:
             self._copied.set()
 
     def run(self) -> Iterator[int]:
@@ -108,19 +132,24 @@ class Overlapped:
         """
         for _ in range(self._helpers):
             threading.Thread(target=self._copy, name="trainckpt-copy", daemon=True).start()
+        self._flight.wait()
         while self._copy_one():
             if self._front < len(self._chunks):
                 yield self._chunks[self._front][0]
         self._copied.wait()
-        if self._chunks:
-            yield self._chunks[-1][0] + self._chunks[-1][2]
+        if self._pieces:
+            yield self._pieces[-1].target + self._pieces[-1].num_bytes
         if not self._fenced.wait(FENCE_WITHIN_S if self.proves else IN_FLIGHT_S):
             with self._lock:
                 if not self._fenced.is_set():
                     self._check()
 
     def fence(self) -> None:
-        """Return when every copy is made; the training thread, before anything is changed."""
+        """Return when every copy is made; the training thread, before anything is changed.
+
+        A GPU may still be at it, and changes nothing before.
+        """
+        self._flight.hold()
         if self._fenced.is_set():
             return
         self._copy()
@@ -128,20 +157,36 @@ class Overlapped:
         with self._lock:
             self._check()
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether no step need be held back any more."""
+        return self._fenced.is_set() and self._flight.is_over
+
+    def distrust(self) -> None:
+        """From now on steps may be taken that nobody hears of: what a GPU copies is of no use."""
+        with self._lock:
+            if self._on_device and not self._fenced.is_set():
+                self.changed += [piece.tensor for piece in self._pieces]
+                self._fenced.set()
+
     def _check(self) -> None:
         """Once."""
         if self._fenced.is_set():
             return
-        for number, (piece, version) in enumerate(zip(self._pieces, self._versions, strict=True)):
+        for piece, version in zip(self._pieces, self._versions, strict=True):
             changed = piece.source._version != version
             if self.proves and not changed:
-                changed = not self._is_as_it_was(number, piece)
+                changed = not self._is_as_it_was(piece)
             if changed:
                 self.changed.append(piece.tensor)
         self._fenced.set()
 
-    def _is_as_it_was(self, number: int, piece: Piece) -> bool:
-        return _digest(piece.target, piece.num_bytes) == self._digests[number] and _equal(piece)
+    def _is_as_it_was(self, piece: Piece) -> bool:
+        if piece.target in self._on_device:
+            return _equal(piece)
+        return _digest(piece.target, piece.num_bytes) == self._digests[piece.target] and _equal(
+            piece
+        )
 
     def _copy(self) -> None:
         while self._copy_one():
@@ -167,10 +212,14 @@ class Overlapped:
 class Fence:
     """Stands before every step of every optimizer of this process, while it is open."""
 
-    def __init__(self, on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
+        side: Side | None = None,
+    ) -> None:
         """`on_step` is called before each step, with its optimizer, when nothing is waited for."""
         self._overlapped: Overlapped | None = None
-        self._on_step = on_step
+        self._on_step, self._side = on_step, side or Side()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def guard(self, overlapped: Overlapped) -> None:
@@ -179,9 +228,11 @@ class Fence:
 
     def settle(self) -> None:
         """The training thread changes nothing just now: finish what is under way."""
-        overlapped, self._overlapped = self._overlapped, None
+        overlapped = self._overlapped
         if overlapped is not None:
             overlapped.fence()
+            if overlapped.is_copied:  # else another step, on another stream, must wait as well
+                self._overlapped = None
 
     def close(self) -> None:
         """No step waits any more."""
@@ -189,15 +240,19 @@ class Fence:
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._side.is_recording():  # no step yet; but those to come will not be heard of
+            if self._overlapped is not None:
+                self._overlapped.distrust()
+            return
         if self._overlapped is not None:
             self.settle()
         self._on_step(optimizer)
 
 
-def _can(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can be copied by a thread, without asking torch."""
+def _can(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
+    """Whether its bytes can be copied by a thread, without asking torch, or by its device."""
     return (
-        tensor.device.type == "cpu"
+        tensor.device.type in kinds
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and tensor.numel() * tensor.element_size() >= LEAST_BYTES
@@ -219,7 +274,12 @@ def _digest(address: int, num_bytes: int) -> bytes:
 
 def _equal(piece: Piece) -> bool:
     """By their bytes: a NaN equals itself."""
-    return all(not _compare(*chunk) for chunk in _chunks([piece]))
+    if piece.source.is_cpu:
+        return all(not _compare(*chunk) for chunk in _chunks([piece]))
+    return all(
+        not _compare(piece.target + at, part.data_ptr(), part.numel())
+        for at, part in brought_back(piece.source)
+    )
 
 
 def _compare(target: int, source: int, num_bytes: int) -> int:

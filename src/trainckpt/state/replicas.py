@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import xxhash
 
 from trainckpt.state.stage import bytes_of
@@ -52,13 +53,27 @@ def group_digests(
             if group not in states:
                 states[group] = (*layout.replica_set(rank), xxhash.xxh3_128())
             states[group][2].update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            data = bytes_of(tensor)
-            if name in sampled:
-                first = number % PARTS * len(data) // PARTS
-                states[group][2].update(data[:PAGE_BYTES])
-                data = data[first : first + -(-len(data) // PARTS)]
-            states[group][2].update(data)
+            if name not in sampled:
+                states[group][2].update(bytes_of(tensor))
+            else:
+                for part in _sample(tensor, number):
+                    states[group][2].update(part)
     return {group: (name, n, state.hexdigest()) for group, (name, n, state) in states.items()}
+
+
+def _sample(tensor: torch.Tensor, number: int) -> list[memoryview]:
+    first = number % PARTS * tensor.nbytes // PARTS
+    end = first + -(-tensor.nbytes // PARTS)
+    if tensor.is_cpu:
+        data = bytes_of(tensor)
+        return [data[:PAGE_BYTES], data[first:end]]
+    return [bytes_of(sample_there(tensor, first, end))]
+
+
+def sample_there(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    """The first page and these bytes, on the device where they are: the rest never leaves it."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.cat([flat[:PAGE_BYTES], flat[first:end]])
 
 
 def group_of(captured: Captured, name: str, layout: Layout) -> str:

@@ -25,6 +25,7 @@ from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import VALUES, Captured
 from trainckpt.state.overlap import Piece
+from trainckpt.state.side import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -42,6 +43,7 @@ MAX_VALUES_BYTES = 1 << 30
 STREAM_BYTES = 16 << 20
 SMALL_BYTES = 64 << 10  # what is smaller is copied sooner than torch has prepared to copy it
 VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs from save to save
+_NO_SIDE = Side()
 
 
 @dataclass
@@ -188,6 +190,7 @@ def stage(
     memory: Callable[[int], memoryview] | None = None,
     references: Mapping[str, str] | None = None,
     later: Collection[str] = (),
+    side: Side | None = None,
 ) -> Shard:
     """Copy `regions` of the captured tensors to their places in one shard file.
 
@@ -200,21 +203,29 @@ def stage(
             None: fresh memory of this process.
         references: Regions that are not copied, since an older file holds their bytes.
         later: Tensors that are not copied either, but named as the shard's `rest`.
+        side: What copies from a GPU by itself. None: nothing does.
     """
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
+    side = side or _NO_SIDE
+    side.settle()
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
+    by_device = []
     for region in header.regions:
         if not region.num_bytes:
             continue
-        source = source_of(captured, region)
-        if region.tensor in later:
-            shard.rest.append(Piece(region.tensor, source, begin + region.first_byte))
+        source, target = source_of(captured, region), begin + region.first_byte
+        is_taken = side.takes(source, target)
+        if region.tensor in later and (not side.is_replayed if is_taken else source.is_cpu):
+            shard.rest.append(Piece(region.tensor, source, target))
+        elif is_taken:
+            by_device.append((target, source))
         elif source.nbytes <= SMALL_BYTES and source.is_cpu and source.is_contiguous():
-            ctypes.memmove(begin + region.first_byte, source.data_ptr(), source.nbytes)
+            ctypes.memmove(target, source.data_ptr(), source.nbytes)
         else:
             _place(shard.data, region).copy_(source)
+    side.copy(by_device)
     return shard
 
 

@@ -26,6 +26,8 @@ except ImportError:  # not a POSIX system: no such tier
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainckpt.tiers.memory import MemoryPlace
 
 SNAPSHOTS = "snapshots"
@@ -40,6 +42,8 @@ class Arena:
         memory: What may be written, once it was reserved.
         is_memfd: It lies in no file system.
         outlives: What is published is found when this process has ended.
+        keeps: Is told before pages go: all of the memory, and how many bytes of it stay. Who has
+            locked it would have pages that are no longer the file's.
     """
 
     outlives = True
@@ -48,6 +52,7 @@ class Arena:
         self.path = path
         self.memory = memoryview(b"")
         self.is_memfd = memfd.read_link(path) is not None
+        self.keeps: Callable[[memoryview, int], object] = lambda *_: None
         self._place = place
         self._descriptor = descriptor
         self._mapping: mmap.mmap | None = None
@@ -101,6 +106,7 @@ class Arena:
         status = os.fstat(self._descriptor)
         self._must_have(num_bytes - status.st_blocks * 512)
         if status.st_size != num_bytes:
+            self._keep(num_bytes)
             os.ftruncate(self._descriptor, num_bytes)
         return status
 
@@ -114,7 +120,7 @@ class Arena:
         is_there = status.st_size >= num_bytes and status.st_blocks * 512 >= status.st_size
         is_mapped = self._mapping is not None and len(self._mapping) >= num_bytes
         if not is_mapped:
-            self.memory = memoryview(b"")
+            self._unmap()
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
             with contextlib.suppress(OSError):  # a loader worker needs no page of it
                 self._mapping.madvise(mmap.MADV_DONTFORK)
@@ -129,8 +135,16 @@ class Arena:
 
     def empty(self) -> None:
         """Give back what was reserved: half of it is of no use to anybody."""
-        self.memory, self._mapping = memoryview(b""), None
+        self._unmap()
         os.ftruncate(self._descriptor, 0)
+
+    def _unmap(self) -> None:
+        self._keep(0)
+        self.memory, self._mapping = memoryview(b""), None
+
+    def _keep(self, num_bytes: int) -> None:
+        if self._mapping is not None:
+            self.keeps(memoryview(self._mapping), num_bytes)
 
     def publish(self, folder: str, name: str) -> None:
         """Let the bytes be found as this file of a snapshot. They must not change any more."""
@@ -183,7 +197,7 @@ class Arena:
 
     def close(self) -> None:
         """Let others have it. The bytes stay."""
-        self.memory, self._mapping = memoryview(b""), None
+        self._unmap()
         os.close(self._descriptor)
 
     def remove(self) -> None:

@@ -24,6 +24,7 @@ from trainckpt.lifecycle.deciding.arena_choice import (
 )
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.memory import available_bytes, budget_bytes, copy_threads
+from trainckpt.state.side import Side
 from trainckpt.state.stage import private_memory
 from trainckpt.tiers import host_memory, memfd
 from trainckpt.tiers.arena import Own
@@ -51,6 +52,7 @@ class Arenas:
 
     Attributes:
         newest: Folder of the snapshot whose bytes must not be overwritten while there is a choice.
+        side: What copies to them from a GPU; all of them are registered there.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Arenas:
     ) -> None:
         """`hold`: by which the supervisor holds memory; None: there is none that would."""
         self.newest: str | None = None
+        self.side = Side(say=logger.warning)
         self._place = MemoryPlace.of(run)
         self._rank = rank
         self._ranks = tuple(local_ranks)
@@ -88,10 +91,10 @@ class Arenas:
         self._wait()
         return bool(self._open) or len(self._private) > 0
 
-    @property
-    def private(self) -> memoryview:
-        """What is no shared memory; nothing is kept in it between saves."""
-        return self._private
+    def unlock(self) -> None:
+        """No memory is locked for a GPU until the next save: a dump would have to know of it."""
+        self._wait()
+        self.side.close()
 
     @property
     def descriptor(self) -> int | None:
@@ -118,7 +121,7 @@ class Arenas:
 
         Returns memory in which nothing is kept.
         """
-        self._wait()
+        self.unlock()
         self._let_go([arena for arena in self._open if arena.is_memfd])
         return self._private
 
@@ -144,6 +147,7 @@ class Arenas:
             if not arena.holds():
                 with contextlib.suppress(OSError):
                     arena.reserve(num_bytes)
+                    self.side.register(arena.memory)
 
     def memory(self, num_bytes: int) -> memoryview:
         """So many bytes for the next shard file. What was given before the last is gone.
@@ -157,7 +161,8 @@ class Arenas:
         if kind in (SHARED, HELD, OWN):
             given = self._shared(kind, num_bytes, number)
             if given is not None:
-                self._private = memoryview(b"")
+                self._replace_private(memoryview(b""))
+                self.side.register(given)
                 return given
             kind = PRIVATE
         if kind == STREAMED:
@@ -169,13 +174,18 @@ class Arenas:
             raise NoArena
         self._close()
         if len(self._private) < num_bytes:
-            self._private = private_memory(num_bytes)
+            self._replace_private(private_memory(num_bytes))
+        self.side.register(self._private)
         self._say(
             PRIVATE,
             f"{_size(num_bytes)} of private memory: shared memory has no room for them, so no copy "
             "outlives the process",
         )
         return self._private[:num_bytes]
+
+    def _replace_private(self, memory: memoryview) -> None:
+        self.side.keep(self._private, 0)
+        self._private = memory
 
     def publish(self, name: SnapshotName, file: str) -> None:
         """The save in flight is committed: its bytes may be found in memory too."""
@@ -230,6 +240,7 @@ class Arenas:
                     arena.remove()
             self._open = []
         self._close()
+        self.side.close()
         if not keep and self._place is not None and not self._place.folders():
             self._place.remove()
 
@@ -269,6 +280,7 @@ class Arenas:
                 is_other = path.exists() if kind != SHARED else path.is_symlink()
                 if path not in taken and not (is_other and not memfd.is_dead(path)):
                     self._open.append(self._opened(kind, n))
+                    self._open[-1].keeps = self.side.keep
         too_many = max(len(self._open) - number, 0)
         for arena in sorted(self._open, key=lambda a: _age(a.holds()))[:too_many]:
             self._open.remove(arena)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.lifecycle.deciding.copy_choice import OVERLAP, CopyChoice
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.state.overlap import Fence, Overlapped
+from trainckpt.state.side import Side
 from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Copying:
         *,
         num_threads: int = 1,
         hold: Callable[[], None] = lambda: None,
+        side: Side | None = None,
     ) -> None:
         """Of one rank.
 
@@ -38,11 +40,13 @@ class Copying:
             prepare: Called once, when all state is there: before the second step.
             num_threads: That copy.
             hold: Called before each step of the first optimizer: returns when it may be taken.
+            side: What copies from a GPU by itself.
         """
         self._first = registry.optimizers[0].optimizer if registry.optimizers else None
         self._choice = CopyChoice()
         self._num_threads = num_threads
-        self._fence = Fence(self._stepping)
+        self._side = side or Side()
+        self._fence = Fence(self._stepping, self._side)
         self._overlapped: Overlapped | None = None
         self._number = 0
         self._prepare, self._hold = prepare, hold
@@ -61,7 +65,9 @@ class Copying:
             proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
             if proves:
                 self._choice.disregard()  # the proof costs what other saves do not
-            self._overlapped = Overlapped(shard.rest, proves=proves, num_threads=self._num_threads)
+            self._overlapped = Overlapped(
+                shard.rest, proves=proves, num_threads=self._num_threads, side=self._side
+            )
             self._fence.guard(self._overlapped)
 
     def finish(self) -> Iterator[int]:

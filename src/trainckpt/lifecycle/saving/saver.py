@@ -103,8 +103,9 @@ class Saver:
         self.flushing = Flushing()
         self._channel = channel
         self._copying = Copying(
-            registry, self._prepare, num_threads=arenas.copy_threads, hold=self._hold
-        )
+            registry, self._prepare, num_threads=arenas.copy_threads, hold=self._hold,
+            side=arenas.side,
+        )  # fmt: skip
         self.protecting = Protecting(arenas, channel.world.rank)
         self.references = References(tier, channel.world.rank, registry)
         self._writer = Writer(
@@ -286,7 +287,7 @@ class Saver:
         answer["attempt"] = self._facts.attempt
         try:
             captured = capture(self._registry)
-            stepped = only_stepped(captured, self._registry)
+            stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
             if world.size > 1:
                 sampled = () if last or self._sequence % COMPARED_EVERY == 1 else stepped
                 answer["groups"] = replicas.group_digests(
@@ -317,9 +318,10 @@ class Saver:
             planned = [region for region in planned if region.key not in how["references"]]
         if (stepped is not None or self.arenas.are_ready) and self.protecting.lets_go():
             later = self._copying.later(stepped) if stepped else set[str]()
-            memory = self.arenas.memory
+            memory, side = self.arenas.memory, self.arenas.side
+            side.use(captured.tensors.values())
             with contextlib.suppress(NoArena):
-                shard = stage.stage(captured, planned, memory=memory, later=later, **how)
+                shard = stage.stage(captured, planned, memory=memory, later=later, side=side, **how)
                 shard.descriptor = self.arenas.descriptor
                 self._copying.begin(shard)
                 return shard
@@ -328,6 +330,7 @@ class Saver:
     def _prepare(self) -> None:
         """Before the first save asks for it: to touch so much memory anew takes long."""
         num_bytes = shard_bytes(self._registry, self._channel.world.size)
+        self.arenas.side.use(self._registry.all_parameters())
         self.arenas.prepare(num_bytes)
         self._writer.prepare(num_bytes)
 

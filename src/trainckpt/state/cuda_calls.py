@@ -1,0 +1,143 @@
+"""The calls of CUDA with which bytes get from a GPU to the host beside training (`side`).
+
+A thread that calls CUDA for a device makes that device its own first: else the runtime would set up
+the first one of the host, and take memory there. And each of ours says that it means no harm to a
+graph that another thread may be recording: else that recording would fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class CudaCalls:
+    """A `Platform`: one stream beside those that train, for each device."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there may be tensors on such a device."""
+        return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
+
+    def register(self, address: int, num_bytes: int, device: torch.device) -> str:
+        """Lock memory; why not, or ""."""
+
+        def call() -> str:
+            with _on(device):
+                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                code = cudart.cudaHostRegister(address, num_bytes, PORTABLE)
+                return "" if int(code) == 0 else str(cudart.cudaGetErrorString(code))
+
+        return _alone(call)
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        """Let it go."""
+
+        def call() -> str:
+            with _on(device):
+                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cudart.cudaHostUnregister(address)
+            return ""
+
+        _alone(call)
+
+    @torch.no_grad()
+    def start(
+        self, device: torch.device, copies: Sequence[tuple[int, torch.Tensor]]
+    ) -> torch.cuda.Event:
+        """Begin these copies to addresses once what was asked of the device is done."""
+        with torch.cuda.device(device):
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for target, source in copies:
+                    flat = source.detach().reshape(-1).view(torch.uint8)
+                    _at(target, flat.numel()).copy_(flat, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
+        return done
+
+    def wait(self, device: torch.device, copies: torch.cuda.Event) -> None:
+        """Return when what `start` gave is done; any thread."""
+        with _on(device):
+            copies.synchronize()
+
+    def is_over(self, copies: torch.cuda.Event) -> bool:
+        """Whether it is done."""
+        return bool(copies.query())  # type: ignore[no-untyped-call]
+
+    def hold(self, device: torch.device, copies: torch.cuda.Event) -> None:
+        """What is asked of the device from now on begins when it is done."""
+        torch.cuda.current_stream(device).wait_event(copies)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what is asked now is recorded, to be done again and again."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _at(address: int, num_bytes: int) -> torch.Tensor:
+    block: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
+    return torch.frombuffer(block, dtype=torch.uint8)
+
+
+def _alone(call: Callable[[], str]) -> str:
+    """What it says, in a thread of its own.
+
+    CUDA remembers a call's failure for the thread that made it, and torch would report it at the
+    next kernel that this thread launches.
+    """
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            said.append(call())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is copied as ever then
+            said.append(str(error) or repr(error))
+
+    thread = threading.Thread(target=run, name="trainckpt-lock")
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """This thread calls CUDA for a device, whatever others record meanwhile."""
+    driver, mode = _driver(), ctypes.c_int(RELAXED)
+    with torch.cuda.device(device):
+        if driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            if driver is not None:  # back to what it was
+                driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+@cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode  # noqa: B018 - is it there?
+    except (OSError, AttributeError):
+        return None
+    return driver

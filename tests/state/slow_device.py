@@ -1,0 +1,75 @@
+"""A device of memory that the CPU sees, whose copies are made at the last moment that is allowed.
+
+As a GPU's stream beside those that train: what `start` was given is copied when the training thread
+waits for it, or when whatever it asks for next (`hold`) has to come behind it. Any other thread
+waits until then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+WITHIN_S = 60.0
+
+
+class Copies:
+    def __init__(self, copies):
+        self._copies, self._done, self._lock = copies, threading.Event(), threading.Lock()
+
+    def make(self):
+        with self._lock:
+            for target, source in self._copies:
+                ctypes.memmove(target, source.data_ptr(), source.nbytes)
+            self._copies = ()
+        self._done.set()
+
+    @property
+    def are_made(self):
+        return self._done.is_set()
+
+    def wait(self):
+        assert self._done.wait(WITHIN_S), "nobody waited, and no step was held back"
+
+
+class SlowDevice:
+    """`Platform` of the tests. `locked`: address -> bytes; `refuses`: why nothing is locked."""
+
+    kind, is_used = "cpu", True
+
+    def __init__(self, refuses=""):
+        self.locked, self.refuses = {}, refuses
+        self.num_locked = self.held_back = 0
+        self.copied = []  # bytes of each flight
+        self.is_recording = False
+
+    def register(self, address, num_bytes, device):
+        assert not any(a < address + num_bytes and address < a + n for a, n in self.locked.items())
+        if not self.refuses:
+            self.locked[address] = num_bytes
+            self.num_locked += 1
+        return self.refuses
+
+    def unregister(self, address, device):
+        del self.locked[address]
+
+    def start(self, device, copies):
+        for target, source in copies:
+            assert any(
+                address <= target and target + source.nbytes <= address + num_bytes
+                for address, num_bytes in self.locked.items()
+            )
+        self.copied.append(sum(source.nbytes for _, source in copies))
+        return Copies(copies)
+
+    def wait(self, device, copies):
+        if threading.current_thread() is threading.main_thread():
+            copies.make()
+        copies.wait()
+
+    def is_over(self, copies):
+        return copies.are_made
+
+    def hold(self, device, copies):
+        self.held_back += not copies.are_made
+        copies.make()

@@ -1,0 +1,133 @@
+"""Memory that a device writes to by itself: what is locked, what is taken, what is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import pytest
+import torch
+
+from tests.state.slow_device import SlowDevice
+from trainckpt.state import side as side_module
+from trainckpt.state.cuda_calls import CudaCalls
+from trainckpt.state.replicas import PAGE_BYTES, sample_there
+from trainckpt.state.side import Side, brought_back
+from trainckpt.state.stage import bytes_of, private_memory
+
+SIZE = 4 * mmap.PAGESIZE
+
+
+@pytest.fixture
+def memory():
+    return private_memory(SIZE)
+
+
+def begin(memory):
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def used(device):
+    side = Side(device)
+    side.use([torch.ones(3)])
+    return side
+
+
+def test_nothing_is_locked_before_a_device_holds_state(memory):
+    device = SlowDevice()
+    side = Side(device)
+    side.register(memory)
+    side.use([torch.ones(3, device="meta")])
+    side.register(memory)
+    assert device.locked == {}
+    side.use([torch.ones(3)])
+    side.register(memory)
+    assert device.locked == {begin(memory): SIZE}
+
+
+def test_pages_that_were_gone_for_a_while_are_locked_anew_before_they_are_written_to(memory):
+    device = SlowDevice()
+    side, first = used(device), begin(memory)
+    half = torch.ones(SIZE // 2, dtype=torch.uint8)
+    side.register(memory)
+    side.register(memory[: SIZE // 2])
+    assert side.takes(half, first + SIZE // 2)
+    side.keep(memory, SIZE // 2)
+    side.register(memory[: SIZE // 2])
+    assert side.takes(half, first)
+    assert not side.takes(half, first + SIZE // 2)
+    assert device.num_locked == 1
+    side.register(memory)
+    assert device.num_locked == 2
+    assert side.takes(half, first + SIZE // 2)
+
+
+def test_only_what_lies_in_one_run_and_goes_to_locked_memory_is_taken(memory):
+    side, first = used(SlowDevice()), begin(memory)
+    square = torch.ones(8, 8)
+    assert not side.takes(square, first)
+    side.register(memory)
+    assert side.takes(square, first)
+    assert not side.takes(square.t(), first)
+    assert not side.takes(square.to("meta"), first)
+    assert not side.takes(square, first + SIZE - square.nbytes + 1)
+
+
+@pytest.mark.parametrize("end", [lambda side, memory: side.keep(memory, 0), lambda s, _: s.close()])
+def test_copies_of_a_save_that_failed_are_over_before_its_memory_goes(memory, end):
+    device = SlowDevice()
+    side, source = used(device), torch.arange(64, dtype=torch.uint8)
+    side.register(memory)
+    flight = side.start([(begin(memory), source)])
+    assert not flight.is_over
+    end(side, memory)
+    assert flight.is_over
+    assert bytes(memory[:64]) == bytes_of(source)
+    assert device.locked == {}
+    assert not side.takes(source, begin(memory))
+
+
+def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
+    monkeypatch.setattr(side_module, "PART_BYTES", 1000)
+    source = torch.randn(1001).bfloat16()
+    parts = [(at, bytes(bytes_of(part))) for at, part in brought_back(source)]
+    assert b"".join(part for _, part in parts) == bytes_of(source)
+    assert [at for at, _ in parts] == [0, 1000, 2000]
+
+
+def test_a_sample_is_the_same_wherever_it_is_taken():
+    tensor = torch.randn(5000)
+    data = bytes_of(tensor)
+    assert (
+        bytes_of(sample_there(tensor, 6000, 6300))
+        == data[:PAGE_BYTES].tobytes() + data[6000:6300].tobytes()
+    )
+
+
+@pytest.mark.gpu
+def test_cuda_locks_memory_writes_to_it_and_refuses_without_a_trace(memory):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    source = torch.randn(SIZE // 4, device="cuda")
+    said = []
+    side = Side(CudaCalls(), said.append)
+    side.use([source])
+    side.register(memory)
+    assert said == []
+    place = torch.frombuffer(memory, dtype=torch.float32)
+    assert place.is_pinned()
+    flight = side.start([(place.data_ptr(), source)])
+    flight.hold()
+    source.zero_()  # behind the copy
+    flight.wait()
+    assert flight.is_over
+    assert place.abs().sum() > 0
+    side.copy([(place.data_ptr(), source)])
+    assert place.abs().sum() == 0
+    side.close()
+    assert not place.is_pinned()
+    nowhere = (ctypes.c_ubyte * SIZE).from_address(mmap.PAGESIZE)
+    side.register(memoryview(nowhere).cast("B"))
+    assert len(said) == 1
+    source.add_(1.0)  # a kernel of this thread reports no failure of before
+    torch.cuda.synchronize()
