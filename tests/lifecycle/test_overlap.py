@@ -14,6 +14,7 @@ from tests.state.slow_device import SlowDevice
 from trainckpt import Checkpointer
 from trainckpt.lifecycle.deciding import copy_choice
 from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import copying, saver
 from trainckpt.snapshot import write_beside
 from trainckpt.state import overlap, side
@@ -73,16 +74,42 @@ def test_what_a_device_copies_by_itself_is_waited_for_once_or_is_what_steps_come
     assert as_saved(tmp_path, loop, two) == 8
 
 
-def test_a_graph_that_is_recorded_ends_what_its_steps_would_not_wait_for(tmp_path, slow, caplog):
-    model = Model()
+class Replayed(torch.optim.SGD):
+    """Steps as a graph that is replayed: no version counter sees it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(0.1 * parameter.grad)
+
+
+def test_a_graph_that_is_recorded_ends_what_its_steps_would_not_wait_for(tmp_path, slow):
+    def make(model):
+        return [Replayed(model.parameters(), 0.1)]
 
     def between():
-        slow.is_recording = len(slow.copied) >= 2 * 4
+        slow.is_recording = len(slow.copied) >= 2 * 4  # no hook of a later step does anything
 
-    with caplog.at_level(logging.INFO, "trainckpt"):
-        loop = Loop(tmp_path, model, adam(model), between)
+    model = Model()
+    loop = Loop(tmp_path, model, make(model), between)
     assert [save.error is None for save in loop.saves] == [True] * 3 + [False] + [True] * 4
-    assert as_saved(tmp_path, loop) == 7
+    assert as_saved(tmp_path, loop, make) == 7
+
+
+def test_private_memory_is_locked_as_well_and_let_go_for_a_dump(tmp_path, slow, monkeypatch):
+    monkeypatch.setenv("TRAINCKPT_MEMORY", "none")
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(tmp_path))
+    model = Model()
+    with Checkpointer(tmp_path / "run", model=model, optimizer=adam(model), every="never") as ckpt:
+        for _ in range(2):
+            pending = ckpt.save()
+            ckpt.boundary()
+            pending.wait("durable", timeout_s=30.0)
+            assert len(slow.locked) == 1
+            ckpt._hooks.close_outside()  # before a dump
+            assert slow.locked == {}
+    assert slow.num_locked == 3
 
 
 def test_memory_that_a_device_refuses_is_said_once_and_copied_to_as_ever(tmp_path, slow, caplog):
@@ -192,6 +219,39 @@ def test_a_fence_lets_steps_pass_when_nothing_is_copied_and_after_it_was_closed(
     fence.close()
     optimizer.step()
     assert seen == [optimizer]
+
+
+class Queue(SlowDevice):
+    """Whose copies are not over before somebody has waited for them."""
+
+    def hold(self, device, copies):
+        self.held_back += 1
+
+
+def test_a_step_on_another_stream_comes_behind_the_copies_too():
+    device = Queue()
+    one, fence, source, target = overlapped_on(device)
+    fence.guard(one)
+    optimizers = two(Model())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert device.held_back == len(optimizers)
+    behind = list(one.run())
+    assert behind == [target.data_ptr() + target.nbytes]
+    assert torch.equal(source, target)
+    optimizers[0].step()
+    optimizers[0].step()
+    fence.close()
+    assert device.held_back == len(optimizers) + 1
+
+
+def overlapped_on(device):
+    a_side, source = side.Side(device), torch.randn(WORDS, WIDTH)
+    target = torch.zeros_like(source)
+    a_side.use([source])
+    a_side.register(memoryview(target.numpy()).cast("B"))
+    piece = Piece("w", source, target.data_ptr())
+    return Overlapped([piece], proves=False, side=a_side), Fence(side=a_side), source, target
 
 
 def test_the_first_copies_and_some_later_ones_are_proved():

@@ -10,10 +10,11 @@ import torch
 
 from tests.state.slow_device import SlowDevice
 from trainckpt.state import side as side_module
+from trainckpt.state.captured import Captured
 from trainckpt.state.cuda_calls import CudaCalls
 from trainckpt.state.replicas import PAGE_BYTES, sample_there
 from trainckpt.state.side import Side, brought_back
-from trainckpt.state.stage import bytes_of, private_memory
+from trainckpt.state.stage import bytes_of, private_memory, stage
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -85,6 +86,14 @@ def test_copies_of_a_save_that_failed_are_over_before_its_memory_goes(memory, en
     assert bytes(memory[:64]) == bytes_of(source)
     assert device.locked == {}
     assert not side.takes(source, begin(memory))
+
+
+def test_nothing_is_copied_into_an_arena_while_the_save_before_is_still_at_it(memory):
+    side, source = used(SlowDevice()), torch.ones(64)
+    side.register(memory)
+    flight = side.start([(begin(memory), source)])
+    stage(Captured(), (), rank=0, world=1, side=side)
+    assert flight.is_over
 
 
 def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
