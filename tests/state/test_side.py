@@ -14,7 +14,7 @@ from trainckpt.state.captured import Captured
 from trainckpt.state.cuda_calls import CudaCalls
 from trainckpt.state.replicas import PAGE_BYTES, sample_there
 from trainckpt.state.side import Side, brought_back
-from trainckpt.state.stage import bytes_of, private_memory, stage
+from trainckpt.state.stage import bytes_of, describe, private_memory, stage
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -94,6 +94,19 @@ def test_nothing_is_copied_into_an_arena_while_the_save_before_is_still_at_it(me
     flight = side.start([(begin(memory), source)])
     stage(Captured(), (), rank=0, world=1, side=side)
     assert flight.is_over
+
+
+def test_once_a_graph_was_recorded_all_is_copied_at_the_boundary(memory):
+    device, captured = SlowDevice(), Captured({"w": torch.ones(64)})
+    regions, side = describe(captured, ()), used(device)
+    how = {"rank": 0, "world": 1, "later": {"w"}, "side": side}
+    how["memory"] = lambda num_bytes: (side.register(memory), memory[:num_bytes])[1]
+    assert [piece.tensor for piece in stage(captured, regions, **how).rest] == ["w"]
+    device.is_recording = True
+    assert side.is_recording()
+    device.is_recording = False
+    assert stage(captured, regions, **how).rest == []
+    assert not side.is_recording()
 
 
 def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
