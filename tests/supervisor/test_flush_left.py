@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,11 +17,14 @@ from tests.lifecycle.test_stop_tier import stop_on_a_slow_disk
 from tests.lifecycle.training import crashed, record, usable
 from tests.s3_servers import BUCKET
 from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.run.told import Told
+from trainckpt.format.names import SnapshotName
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, Told
 from trainckpt.supervisor.flush_left import LEAVE_S, _limit_s, left_by
+from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.record import NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
+from trainckpt.tiers import memory
 from trainckpt.tiers.object_store import open_object_store
 
 # Tells of itself what rank 0 of an attempt does, and dies.
@@ -39,6 +43,28 @@ def ended(run, number):
     said = []
     command = [sys.executable, "-c", textwrap.dedent(RANK), str(run), str(number)]
     return supervise(command, say=said.append), said
+
+
+def test_what_ends_with_the_supervisor_is_brought_to_the_run_s_place_before(tmp_path, monkeypatch):
+    """Saves to memory alone, which the supervisor holds, since /dev/shm has no room for it."""
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    run, folder = tmp_path / "run", tmp_path / "told"
+    folder.mkdir()
+    with contextlib.closing(HeldMemory()) as held:
+        with monkeypatch.context() as supervised, held.serving(folder):
+            supervised.setenv(SUPERVISOR_VARIABLE, str(folder))
+            crashed(run, 9, every="3 steps", memory_every="1 step", inside=saved)
+        (newest,) = usable(run)
+        place = memory.MemoryPlace.found(str(run))
+        assert place.taken.memfd > 0
+        later = place.folders()[-1].removeprefix("snapshots/")
+        assert SnapshotName.parse(later) > SnapshotName.parse(newest)
+        end, said = ended(run, 1)
+    assert f"copying {later}, which local lacks" in said[0]
+    assert f"{later} was in memory, and is in local" in said[1]
+    assert usable(run) == [newest, later]
+    assert end.record.newest_commit == later
+    assert not place.root.exists()
 
 
 def saved(ckpt, _):

@@ -5,6 +5,7 @@ in this host's memory; one that was dumped leaves the dump there. Whoever starte
 in a process of its own, before it returns:
 
     when      the attempt is over, and no other is started here: that one would do it itself
+    what else a snapshot in memory that the supervisor holds, which ends with it (`held`)
     who       the supervisor on the host of rank 0
     how long  until the grace is over that the stop's signal began; else until it is done. A further
               signal ends it
@@ -34,6 +35,8 @@ from trainckpt.lifecycle.places.slower import COMMITS, TIERS
 from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import recorded_options
+from trainckpt.tiers import kept
+from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -71,8 +74,23 @@ class Left:
         return " and ".join(name for name in (self.snapshot, self.dump) if name)
 
 
-def left_by(record: AttemptRecord | None) -> Left | None:
-    """What the attempt has left, as its record says; None: nothing. Pure."""
+def held_of(run: str, record: AttemptRecord) -> SnapshotName | None:
+    """The attempt's newest snapshot in memory that no file system holds, if nothing is newer."""
+    memory = MemoryPlace.found(run)
+    if memory is None or not memory.taken.memfd:
+        return None
+    folders = [each for each in memory.folders() if kept.MANIFEST in kept.files(memory, each)]
+    names = [SnapshotName.parse(folder.rpartition("/")[2]) for folder in folders]
+    committed = SnapshotName.parse(record.newest_commit or "")
+    return max((name for name in names if name is not None and name.attempt == record.attempt
+                and (committed is None or name > committed)), default=None)  # fmt: skip
+
+
+def left_by(record: AttemptRecord | None, in_memory: SnapshotName | None = None) -> Left | None:
+    """What the attempt has left, as its record says; None: nothing. Pure.
+
+    `in_memory`: its newest snapshot, if it ends with this process.
+    """
     if record is None:
         return None
     outcome = record.outcome or {}
@@ -81,6 +99,8 @@ def left_by(record: AttemptRecord | None) -> Left | None:
     name = SnapshotName.parse(newest)
     if name is not None and name.attempt != record.attempt:
         name = None
+    if in_memory is not None:
+        name, newest = in_memory, str(in_memory)
     dump = DumpName.parse(str(outcome.get("snapshot")))
     if dump is not None and dump.attempt != record.attempt:  # it began from that one
         dump = None
@@ -93,7 +113,7 @@ def left_by(record: AttemptRecord | None) -> Left | None:
         if isinstance(n, str)
         and ((name is not None and there.get(n) != newest) or (dump is not None and n not in held))
     ]  # fmt: skip
-    if MEMORY in held and name is not None:
+    if in_memory is not None or (MEMORY in held and name is not None):
         lacking.insert(0, LOCAL)
     why = f"{outcome.get('outcome') or 'over'} by {outcome.get('reason') or 'nobody knows what'}"
     if not lacking:
@@ -120,9 +140,11 @@ def flush_left(
         say: Told what is done.
         run: Its place, where no rank has told.
     """
-    left = left_by(record)
     run = next((told.run for told in ranks if told.rank == 0 and told.run), run)
-    if left is None or run is None or record is None or PROVE_VARIABLE in variables:
+    if run is None or record is None or PROVE_VARIABLE in variables:
+        return record
+    left = left_by(record, held_of(run, record))
+    if left is None:
         return record
     say = say or _nothing
     limit_s = _limit_s(ranks, inbox)

@@ -21,7 +21,7 @@ from trainckpt.lifecycle.places.everywhere import move, open_everywhere
 from trainckpt.lifecycle.places.slower import COMMITS
 from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.snapshot import attempts, flush
-from trainckpt.supervisor.flush_left import NOT_ALL, SAID, left_by
+from trainckpt.supervisor.flush_left import NOT_ALL, SAID, held_of, left_by
 from trainckpt.supervisor.left_dump import send_dump
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 def _flush(tier: Place, number: int) -> bool:
     tier.name = LOCAL
     record = attempts.read_attempts(tier)[number]
-    left = left_by(record)
+    left = left_by(record, held_of(tier.url, record))
     if left is None or attempts.newest(tier) != number:
         return left is None
     done = [LOCAL] if LOCAL in left.tiers and _bring(tier, number) == left.snapshot else []

@@ -17,7 +17,10 @@ import os
 import re
 import secrets
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 PREFIX = "trainckpt-"
 _PROC = Path("/proc")
@@ -29,6 +32,18 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 class Gone(FileNotFoundError):
     """A link whose memory is not there any more."""
+
+
+class Taken(NamedTuple):
+    """Bytes.
+
+    Attributes:
+        tmpfs: Of the file system that holds the memory of runs.
+        memfd: Beside it.
+    """
+
+    tmpfs: int = 0
+    memfd: int = 0
 
 
 class Target(NamedTuple):
@@ -140,6 +155,19 @@ def is_dead(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return status_of(path) is None
     return False
+
+
+def taken_by(paths: Iterable[Path]) -> Taken:
+    """By these files and what such links stand for, each of them once whatever names it has."""
+    seen: dict[tuple[int, int], Taken] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = status_of(path)
+            if status is not None:
+                num_bytes = status.st_blocks * 512
+                found = Taken(memfd=num_bytes) if path.is_symlink() else Taken(num_bytes)
+                seen[status.st_dev, status.st_ino] = found
+    return Taken(sum(t.tmpfs for t in seen.values()), sum(t.memfd for t in seen.values()))
 
 
 def _open(target: Target, flags: int) -> int | None:

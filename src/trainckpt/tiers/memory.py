@@ -24,7 +24,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trainckpt.tiers import memfd
 from trainckpt.tiers.arena import SNAPSHOTS, Arena
@@ -55,18 +55,6 @@ _ROOM_BYTES = 64 << 20  # left free for loader workers, which pass batches throu
 
 class MemoryTaken(OSError):
     """Another process reads or writes these bytes."""
-
-
-class Taken(NamedTuple):
-    """Bytes.
-
-    Attributes:
-        tmpfs: Of the file system that holds the memory of runs.
-        memfd: Beside it.
-    """
-
-    tmpfs: int = 0
-    memfd: int = 0
 
 
 class MemoryPlace:
@@ -173,9 +161,9 @@ class MemoryPlace:
         """The file of an arena."""
         return self.root / ARENAS / f"rank{rank:05d}.{number}"
 
-    def left_by(self, rank: int) -> Taken:
+    def left_by(self, rank: int) -> memfd.Taken:
         """By arenas of this rank, its own or those of earlier attempts."""
-        return _taken(path for path, owner in self._arenas() if owner == rank)
+        return memfd.taken_by(path for path, owner in self._arenas() if owner == rank)
 
     def held(self, folder: str, name: str, num_bytes: int | None = None) -> Held | None:
         """The bytes of a shard file, locked for reading; None if they are not here.
@@ -276,6 +264,9 @@ class MemoryPlace:
         dead = [path for path, _ in self._arenas() if memfd.is_dead(path)]
         for path in [*dead, *filter(memfd.is_dead, self._named())]:
             self._drop(path)
+        if dead:  # of a snapshot that nothing else is held of, the manifest is of no use
+            held = {path.parent for path in self._named() if path.suffix != ".json"}
+            self.forget(folder for folder in self.folders() if self.root / folder not in held)
         if dead and not self.folders() and not any(self._arenas()):
             self.remove()
 
@@ -300,9 +291,9 @@ class MemoryPlace:
         return max(found.f_bavail * found.f_frsize - _ROOM_BYTES, 0)
 
     @property
-    def taken(self) -> Taken:
+    def taken(self) -> memfd.Taken:
         """What is taken now, and where."""
-        return _taken([*(path for path, _ in self._arenas()), *self._named()])
+        return memfd.taken_by([*(path for path, _ in self._arenas()), *self._named()])
 
     @property
     def num_bytes(self) -> int:
@@ -315,19 +306,6 @@ class MemoryPlace:
                 rank = path.name.removeprefix("rank").partition(".")[0]
                 if rank.isdecimal():
                     yield path, int(rank)
-
-
-def _taken(paths: Iterable[Path]) -> Taken:
-    """By these, each of them once whatever names it has."""
-    seen: dict[tuple[int, int], Taken] = {}
-    for path in paths:
-        with contextlib.suppress(OSError):
-            status = memfd.status_of(path)
-            if status is not None:
-                num_bytes = status.st_blocks * 512
-                found = Taken(memfd=num_bytes) if path.is_symlink() else Taken(num_bytes)
-                seen[status.st_dev, status.st_ino] = found
-    return Taken(sum(t.tmpfs for t in seen.values()), sum(t.memfd for t in seen.values()))
 
 
 def reclaim() -> None:

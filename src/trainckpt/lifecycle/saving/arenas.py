@@ -29,7 +29,7 @@ from trainckpt.state.stage import private_memory
 from trainckpt.tiers import host_memory, memfd
 from trainckpt.tiers.arena import Own
 from trainckpt.tiers.direct import copy
-from trainckpt.tiers.memory import MemoryPlace, MemoryTaken, Taken
+from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -305,7 +305,7 @@ class Arenas:
 
     def _room(self, num_bytes: int) -> Room:
         files = [arena for arena in self._open if not arena.is_memfd]
-        own = Taken(sum(arena.capacity_bytes for arena in files),
+        own = memfd.Taken(sum(arena.capacity_bytes for arena in files),
                     sum(a.capacity_bytes for a in self._open if a not in files))  # fmt: skip
         shared, free, beyond = self._place is not None, 0, ""
         if self._place is not None:
