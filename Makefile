@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long slurm criu check bench campaign clean
+.PHONY: demo test test-long slurm criu azurite check bench campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,7 +19,7 @@ demo: $(VENV)/.core
 	$(BIN)/trainckpt prove --nproc 2 --stops 2 -- examples/char_gpt.py --size small \
 	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
 
-test: $(VENV)/.dev slurm criu
+test: $(VENV)/.dev slurm criu azurite
 	$(BIN)/python -m compileall -q src tests examples
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations 15
 
@@ -33,6 +33,12 @@ slurm:
 # From a newer Debian release, into the environment; quick when it is there. docs/process-dumps.md
 criu: $(VENV)/.core
 	@$(BIN)/python -m trainckpt.process_dump.install || echo "tests that dump processes are skipped" >&2
+
+# Microsoft's own server of blobs, 190 MB, where there is npm; otherwise the tests of az:// are skipped.
+azurite: $(VENV)/.core
+	@test -d $(VENV)/azurite/node_modules/azurite || \
+	  npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/azurite azurite@3.35.0 || \
+	  echo "tests of az:// are skipped" >&2
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

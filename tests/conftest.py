@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import s3_servers
+from tests import cloud_servers, s3_servers
 from tests.campaign import launch
 
 settings.register_profile(
@@ -80,6 +80,24 @@ def rclone_server(tmp_path_factory):
 def moto_server():
     with s3_servers.moto() as server:
         s3_servers.make_bucket(server)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite_server():
+    """Azure's blobs, for all tests of this process."""
+    if why := cloud_servers.why_no_azurite():
+        pytest.skip(why)
+    with cloud_servers.azurite() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_server():
+    """Google's store, for all tests of this process."""
+    if why := cloud_servers.why_no_gcs():
+        pytest.skip(why)
+    with cloud_servers.gcs_emulator() as server:
         yield server
 
 

@@ -66,32 +66,34 @@ def rclone(folder: Path):
         "--config", os.devnull,
         "-v", str(folder),
     ]  # fmt: skip
-    with _running(command) as (process, port):
+    with running(command) as (process, port):
         yield Server(process, port, folder)
 
 
 @contextmanager
 def moto():
     """A server without anything in it."""
-    with _running([sys.executable, "-c", _MOTO]) as (process, port):
+    with running([sys.executable, "-c", _MOTO]) as (process, port):
         yield Server(process, port)
 
 
 @contextmanager
-def _running(command):
+def running(command, env=None):
+    """The process of a server, and the port that it says it listens on."""
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_end_with_parent
-    )
+        command, env=env, preexec_fn=_end_with_parent,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
         said = b""
-        for line in process.stderr:
+        for line in process.stdout:
             said += line
             if found := _PORT.search(line):
                 break
         else:
             raise AssertionError(f"the server did not start: {said.decode()}")
         # What it says later is not read: give it a place that never fills.
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+        drain = subprocess.Popen(["cat"], stdin=process.stdout, stdout=subprocess.DEVNULL)
         try:
             yield process, int(found[1])
         finally:
@@ -102,7 +104,7 @@ def _running(command):
         process.kill()
         process.wait()
         process.stdin.close()
-        process.stderr.close()
+        process.stdout.close()
 
 
 def _end_with_parent():

@@ -48,6 +48,20 @@ def test_moto(moto_server, at):
         check(store.at(check.__name__))
 
 
+@pytest.mark.parametrize(
+    ("server", "url"),
+    [("azurite_server", "az://bucket/run"), ("gcs_server", "gs://bucket/run"),
+     ("gcs_server", "gs://lenient/run")],
+)  # fmt: skip
+def test_azure_and_google(server, url, request, at):
+    at(request.getfixturevalue(server))
+    store = open_object_store(url)
+    for check in conformance.CHECKS:
+        check(store.at(check.__name__))
+    assert store.creates_only() is ("lenient" not in url)
+    assert store.list("probe") == []
+
+
 def test_whether_a_store_refuses_a_second_creation_is_found_out(rclone_server, moto_server, at):
     for server, refuses in ((rclone_server, False), (moto_server, True)):
         at(server)

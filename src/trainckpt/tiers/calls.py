@@ -68,6 +68,7 @@ class Calls:
 
     Attributes:
         breaker: Left alone after several calls that were given up.
+        login: What to do where the store does not let us in; "": the general advice.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Calls:
     ) -> None:
         self.breaker = Breaker(clock)
         self.limits = limits or Limits()
+        self.login = ""
         self._url, self._clock, self._sleep, self._draw = url, clock, sleep, draw
         self._slots = threading.BoundedSemaphore(self.limits.at_once)
         self._answered = False
@@ -130,9 +132,9 @@ class Calls:
         kind = meaning(error)
         if kind == ABSENT:
             return UnusableSnapshot(f"cannot {what}: it is missing")
-        hint = _HINTS.get(kind, "")
+        hint = (self.login if kind == DENIED else "") or _HINTS.get(kind, "")
         if is_missing_bucket(error):
-            hint = "make the bucket, or check its name"
+            hint = "make the bucket (Azure: the container), or check its name"
         return TierUnavailable(f"{self._url}: cannot {what}: {in_words(error)}", hint=hint)
 
     def _has_answered(self) -> None:

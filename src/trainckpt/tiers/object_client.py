@@ -37,10 +37,12 @@ class Upload(Protocol):
     """An object in the making, of parts numbered from 1. It is not there before `complete`.
 
     Attributes:
-        in_order: Each part comes after the one before it was taken, and is sent once.
+        in_order: Each part comes after the one before it was taken.
+        again: A part that failed may be sent again, and so may `complete`.
     """
 
     in_order: bool
+    again: bool
 
     def part(self, number: int, data: bytes) -> None:
         """Send one part."""
@@ -57,6 +59,7 @@ class ObjectClient:
 
     # Stores known to refuse a second creation when they are asked to; still, each place is probed.
     may_create_only = False
+    login = ""  # what to do where the store does not let us in
 
     def __init__(self, filesystem: Any) -> None:
         self._fs = filesystem
@@ -102,6 +105,9 @@ class ObjectClient:
         except FileNotFoundError:
             pass
 
+    def remove_marker(self, path: str) -> None:
+        """Remove what stands for a folder in which nothing is any more, where there is such."""
+
     def age_s(self, path: str) -> float | None:
         """Seconds since an object was written; None if there is none.
 
@@ -142,6 +148,7 @@ class _StreamedUpload:
     """Through the library's own file for writing: in order, and each part once."""
 
     in_order = True
+    again = False
 
     def __init__(self, filesystem: Any, path: str, part_bytes: int) -> None:
         self._filesystem, self._path = filesystem, path
@@ -176,15 +183,19 @@ def _last(name: str) -> str:
 
 
 def _modified_s(found: dict[str, Any]) -> float | None:
-    for key in _TIMES:
-        value = found.get(key)
-        if isinstance(value, dt.datetime):
-            return value.timestamp()
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
-            try:
-                return dt.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
-            except ValueError:
-                continue
+    times = (to_seconds(found.get(key)) for key in _TIMES)
+    return next((each for each in times if each is not None), None)
+
+
+def to_seconds(value: object) -> float | None:
+    """A time as a store tells it, in seconds; None: it is none."""
+    if isinstance(value, dt.datetime):
+        return value.timestamp()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return dt.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+        except ValueError:
+            return None
     return None

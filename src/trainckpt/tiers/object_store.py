@@ -19,13 +19,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-import fsspec.config
-from fsspec.core import split_protocol, url_to_fs
-
-from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
-from trainckpt.tiers import exclusive, s3_client, uploads
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.tiers import exclusive, uploads
 from trainckpt.tiers.calls import Calls, Limits
-from trainckpt.tiers.object_client import ObjectClient
+from trainckpt.tiers.clients import open_client
 from trainckpt.tiers.own_random import give_own_randomness
 from trainckpt.tiers.redacted import redacted
 from trainckpt.tiers.refusals import BEYOND, TAKEN, meaning
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from trainckpt.tiers.breaker import Health
-    from trainckpt.tiers.object_client import Entry
+    from trainckpt.tiers.object_client import Entry, ObjectClient
 
     Result = TypeVar("Result")
 
@@ -45,10 +42,6 @@ PROBE = "probe"
 READ_BYTES = 16 << 20  # of one request
 NUM_READERS = 8
 STALE_UPLOAD_S = 24 * 3600.0
-EXTRAS = {
-    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs",
-    "abfs": "azure", "abfss": "azure", "az": "azure", "adl": "azure",
-}  # fmt: skip
 
 
 def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier:
@@ -57,32 +50,12 @@ def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier
     Raises:
         ConfigurationError: no such kind of store, or its package is not installed.
     """
-    shown = redacted(url)
-    if "\0" in url:
-        raise ConfigurationError(f"the run's place is no URL: {shown[:100]!r}")
-    protocol = split_protocol(url)[0] or ""
-    extra = EXTRAS.get(protocol)
-    options = {} if extra != "s3" else s3_client.options(fsspec.config.conf.get(protocol, {}))
-    try:
-        filesystem, root = url_to_fs(
-            url, skip_instance_cache=True, use_listings_cache=False, **options
-        )
-    except ImportError as error:
-        hint = f'pip install "trainckpt[{extra}]"' if extra else f"install what reads {protocol}://"
-        raise ConfigurationError(
-            f"{shown}: what speaks to such a store is not installed", hint=hint
-        ) from error
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{shown}: {redacted(str(error))}", hint="name a directory, or s3://bucket/run"
-        ) from error
+    name, client, root = open_client(url)
     give_own_randomness()
-    root = root.strip("/")
-    if not root:
-        raise ConfigurationError(f"{shown} names no bucket", hint="name one: s3://bucket/run")
-    client = (s3_client.S3Client if extra == "s3" else ObjectClient)(filesystem)
-    name = "s3" if extra == "s3" else protocol
-    return ObjectStoreTier(name, shown.rstrip("/"), client, root, Calls(shown, limits))
+    shown = redacted(url)
+    calls = Calls(shown, limits)
+    calls.login = client.login
+    return ObjectStoreTier(name, shown.rstrip("/"), client, root, calls)
 
 
 class ObjectStoreTier:
@@ -250,12 +223,14 @@ class ObjectStoreTier:
     ) -> None:
         """Remove what is in `folder` but what is called as in `keep`; nothing can be reused."""
         del reuse
-        self._path(folder)
         names = [name for name in self._names(folder) if name not in keep]
         with Workers(min(NUM_READERS, len(names)), "trainckpt-remove") as workers:
             for name in names:
                 workers.submit(partial(self.remove, f"{folder}/{name}" if folder else name))
             workers.settle()
+        if folder and not keep:
+            path = self._path(folder)
+            self._ask(f"remove {folder}/", lambda _: self._client.remove_marker(path))
 
     def clear_spares(self) -> None:
         """Nothing is ever put aside."""

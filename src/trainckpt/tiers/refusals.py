@@ -24,9 +24,17 @@ _BY_STATUS = {
     413: FULL, 416: BEYOND, 425: TRANSIENT, 429: TRANSIENT, 500: TRANSIENT, 502: TRANSIENT,
     503: TRANSIENT, 504: TRANSIENT, 507: FULL,
 }  # fmt: skip
+NO_BUCKET = "NoSuchBucket"
+_NO_BUCKET = frozenset({NO_BUCKET, "ContainerNotFound"})
 _BY_CODE = {
-    "NoSuchBucket": REFUSED, "EntityTooLarge": FULL, "QuotaExceeded": FULL,
+    NO_BUCKET: REFUSED, "EntityTooLarge": FULL, "QuotaExceeded": FULL,
     "RequestTimeout": TRANSIENT, "SlowDown": TRANSIENT, "RequestTimeTooSkewed": DENIED,
+    # Google's
+    "rateLimitExceeded": TRANSIENT, "userRateLimitExceeded": TRANSIENT,
+    # Azure's: it answers 409 and 412 to much that stays as it is
+    "ContainerNotFound": REFUSED, "BlobAlreadyExists": TAKEN, "InvalidAuthenticationInfo": DENIED,
+    "BlobImmutableDueToPolicy": REFUSED, "BlobArchived": REFUSED, "SnapshotsPresent": REFUSED,
+    "LeaseIdMissing": REFUSED, "PathConflict": REFUSED, "DirectoryIsNotEmpty": REFUSED,
 }  # fmt: skip
 # Libraries' classes for an answer that did not come, or broke off; by name, to import none of them.
 _NO_ANSWER = frozenset({
@@ -34,8 +42,24 @@ _NO_ANSWER = frozenset({
     "botocore.exceptions.IncompleteReadError", "botocore.parsers.ResponseParserError",
     "aiohttp.client_exceptions.ClientError", "requests.exceptions.ConnectionError",
     "requests.exceptions.Timeout", "azure.core.exceptions.ServiceRequestError",
-    "azure.core.exceptions.ServiceResponseError",
+    "azure.core.exceptions.ServiceResponseError", "azure.core.exceptions.IncompleteReadError",
+    "google.auth.exceptions.TransportError",
 })  # fmt: skip
+# Who asks could not be found out, or proved: there was no request to the store.
+_NO_LOGIN = ("Credential", "ClientAuthentication", "RefreshError")
+
+
+class Refused(Exception):
+    """What a store answered to a request of our own.
+
+    Attributes:
+        status_code: Of HTTP.
+        code: The store's own word for it; "" if it has none.
+    """
+
+    def __init__(self, status_code: int, code: str, message: str) -> None:
+        super().__init__(f"{status_code} {code}: {message}" if code else f"{status_code} {message}")
+        self.status_code, self.code = status_code, code
 
 
 def meaning(error: BaseException) -> str:
@@ -55,7 +79,7 @@ def meaning(error: BaseException) -> str:
 
 def is_missing_bucket(error: BaseException) -> bool:
     """Whether not the object is absent, but all that could hold it."""
-    return any(_answer(each)[0] == "NoSuchBucket" for each in _causes(error))
+    return any(_answer(each)[0] in _NO_BUCKET for each in _causes(error))
 
 
 def in_words(error: BaseException) -> str:
@@ -79,15 +103,19 @@ def _answer(error: BaseException) -> tuple[str, int | None]:
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return str(response.get("Error", {}).get("Code", "")), status
+    code = error.code if isinstance(error, Refused) else getattr(error, "error_code", None)  # azure
+    code = str(getattr(code, "value", code) or "")
     for name in ("status_code", "status", "code"):  # azure, aiohttp, gcsfs
         found = getattr(error, name, None)
         if isinstance(found, int):
-            return "", found
-    return "", None
+            return code, found
+    return code, None
 
 
 def _is_unanswered(error: BaseException) -> bool:
     if isinstance(error, (TimeoutError, ConnectionError)):
+        return True
+    if getattr(error, "retryable", False) is True:  # google.auth's word, when it renews a login
         return True
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     return not kinds.isdisjoint(_NO_ANSWER) or "FSTimeoutError" in type(error).__name__
@@ -98,7 +126,7 @@ def _of_the_system(error: BaseException) -> str:
         return ABSENT
     if isinstance(error, FileExistsError):
         return TAKEN
-    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+    if isinstance(error, PermissionError) or any(w in type(error).__name__ for w in _NO_LOGIN):
         return DENIED
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):

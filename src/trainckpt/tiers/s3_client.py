@@ -166,6 +166,7 @@ class _PartedUpload:
     """A multipart upload: parts in any order, each as often as need be."""
 
     in_order = False
+    again = True
 
     def __init__(self, client: S3Client, path: str, upload: str) -> None:
         self._client, self._path, self._upload = client, path, upload

@@ -174,7 +174,7 @@ def _send(
     def send() -> None:
         held = data()
         what = f"write part {number} of {key}"
-        if not upload.in_order:
+        if upload.again:
             calls.make(what, lambda _: upload.part(number, held))
             return
         try:

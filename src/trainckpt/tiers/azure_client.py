@@ -1,0 +1,255 @@
+"""The requests of Azure's blobs: blocks in any order, conditional creation.
+
+Through the client of Microsoft's own library that adlfs makes, so account and credentials come from
+where adlfs takes them. That library's retries are off: `Calls` decides, and has to know whether a
+request that was refused as a repetition had been made before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from email.utils import parsedate_to_datetime
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from fsspec.asyn import sync
+
+from trainckpt.tiers.object_client import (
+    CALL_S,
+    DATA_S,
+    Entry,
+    ObjectClient,
+    Upload,
+    must_be_small,
+)
+from trainckpt.tiers.refusals import ABSENT, TAKEN, is_missing_bucket, meaning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ONCE = {
+    "retry_total": 0, "retry_connect": 0, "retry_read": 0, "retry_status": 0,
+    "connection_timeout": 10, "read_timeout": 60,
+}  # fmt: skip
+AT_ONCE = 1 << 20  # bytes; what is larger is sent as a block
+_FOLDER = "hdi_isfolder"  # in the metadata of a folder, where an account has folders
+
+
+def open_filesystem(url: str) -> Any:
+    """What adlfs makes of the URL, its configuration and the environment."""
+    from adlfs import AzureBlobFileSystem
+
+    told = AzureBlobFileSystem._get_kwargs_from_urls(url)
+    return AzureBlobFileSystem(skip_instance_cache=True, use_listings_cache=False, **told)
+
+
+class AzureClient(ObjectClient):
+    """Azure's store of blobs, or one that speaks its protocol. Its containers are our buckets."""
+
+    may_create_only = True
+    login = (
+        "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and what opens it: "
+        "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a login (az login, a managed "
+        "identity) with the role Storage Blob Data Contributor"
+    )
+
+    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write one object in one act; readers see the old one or the new one."""
+        if len(data) <= AT_ONCE:
+            self._of_blob(path, "upload_blob", DATA_S, data, overwrite=not create_only)
+            return
+        block = secrets.token_hex(4)  # of nobody else who writes this object just now
+        self.stage(path, block, data)
+        self.commit(path, [block], create_only=create_only)
+
+    def size(self, path: str) -> int | None:
+        """Bytes of an object; None if there is none."""
+        found = self._properties(path)
+        return None if found is None else int(found.size)
+
+    def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
+        """So many bytes, or fewer if the object ends before."""
+        return self._download(path, first_byte, num_bytes)[0]
+
+    def whole(self, path: str, max_bytes: int) -> bytes:
+        """All of a small object, in one request."""
+        data, size = self._download(path, 0, max_bytes + 1)
+        must_be_small(path, size, max_bytes)
+        return data
+
+    def entries(self, folder: str) -> list[Entry]:
+        """Names in a folder, those of folders in it too, in any order."""
+        container, _, key = folder.partition("/")
+        prefix = f"{key}/" if key else ""
+
+        async def read() -> list[Entry]:
+            async with self._container(container) as client:
+                found = client.walk_blobs(name_starts_with=prefix, delimiter="/", **_ONCE)
+                return [_entry(each, prefix) async for each in found]
+
+        entries: list[Entry] = sync(self._fs.loop, read, timeout=CALL_S)
+        return entries
+
+    def remove(self, path: str) -> None:
+        """Remove an object; one that is not there is no error."""
+        with _absent_is_fine():
+            self._of_blob(path, "delete_blob", CALL_S)
+
+    def remove_marker(self, path: str) -> None:
+        """Remove an empty folder, where an account has them (a hierarchical namespace)."""
+        self.remove(path)
+
+    def age_s(self, path: str) -> float | None:
+        """Seconds since an object was written, by the store's clock; None if there is none."""
+        dates: list[str] = []
+        found = self._properties(path, lambda raw: dates.append(raw.http_response.headers["Date"]))
+        if found is None:
+            return None
+        now_s = parsedate_to_datetime(dates[0]).timestamp() if dates else time.time()
+        return max(0.0, now_s - float(found.last_modified.timestamp()))
+
+    def begin(self, path: str, part_bytes: int) -> Upload:
+        """Begin an object that comes in parts. Nothing is asked: the store keeps blocks by name."""
+        del part_bytes
+        return _BlockUpload(self, path)
+
+    def abort_uploads(self, path: str, *, older_than_s: float = 0.0) -> int:
+        """Drop the blocks of objects at this path, or under it, that are not complete; how many.
+
+        The store does not say how old they are, and drops them by itself after a week.
+        """
+        if older_than_s:
+            return 0
+        container, _, key = path.partition("/")
+
+        async def read() -> list[str]:
+            async with self._container(container) as client:
+                found = client.list_blobs(
+                    name_starts_with=key, include=["uncommittedblobs"], **_ONCE
+                )
+                return [each.name async for each in found if not each.etag]
+
+        names = sync(self._fs.loop, read, timeout=CALL_S)
+        own = [name for name in names if name == key or name.startswith(f"{key}/")]
+        for name in own:
+            self.drop(f"{container}/{name}")
+        return len(own)
+
+    def drop(self, path: str) -> None:
+        """Drop the blocks of an object that was never made: make it of none of them, and remove it.
+
+        Only a finished object lets go of blocks. One that is finished already stays.
+        """
+        try:
+            self.commit(path, [], create_only=True)
+        except Exception as error:
+            if meaning(error) != TAKEN:
+                raise
+            return
+        self.remove(path)
+
+    def stage(self, path: str, block: str, data: bytes) -> None:
+        """Send one block of an object in the making."""
+        # As a stream, which is sent in pieces: the loop is for others as well.
+        self._of_blob(path, "stage_block", DATA_S, block, BytesIO(data), len(data))
+
+    def commit(self, path: str, blocks: list[str], *, create_only: bool = False) -> None:
+        """Make an object of these blocks, in one act."""
+        from azure.core import MatchConditions
+        from azure.storage.blob import BlobBlock
+
+        listed = [BlobBlock(block_id=each) for each in blocks]
+        only = {"match_condition": MatchConditions.IfMissing} if create_only else {}
+        self._of_blob(path, "commit_block_list", DATA_S, listed, **only)
+
+    def must_have_bucket(self, path: str) -> None:
+        """Raise what the store says if there is no such container."""
+
+        async def read() -> None:
+            async with self._container(path.partition("/")[0]) as client:
+                pages = client.list_blobs(results_per_page=1, **_ONCE).by_page()
+                await pages.__anext__()
+
+        sync(self._fs.loop, read, timeout=CALL_S)
+
+    def _properties(self, path: str, look: Callable[[Any], object] | None = None) -> Any | None:
+        try:
+            found = self._of_blob(path, "get_blob_properties", CALL_S, raw_response_hook=look)
+        except Exception as error:
+            if meaning(error) != ABSENT:
+                raise
+            return None
+        return None if found.metadata.get(_FOLDER) == "true" else found
+
+    def _download(self, path: str, first_byte: int, num_bytes: int) -> tuple[bytes, int]:
+        """Bytes, and how many the object has in all."""
+
+        async def read() -> tuple[bytes, int]:
+            async with self._blob(path) as client:
+                found = await client.download_blob(first_byte, num_bytes, **_ONCE)
+                return await found.readall(), found.properties.size
+
+        answer: tuple[bytes, int] = sync(self._fs.loop, read, timeout=DATA_S)
+        return answer
+
+    def _of_blob(self, path: str, method: str, within_s: float, *args: Any, **more: Any) -> Any:
+        async def call() -> Any:
+            async with self._blob(path) as client:
+                return await getattr(client, method)(*args, **_ONCE, **more)
+
+        return sync(self._fs.loop, call, timeout=within_s)
+
+    def _blob(self, path: str) -> Any:
+        container, _, key = path.partition("/")
+        return self._fs.service_client.get_blob_client(container, key)
+
+    def _container(self, name: str) -> Any:
+        return self._fs.service_client.get_container_client(name)
+
+
+class _BlockUpload:
+    """Blocks in any order, each as often as need be; a list of their names makes them an object."""
+
+    in_order = False
+    again = True
+
+    def __init__(self, client: AzureClient, path: str) -> None:
+        self._client, self._path = client, path
+        self._lock = threading.Lock()
+        self._numbers: set[int] = set()
+
+    def part(self, number: int, data: bytes) -> None:
+        """Send one part."""
+        self._client.stage(self._path, _block(number), data)
+        with self._lock:
+            self._numbers.add(number)
+
+    def complete(self) -> None:
+        """Make it one object."""
+        self._client.commit(self._path, [_block(number) for number in sorted(self._numbers)])
+
+    def abort(self) -> None:
+        """Drop what was sent."""
+        self._client.drop(self._path)
+
+
+def _block(number: int) -> str:
+    return f"{number:08}"  # all of an object are of one length
+
+
+def _entry(found: Any, prefix: str) -> Entry:
+    modified = getattr(found, "last_modified", None)
+    name = found.name[len(prefix) :].rstrip("/")
+    return Entry(name, modified.timestamp() if modified else None)
+
+
+@contextlib.contextmanager
+def _absent_is_fine() -> Any:
+    try:
+        yield
+    except Exception as error:
+        if meaning(error) != ABSENT or is_missing_bucket(error):
+            raise
