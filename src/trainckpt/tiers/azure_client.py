@@ -35,6 +35,7 @@ _ONCE = {
     "connection_timeout": 10, "read_timeout": 60,
 }  # fmt: skip
 AT_ONCE = 1 << 20  # bytes; what is larger is sent as a block
+MARK = "trainckpt"  # in an object's metadata: which request wrote it
 _FOLDER = "hdi_isfolder"  # in the metadata of a folder, where an account has folders
 
 
@@ -58,12 +59,18 @@ class AzureClient(ObjectClient):
 
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
         """Write one object in one act; readers see the old one or the new one."""
-        if len(data) <= AT_ONCE:
-            self._of_blob(path, "upload_blob", DATA_S, data, overwrite=not create_only)
-            return
-        block = secrets.token_hex(4)  # of nobody else who writes this object just now
-        self.stage(path, block, data)
-        self.commit(path, [block], create_only=create_only)
+        mark = secrets.token_hex(4)  # of nobody else who writes this object just now
+        try:
+            if len(data) <= AT_ONCE:
+                more = {"overwrite": not create_only, "metadata": {MARK: mark}}
+                self._of_blob(path, "upload_blob", DATA_S, data, **more)
+            else:
+                self.stage(path, mark, data)
+                self.commit(path, [mark], create_only=create_only, metadata={MARK: mark})
+        except Exception as error:
+            # aiohttp sends a request again, unasked, whose connection broke before the answer.
+            if not create_only or meaning(error) != TAKEN or self._mark(path) != mark:
+                raise
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None if there is none."""
@@ -156,14 +163,17 @@ class AzureClient(ObjectClient):
         # As a stream, which is sent in pieces: the loop is for others as well.
         self._of_blob(path, "stage_block", DATA_S, block, BytesIO(data), len(data))
 
-    def commit(self, path: str, blocks: list[str], *, create_only: bool = False) -> None:
+    def commit(
+        self, path: str, blocks: list[str], *, create_only: bool = False, **more: Any
+    ) -> None:
         """Make an object of these blocks, in one act."""
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock
 
         listed = [BlobBlock(block_id=each) for each in blocks]
-        only = {"match_condition": MatchConditions.IfMissing} if create_only else {}
-        self._of_blob(path, "commit_block_list", DATA_S, listed, **only)
+        if create_only:
+            more["match_condition"] = MatchConditions.IfMissing
+        self._of_blob(path, "commit_block_list", DATA_S, listed, **more)
 
     def must_have_bucket(self, path: str) -> None:
         """Raise what the store says if there is no such container."""
@@ -183,6 +193,10 @@ class AzureClient(ObjectClient):
                 raise
             return None
         return None if found.metadata.get(_FOLDER) == "true" else found
+
+    def _mark(self, path: str) -> str | None:
+        found = self._properties(path)
+        return None if found is None else found.metadata.get(MARK)
 
     def _download(self, path: str, first_byte: int, num_bytes: int) -> tuple[bytes, int]:
         """Bytes, and how many the object has in all."""

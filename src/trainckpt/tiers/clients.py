@@ -84,9 +84,7 @@ def open_client(url: str) -> tuple[str, ObjectClient, str]:
         what = redacted(" ".join(str(error).split())) or type(error).__name__
         hint = f"name a directory, or {kind.example}"
         # Not `from error`: what it quotes of the environment may be a secret.
-        raise ConfigurationError(
-            f"{shown}: {what[:300]}", hint=kind.client.login or hint
-        ) from None
+        raise ConfigurationError(f"{shown}: {what[:300]}", hint=kind.client.login or hint) from None
     if not root:
         raise ConfigurationError(f"{shown} names no bucket", hint=f"name one: {kind.example}")
     return ("s3" if kind is _S3 else protocol), kind.client(filesystem), root

@@ -7,6 +7,7 @@ refused as a repetition had been made before.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from email.utils import parsedate_to_datetime
@@ -22,13 +23,14 @@ from trainckpt.tiers.object_client import (
     Upload,
     must_be_small,
 )
-from trainckpt.tiers.refusals import is_missing_bucket
+from trainckpt.tiers.refusals import TAKEN, is_missing_bucket, meaning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONNECT_S, SILENT_S = 10.0, 60.0
 _CONNECTIONS = 16
+MARK = "trainckpt"  # in an object's metadata: which request wrote it
 
 
 def options(configured: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +54,20 @@ class S3Client(ObjectClient):
     def __init__(self, filesystem: Any) -> None:
         super().__init__(filesystem)
         filesystem.retries = 1
+
+    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write one object in one request; readers see the old one or the new one."""
+        if not create_only:
+            super().put(path, data)
+            return
+        mark = secrets.token_hex(8)
+        more = {"Metadata": {MARK: mark}, "IfNoneMatch": "*"}
+        try:
+            self._call("put_object", DATA_S, **_named(path), Body=data, **more)
+        except Exception as error:
+            # aiohttp sends a request again, unasked, whose connection broke before the answer.
+            if meaning(error) != TAKEN or self._mark(path) != mark:
+                raise
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None if there is none."""
@@ -133,6 +149,10 @@ class S3Client(ObjectClient):
         """Raise what the store says if there is no such bucket."""
         bucket, _, prefix = path.partition("/")
         self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+
+    def _mark(self, path: str) -> str | None:
+        found = self._head(path)
+        return None if found is None else found.get("Metadata", {}).get(MARK)
 
     def _head(self, path: str) -> dict[str, Any] | None:
         try:
