@@ -8,6 +8,7 @@ request that was refused as a repetition had been made before.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 import time
@@ -36,6 +37,8 @@ _ONCE = {
 }  # fmt: skip
 AT_ONCE = 1 << 20  # bytes; what is larger is sent as a block
 MARK = "trainckpt"  # in an object's metadata: which request wrote it
+DROPPED = "dropped"  # there: made to be removed
+_LOGS_REQUESTS = "azure.core.pipeline.policies.http_logging_policy"
 _FOLDER = "hdi_isfolder"  # in the metadata of a folder, where an account has folders
 
 
@@ -43,6 +46,8 @@ def open_filesystem(url: str) -> Any:
     """What adlfs makes of the URL, its configuration and the environment."""
     from adlfs import AzureBlobFileSystem
 
+    if not (requests := logging.getLogger(_LOGS_REQUESTS)).level:
+        requests.setLevel(logging.WARNING)  # twenty lines for each, where a script logs at INFO
     told = AzureBlobFileSystem._get_kwargs_from_urls(url)
     return AzureBlobFileSystem(skip_instance_cache=True, use_listings_cache=False, **told)
 
@@ -126,18 +131,15 @@ class AzureClient(ObjectClient):
     def abort_uploads(self, path: str, *, older_than_s: float = 0.0) -> int:
         """Drop the blocks of objects at this path, or under it, that are not complete; how many.
 
-        The store does not say how old they are, and drops them by itself after a week.
+        The store does not say how old blocks are, and drops them by itself after a week.
         """
-        if older_than_s:
-            return 0
         container, _, key = path.partition("/")
+        also = ["metadata"] if older_than_s else ["metadata", "uncommittedblobs"]
 
         async def read() -> list[str]:
             async with self._container(container) as client:
-                found = client.list_blobs(
-                    name_starts_with=key, include=["uncommittedblobs"], **_ONCE
-                )
-                return [each.name async for each in found if not each.etag]
+                found = client.list_blobs(name_starts_with=key, include=also, **_ONCE)
+                return [each.name async for each in found if not each.etag or _is_dropped(each)]
 
         names = sync(self._fs.loop, read, timeout=CALL_S)
         own = [name for name in names if name == key or name.startswith(f"{key}/")]
@@ -148,14 +150,15 @@ class AzureClient(ObjectClient):
     def drop(self, path: str) -> None:
         """Drop the blocks of an object that was never made: make it of none of them, and remove it.
 
-        Only a finished object lets go of blocks. One that is finished already stays.
+        Only a finished object lets go of its blocks. One that somebody else has finished stays.
         """
         try:
-            self.commit(path, [], create_only=True)
+            self.commit(path, [], create_only=True, metadata={MARK: DROPPED})
         except Exception as error:
             if meaning(error) != TAKEN:
                 raise
-            return
+            if self._mark(path) != DROPPED:
+                return
         self.remove(path)
 
     def stage(self, path: str, block: str, data: bytes) -> None:
@@ -252,6 +255,10 @@ class _BlockUpload:
 
 def _block(number: int) -> str:
     return f"{number:08}"  # all of an object are of one length
+
+
+def _is_dropped(found: Any) -> bool:
+    return bool((found.metadata or {}).get(MARK) == DROPPED)
 
 
 def _entry(found: Any, prefix: str) -> Entry:

@@ -9,6 +9,7 @@ tells a missing bucket from a missing object.
 from __future__ import annotations
 
 import json
+import re
 import time
 from email.utils import parsedate_to_datetime
 from io import BytesIO
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 CONNECT_S, SILENT_S = 10.0, 60.0
 STEP = 256 << 10  # bytes; what is sent of an unfinished upload comes in multiples of it
 INCOMPLETE = 308
+_OF_BUCKET = re.compile("/b/[^/]+/o$")  # all other URLs name an object
 
 
 def open_filesystem(url: str) -> Any:
@@ -151,7 +153,7 @@ class GcsClient(ObjectClient):
             timeout=within_s,
         )  # fmt: skip
         if answer.status >= 400:
-            raise _refused(answer)
+            raise _refused(answer, of_bucket=_OF_BUCKET.search(url) is not None)
         return answer
 
     async def _once(
@@ -190,12 +192,7 @@ class GcsClient(ObjectClient):
             "fields": "items(name,updated),prefixes,nextPageToken",
         }  # fmt: skip
         while True:
-            try:
-                page = _parsed(self.ask("GET", self._objects(path), params=asked))
-            except Refused as error:
-                if error.status_code != 404:
-                    raise
-                raise Refused(404, NO_BUCKET, str(error)) from None
+            page = _parsed(self.ask("GET", self._objects(path), params=asked))
             yield page
             if not page.get("nextPageToken"):
                 return
@@ -229,8 +226,13 @@ class _ResumableUpload:
         if number != self._last:
             self._held += data
             self._last = number
-        while (num_bytes := (len(self._held) - 1) // STEP * STEP) > 0:
-            self._send(num_bytes, "*")
+        try:
+            while (num_bytes := (len(self._held) - 1) // STEP * STEP) > 0:
+                self._send(num_bytes, "*")
+        except Refused as error:
+            if error.status_code != 404:
+                raise
+            raise Refused(410, "", "the store has dropped the upload") from error
 
     def complete(self) -> None:
         """Make it one object."""
@@ -247,30 +249,26 @@ class _ResumableUpload:
                 raise
 
     def _send(self, num_bytes: int, total: str) -> None:
-        if self._unsure and self._find_out():
-            return
+        """One request; there may be less to send after it, or as much."""
+        data, told = b"", "bytes */*"  # asks how much the store has
+        if not self._unsure:
+            data = bytes(self._held[:num_bytes])
+            told = f"bytes {self._taken}-{self._taken + num_bytes - 1}/{total}"
         self._unsure = True
-        told = f"bytes {self._taken}-{self._taken + num_bytes - 1}/{total}"
-        self._settle(self._put(bytes(self._held[:num_bytes]), told))
+        self._settle(self._put(data, told))
         self._unsure = False
-
-    def _find_out(self) -> bool:
-        """How much the store has; whether that is all of a finished object."""
-        self._settle(self._put(b"", "bytes */*"))
-        self._unsure = False
-        return not self._held
 
     def _put(self, data: bytes, told: str) -> _Answer:
         try:
-            # Not PUT, though the store takes both: aiohttp sends a PUT again, unasked, whose connection
-            # broke before the answer.
+            # Not PUT, though the store takes both: aiohttp sends a PUT again, unasked, whose
+            # connection broke before the answer.
             return self._client.ask(
                 "POST", self._session, DATA_S, data=data, headers={"Content-Range": told}
             )
         except Refused as error:
-            if error.status_code not in (404, 410):
+            if error.status_code != 410:
                 raise
-            raise Refused(410, "", "the store has dropped the upload") from error
+            raise Refused(404, error.code, str(error)) from error  # the same: there is none
 
     def _settle(self, answer: _Answer) -> None:
         """Let go of what the store says it has."""
@@ -295,7 +293,7 @@ def _parsed(answer: _Answer) -> dict[str, Any]:
     return found
 
 
-def _refused(answer: _Answer) -> Refused:
+def _refused(answer: _Answer, *, of_bucket: bool) -> Refused:
     """What an answer says, in JSON or, from what stands between, in any other way."""
     code, message = "", answer.body[:300].decode(errors="replace")
     try:
@@ -304,6 +302,6 @@ def _refused(answer: _Answer) -> Refused:
         code = str(error["errors"][0]["reason"])
     except (ValueError, LookupError, TypeError):
         pass
-    if answer.status == 404 and "bucket does not exist" in message:
+    if answer.status == 404 and (of_bucket or "bucket does not exist" in message):
         code = NO_BUCKET
     return Refused(answer.status, code, message)

@@ -1,6 +1,7 @@
 """What may be shown of a URL, and of what a library says about one.
 
     s3://key:secret@bucket/run?token=x   ->   s3://bucket/run
+    AccountKey=abc==;EndpointSuffix=...  ->   AccountKey=<redacted>;EndpointSuffix=...
 
 Credentials come from the environment; some write them into URLs all the same, and what signs a
 request stands in its query.
@@ -12,8 +13,19 @@ import re
 
 _USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
 _QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?\"']*?)(?:\?|%3F)[^\s\"']*", re.IGNORECASE)
+# Of Azure's connection strings and signatures, of Google's logins and service accounts.
+_NAMED = re.compile(
+    r"(?P<name>\b(?:AccountKey|SharedAccessSignature|sig|client_secret|private_key|assertion"
+    r"|(?:access|refresh|id)_token)[\"']?\s*[=:]\s*[\"']?)[^\s\"';&,]+",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(r"(?P<name>\b(?:Bearer\s+|SharedKey\s+[^\s:]+:))[^\s\"']+", re.IGNORECASE)
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)
 
 
 def redacted(text: str) -> str:
-    """`text` without user names, passwords and queries of the URLs in it."""
-    return _QUERY.sub(r"\g<url>", _USER.sub("", text))
+    """`text` without user names, passwords and queries of the URLs in it, and without keys."""
+    text = _QUERY.sub(r"\g<url>", _USER.sub("", _PRIVATE_KEY.sub("<redacted>", text)))
+    for secret in (_NAMED, _LOGIN):
+        text = secret.sub(r"\g<name><redacted>", text)
+    return text

@@ -84,7 +84,10 @@ def is_missing_bucket(error: BaseException) -> bool:
 
 def in_words(error: BaseException) -> str:
     """What happened, in one line that shows no secrets."""
-    text = redacted(" ".join(str(error).split()))
+    text = str(error)
+    if getattr(error, "error_code", None):  # Azure's: the whole answer follows, and when it came
+        text = f"{text.partition(chr(10))[0]} ({_answer(error)[0]})"
+    text = redacted(" ".join(text.split()))
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 

@@ -1,0 +1,204 @@
+"""Azure's and Google's stores: each request fails in turn, what is said, and what is never said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import traceback
+from itertools import cycle
+
+import pytest
+
+from tests.cloud_servers import ACCOUNT_KEY
+from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
+from tests.faults.test_object_store import Clock
+from trainckpt.errors import TrainckptError
+from trainckpt.tiers.calls import Calls, Limits
+from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
+from trainckpt.tiers.redacted import redacted
+
+STEP = 256 << 10
+AT_ONCE = {"first_pause_s": 0.0, "longest_pause_s": 0.0, "part_bytes": STEP}
+PATIENT = Limits(**AT_ONCE, give_up_s=5.0, give_up_first_s=5.0)
+HASTY = Limits(**AT_ONCE, give_up_s=0.0, give_up_first_s=0.0)
+DATA = memoryview(random.Random(1).randbytes(2 * STEP + 12345))
+CLOUDS = pytest.mark.parametrize(
+    ("server", "url"), [("azurite_server", "az://bucket"), ("gcs_server", "gs://bucket")]
+)
+
+
+@pytest.fixture
+def store(request, server, url, at):
+    """A tier through a proxy, with these limits; and the proxy."""
+    server = request.getfixturevalue(server)
+    with proxy(server.port) as between:
+        at(server, between.port)
+        whole = open_object_store(f"{url}/{request.node.originalname}")
+
+        def tier(limits, **how):
+            calls = Calls(whole.url, limits, **how)
+            return ObjectStoreTier(whole.name, whole.url, whole._client, whole._root, calls)
+
+        yield tier, between
+
+
+def write(tier, name):
+    """A large object, in parts, a small one, and one that is created."""
+    tier.write_parts(
+        f"{name}/large", len(DATA), iter([(STEP + 7, DATA[STEP + 7 :]), (0, DATA[: STEP + 7])])
+    )
+    tier.write(f"{name}/small", [DATA[:100]])
+    assert tier.create(f"{name}/created", b"mine")
+
+
+def is_whole(tier, name):
+    into = memoryview(bytearray(len(DATA)))
+    tier.read_into(f"{name}/large", 0, into)
+    return (
+        into == DATA
+        and tier.read(f"{name}/small", max_bytes=100) == DATA[:100]
+        and tier.read(f"{name}/created", max_bytes=4) == b"mine"
+        and tier.list(name) == ["created", "large", "small"]
+    )
+
+
+def requests_of(tier, between, name):
+    assert tier.creates_only()
+    between.reset()
+    write(tier, name)
+    return len(between.requests)
+
+
+@CLOUDS
+def test_what_one_request_meets_is_made_good(store):
+    tier, between = store
+    tier = tier(PATIENT)
+    others = cycle([DROP, CUT, 500, 503])
+    for number in range(1, requests_of(tier, between, "first") + 1):
+        for fault in (LOSE, next(others)):
+            name = f"{fault}-{number}"
+            between.reset({number: fault}.get)
+            write(tier, name)
+            between.reset()
+            assert is_whole(tier, name), (fault, number)
+    assert not tier.create("first/created", b"mine")
+
+
+@CLOUDS
+def test_a_store_that_fails_from_a_request_on_keeps_nothing_of_what_was_not_finished(store):
+    tier, between = store
+    clock = Clock()
+    total, faults = requests_of(tier(PATIENT), between, "first"), cycle([LOSE, LOSE, DROP, 503])
+    client, root = tier(PATIENT)._client, tier(PATIENT)._root
+    for first in range(1, total + 1):
+        fault = next(faults)
+        name = f"{fault}-{first}"
+        hasty = tier(HASTY, clock=clock)
+        assert hasty.creates_only()
+        between.reset(lambda number, first=first, fault=fault: fault if number >= first else None)
+        with pytest.raises(TrainckptError):
+            write(hasty, name)
+        between.reset()
+        clock.go_on(60.0)
+        hasty.replace(f"{name}/next", b"")  # what it could not be told, it is told now
+        assert client.abort_uploads(root) == 0
+        written = [each for each in hasty.list(name) if each != "next"]
+        assert written in ([], ["large"], ["large", "small"], ["created", "large", "small"])
+        if written:
+            assert hasty.size(f"{name}/large") == len(DATA)
+
+
+@CLOUDS
+def test_what_a_writer_breaks_off_is_dropped(store):
+    tier, between = store
+    tier = tier(PATIENT)
+
+    def parts():
+        yield 0, DATA[: 2 * STEP + 1]
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        tier.write_parts("broken", len(DATA), parts())
+    assert tier.size("broken") is None
+    assert tier.list("") == []
+    assert between.requests[-3][0] == "DELETE"
+
+
+SECRET = "c2VjcmV0LW9mLXRoZS10ZXN0cw=="
+KEY_FILE = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\n-----END PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"bad: AccountName=a;AccountKey={SECRET};BlobEndpoint=http://x/a;", "AccountName=a"),
+        (f"https://a.blob.core.windows.net/c/k?sv=2024&sig={SECRET}: no", "https://a.blob.core"),
+        (f"signed by sv=2024&sig={SECRET}", "sv=2024"),
+        (f"Authorization: SharedKey a:{SECRET}", "SharedKey a:"),
+        (f"Bearer {SECRET} has expired", "has expired"),
+        (f'{{"client_email": "a@b", "private_key": "{KEY_FILE}"}}', "a@b"),
+        (f'{{"refresh_token": "{SECRET}", "type": "authorized_user"}}', "authorized_user"),
+    ],
+)
+def test_what_signs_is_not_shown(text, shown):
+    found = redacted(text)
+    assert shown in found
+    assert SECRET not in found
+    assert "MII" not in found
+
+
+def said_by(url, act):
+    """All that is said of a failure, also by Python where nobody catches it."""
+    with pytest.raises(TrainckptError) as caught:
+        act(open_object_store(url, HASTY))
+    error = caught.value
+    return f"{error.message}; {error.hint}", "".join(traceback.format_exception(error))
+
+
+def test_azures_refusals_say_what_to_do_and_no_secret(azurite_server, at, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    at(azurite_server)
+    told = azurite_server.environment()["AZURE_STORAGE_CONNECTION_STRING"]
+    cases = [
+        (told, "az://nowhere/run", "make the bucket (Azure: the container)"),
+        (told.replace(ACCOUNT_KEY, SECRET), "az://bucket/run", "Storage Blob Data Contributor"),
+        (told.replace(str(azurite_server.port), "9"), "az://bucket/run", "can be reached"),
+        (f"AccountKey={SECRET}", "abfs://bucket/run", "AZURE_STORAGE_CONNECTION_STRING"),
+        (told, f"az://bucket/run?sv=2024&sig={SECRET}", "a query in the URL"),
+    ]
+    for connection, url, expected in cases:
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
+        shown, trace = said_by(url, lambda tier: tier.size("k"))
+        assert expected in shown
+        for secret in (ACCOUNT_KEY, SECRET):
+            assert secret not in trace + shown + caplog.text, url
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "a")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"sv=2024&sig={SECRET}")
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    shown, trace = said_by("az://bucket/run", lambda tier: tier.replace("k", b"1"))
+    assert "a.blob.core.windows.net" in shown
+    assert SECRET not in trace + shown + caplog.text
+
+
+def no_network(*_, **__):
+    raise OSError("no network in this test")
+
+
+def test_googles_refusals_say_what_to_do(gcs_server, at, monkeypatch, tmp_path):
+    at(gcs_server)
+    shown, _ = said_by("gs://nowhere/run", lambda tier: tier.size("k"))
+    assert "make the bucket" in shown
+    shown, _ = said_by("gs://nowhere/run", lambda tier: tier.replace("k", b""))
+    assert "make the bucket" in shown
+    key = tmp_path / "key.json"
+    key.write_text(json.dumps({"type": "service_account", "private_key": KEY_FILE}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
+    with proxy(gcs_server.port) as between:
+        at(gcs_server, between.port)
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
+        between.reset(lambda _: 401)
+        shown, trace = said_by("gs://bucket/run", lambda tier: tier.size("k"))
+    assert "roles/storage.objectUser" in shown
+    assert "MII" not in trace + shown
