@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import time
+from itertools import count
 from pathlib import Path
 
 import s3fs  # so that what the ranks are forked from has it
@@ -16,6 +19,8 @@ import s3fs  # so that what the ranks are forked from has it
 from tests.lifecycle import ranks
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
+from trainckpt.format import names
+from trainckpt.lifecycle.places.place import open_place
 from trainckpt.tiers.memory import ROOT_VARIABLE
 
 assert s3fs
@@ -31,6 +36,33 @@ def train(rank, environment, place, world, until, options=None, width=ranks.WIDT
     os.environ.update(environment)
     ranks.WIDTH = width
     return ranks.train(rank, place, world, until, **(options or {}))
+
+
+def train_until_killed(rank, environment, place, world, micro_batches, options):
+    """As `train`, killed in the micro-batch after so many, once a snapshot is in each tier."""
+    os.environ.update(environment)
+    seen = count()
+
+    def forward(*_):
+        if next(seen) == micro_batches:
+            for url in (place, options["tiers"]):
+                wait_for_snapshot(url)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def act(_, model):
+        model.register_forward_pre_hook(forward)
+
+    ranks.train(rank, place, world, 99, act=act, every="1 step", **options)
+
+
+def wait_for_snapshot(url):
+    """Until a manifest is there."""
+    tier = open_place(url)
+    while not any(
+        tier.size(f"{names.SNAPSHOTS}/{name}/{names.MANIFEST}")
+        for name in tier.list(names.SNAPSHOTS)
+    ):
+        time.sleep(0.05)
 
 
 def arrive(rank, environment, place, world, memory=None, host=None):

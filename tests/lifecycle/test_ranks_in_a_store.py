@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from contextlib import nullcontext
 
 import pytest
 
+from tests.cloud_servers import ACCOUNT_KEY
 from tests.faults.s3_proxy import proxy
 from tests.lifecycle import in_a_store, ranks
 from tests.ranks.processes import preload, run_ranks
@@ -45,6 +47,33 @@ def test_two_ranks_go_on_from_a_store_as_if_they_had_never_stopped(rclone_server
     for rank in range(2):
         assert {**first[rank][0], **second[rank][0]} == straight[rank]
     assert newest(url).world == 2
+
+
+def test_two_ranks_are_killed_and_go_on_from_azure_with_a_copy_at_google(
+    azurite_server, gcs_server, monkeypatch, straight
+):
+    environment = {**azurite_server.environment(), **gcs_server.environment()}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    url, options = "az://bucket/killed", {"tiers": "gs://bucket/killed"}
+    killed = run_ranks(
+        in_a_store.train_until_killed, 2, {**environment, **NOWHERE}, url, 2, 5, options
+    )
+    assert killed == [("exit", -signal.SIGKILL)] * 2
+    results = run_ranks(in_a_store.train, 2, {**environment, **NOWHERE}, url, 2, 5, options)
+    for rank, (losses, step) in enumerate(results):
+        assert step in (1, 2)
+        assert losses == {at: loss for at, loss in straight[rank].items() if at in losses}
+        assert len(losses) == 2 * (5 - step)
+    assert newest(url).name == newest("gs://bucket/killed").name
+    record = attempts.read_attempts(place.open_place(url))[2]
+    assert record.outcome["tiers"] == ["local", "gs"]
+    for name in ("az", "gs"):
+        for key in place.open_place(f"{name}://bucket/killed").list("attempts"):
+            stored = place.open_place(f"{name}://bucket/killed").read(
+                f"attempts/{key}", max_bytes=1 << 20
+            )
+            assert ACCOUNT_KEY.encode() not in stored
 
 
 def test_two_ranks_flow_to_a_store_and_go_on_from_it_when_their_place_is_lost(

@@ -109,6 +109,17 @@ def test_a_store_that_fails_from_a_request_on_keeps_nothing_of_what_was_not_fini
             assert hasty.size(f"{name}/large") == len(DATA)
 
 
+def test_a_created_name_is_ours_though_only_the_answer_to_its_creation_was_lost(moto_server, at):
+    """On a connection that was used before: there aiohttp asks again by itself."""
+    with proxy(moto_server.port) as between:
+        at(moto_server, between.port)
+        tier = open_object_store("s3://bucket/created", PATIENT)
+        assert tier.creates_only()
+        between.reset({1: LOSE}.get)
+        assert tier.create("k", b"1")
+        assert not tier.create("k", b"1")
+
+
 @CLOUDS
 def test_what_a_writer_breaks_off_is_dropped(store):
     tier, between = store
