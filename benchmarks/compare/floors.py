@@ -62,6 +62,8 @@ class Floors:
             "floor_read_s": self._read(),
         }
         del self._memory, self._touched
+        if training.device != "cpu":
+            torch.accelerator.empty_host_cache()  # torch keeps pinned memory for later
         return found
 
     def _touch(self, training: Training) -> tuple[mmap.mmap, torch.Tensor]:

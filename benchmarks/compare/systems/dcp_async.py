@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from benchmarks.compare.systems.base import Pending
 from benchmarks.compare.systems.dcp import Dcp, state_of
 from torch.distributed.checkpoint import DefaultSavePlanner, async_save
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 class DcpAsync(Dcp):
     def begin(self, training: Training) -> None:
         super().begin(training)
-        gpu = torch.accelerator.is_available()
+        gpu = training.device != "cpu"
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=gpu,

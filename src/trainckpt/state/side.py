@@ -163,6 +163,11 @@ class Side:
         """Return when nothing is copied: a save that failed may have left copies under way."""
         self._last.wait()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether any memory is locked."""
+        return bool(self._registered)
+
     def takes(self, source: torch.Tensor, target: int) -> bool:
         """Whether a tensor's bytes can be copied to this address by the device itself."""
         if not self._registered or source.device not in self._devices:

@@ -211,12 +211,12 @@ def stage(
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
-    by_device = []
+    by_device, is_ready = [], side.is_ready
     for region in header.regions:
         if not region.num_bytes:
             continue
         source, target = source_of(captured, region), begin + region.first_byte
-        is_taken = side.takes(source, target)
+        is_taken = is_ready and side.takes(source, target)
         if region.tensor in later and (not side.is_replayed if is_taken else source.is_cpu):
             shard.rest.append(Piece(region.tensor, source, target))
         elif is_taken:
