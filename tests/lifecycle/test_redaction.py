@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.lifecycle.run.launch import redact_arguments, redact_environment
+from trainckpt.lifecycle.run.launch import redact_arguments, redact_environment, redact_text
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,13 @@ def test_a_secret_is_redacted_however_it_is_given(argv, shown):
 def test_variables_follow_the_same_rule():
     given = {"TORCH_HF_TOKEN": "s3cr3t", "TORCH_TOKENIZER": "gpt2", "HF_TOKEN": "s3cr3t"}
     assert redact_environment(given) == {"TORCH_HF_TOKEN": "<redacted>", "TORCH_TOKENIZER": "gpt2"}
+
+
+def test_a_container_of_azure_is_no_secret():
+    """Else the tier's URL would not be stored, and a resume not find it."""
+    url = "abfss://container@account.dfs.core.windows.net/run"
+    assert redact_text(url) == url
+    assert redact_text("abfs://key:s3cr3t@account/run") == "abfs://<redacted>@account/run"
 
 
 def test_the_token_of_a_hub_is_redacted_as_an_argument():

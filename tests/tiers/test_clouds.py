@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import random
+import subprocess
+import sys
 import traceback
 from itertools import cycle
 
@@ -176,6 +178,7 @@ def test_azures_refusals_say_what_to_do_and_no_secret(azurite_server, at, monkey
         (told.replace(ACCOUNT_KEY, SECRET), "az://bucket/run", "Storage Blob Data Contributor"),
         (told.replace(str(azurite_server.port), "9"), "az://bucket/run", "can be reached"),
         (f"AccountKey={SECRET}", "abfs://bucket/run", "AZURE_STORAGE_CONNECTION_STRING"),
+        (told, "abfs://bucket@other.dfs.core.windows.net/run", "names the account other"),
         (told, f"az://bucket/run?sv=2024&sig={SECRET}", "a query in the URL"),
     ]
     for connection, url, expected in cases:
@@ -191,6 +194,27 @@ def test_azures_refusals_say_what_to_do_and_no_secret(azurite_server, at, monkey
     shown, trace = said_by("az://bucket/run", lambda tier: tier.replace("k", b"1"))
     assert "a.blob.core.windows.net" in shown
     assert SECRET not in trace + shown + caplog.text
+
+
+FORKS = """
+import os, sys
+from trainckpt.tiers.object_store import open_object_store
+tier = open_object_store(sys.argv[1])
+tier.replace("k", b"1")
+child = os.fork()
+if child:
+    sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+@CLOUDS
+def test_a_process_that_was_forked_after_a_store_was_asked_ends_without_a_word(
+    server, url, request, at
+):
+    at(request.getfixturevalue(server))
+    command = [sys.executable, "-c", FORKS, f"{url}/forks"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def no_network(*_, **__):

@@ -295,7 +295,7 @@ def _parsed(answer: _Answer) -> dict[str, Any]:
 
 def _refused(answer: _Answer, *, of_bucket: bool) -> Refused:
     """What an answer says, in JSON or, from what stands between, in any other way."""
-    code, message = "", answer.body[:300].decode(errors="replace")
+    code, message = "", answer.body[:300].decode(errors="replace") or "without a word"
     try:
         error = json.loads(answer.body)["error"]
         message = str(error["message"])

@@ -45,7 +45,10 @@ _PAIR = re.compile(
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"\b((?:Bearer|Basic)\s+)[-\w.~+/=]{8,}", re.IGNORECASE)
-_URL_SECRET = re.compile(r"(?<=://)[^/?#\s]+(?=@)")
+# A user, with or without a password; but Azure's abfs://container@account holds neither.
+_URL_SECRET = re.compile(
+    r"(?<=://)(?:(?<!abfs://)(?<!abfss://)(?<!az://)[^/?#\s]+|[^/?#\s:@]*:[^/?#\s]+)(?=@)"
+)
 _KNOWN_KEY = re.compile(
     r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|AIza|eyJ)[-\w]{12,}"
     r"(?:\.[-\w]+)*"
