@@ -26,15 +26,26 @@ from torch.distributed import FileStore
 
 from tests.lifecycle.training import attempt
 from trainckpt.cli.main import main as command
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import fetch
 from trainckpt.supervisor import prefetch
-from trainckpt.tiers import memfd, memory
+from trainckpt.supervisor.held import HeldMemory
+from trainckpt.tiers import arena, memfd, memory
 from trainckpt.tiers.memory import MemoryPlace, reclaim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CALLS = ("open", "close", "fstat", "ftruncate", "posix_fallocate", "link", "statvfs")
+CALLS = (
+    "open",
+    "close",
+    "fstat",
+    "ftruncate",
+    "posix_fallocate",
+    "link",
+    "statvfs",
+    "memfd_create",
+)
 MAX_ARENAS = 2
 
 
@@ -77,7 +88,7 @@ def killed_before(number: int) -> Callable[[], int]:
         return instead
 
     calls = {name: watched(getattr(os, name)) for name in CALLS}
-    memory.os = memfd.os = SimpleNamespace(**{**vars(os), **calls})
+    memory.os = arena.os = memfd.os = SimpleNamespace(**{**vars(os), **calls})
     return lambda: done
 
 
@@ -153,7 +164,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cases", type=int, default=12, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--held", action="store_true", help="as under a supervisor, in no tmpfs")
     asked = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        if asked.held:
+            memory._ROOM_BYTES = 1 << 60
+            held = stack.enter_context(contextlib.closing(HeldMemory()))
+            stack.enter_context(held.serving(asked.folder))
+            os.environ[SUPERVISOR_VARIABLE] = str(asked.folder)
+        print(json.dumps(all_cases(asked)))
+
+
+def all_cases(asked: argparse.Namespace) -> list[dict[str, object]]:
     torch.set_num_threads(1)
     fetch.PART_BYTES = 4096
     attempt(asked.folder / "warm")  # imports all that is ever imported
@@ -169,8 +191,7 @@ def main() -> None:
     step = 0.8 * calls / asked.cases  # every part of an attempt gets its share
     kills = [int(n * step + rng.random() * step) + 1 for n in range(asked.cases)]
     rng.shuffle(kills)
-    found = [case(asked.folder, n, kill, digest.read_text(), calls) for n, kill in enumerate(kills)]
-    print(json.dumps(found))
+    return [case(asked.folder, n, kill, digest.read_text(), calls) for n, kill in enumerate(kills)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a killed run leaves in shared memory is given back, wherever it was killed.
 
-python -m tests.lifecycle.killed FOLDER --cases 100      the same at more instants
+python -m tests.lifecycle.killed FOLDER --cases 100      the same at more instants; with --held of
+                                                         memory that a supervisor holds
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ ROOT = Path(__file__).parents[2]
 CASES = 6  # each way on each number of ranks
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+@pytest.fixture(scope="module", params=["", pytest.param("--held", marks=pytest.mark.long)])
+def cases(tmp_path_factory, request):
     folder = str(tmp_path_factory.mktemp("runs"))
     command = [sys.executable, "-m", "tests.lifecycle.killed", folder, "--cases", str(CASES)]
+    command += [request.param] if request.param else []
     ran = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )

@@ -157,6 +157,11 @@ def is_dead(path: Path) -> bool:
     return False
 
 
+def may_be(path: Path, *, link: bool) -> bool:
+    """Whether such a link, or a file, may be made or opened there: the other is not in its way."""
+    return not os.path.lexists(path) or is_dead(path) or path.is_symlink() == link
+
+
 def taken_by(paths: Iterable[Path]) -> Taken:
     """By these files and what such links stand for, each of them once whatever names it has."""
     seen: dict[tuple[int, int], Taken] = {}

@@ -277,8 +277,7 @@ class Arenas:
                 break
             path = self._place.path_of(self._rank, n)
             with contextlib.suppress(MemoryTaken, OSError):
-                is_other = path.exists() if kind != SHARED else path.is_symlink()
-                if path not in taken and not (is_other and not memfd.is_dead(path)):
+                if path not in taken and memfd.may_be(path, link=kind != SHARED):
                     self._open.append(self._opened(kind, n))
                     self._open[-1].keeps = self.side.keep
         too_many = max(len(self._open) - number, 0)
