@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.deciding.arena_choice import (
     HELD,
     OWN,
@@ -14,6 +15,8 @@ from trainckpt.lifecycle.deciding.arena_choice import (
     choose,
 )
 from trainckpt.lifecycle.saving.arenas import Arenas
+from trainckpt.tiers import memory
+from trainckpt.tiers.memory import MemoryPlace
 
 MB = 1 << 20
 
@@ -43,10 +46,26 @@ def test_for_files_of_ten_bytes(room, chosen):
 def test_memory_that_a_save_lies_in_is_not_made_ready_for_the_next(tmp_path):
     """Made smaller under its mapping, it would end the process that still reads it (SIGBUS)."""
     arenas = Arenas(str(tmp_path), 0, [0])
-    memory = arenas.memory(12 * MB)
-    memory[:] = b"x" * len(memory)
+    given = arenas.memory(12 * MB)
+    given[:] = b"x" * len(given)
     arenas.prepare(MB)
     assert arenas.are_ready  # waits for what was begun
-    assert bytes(memory) == b"x" * len(memory)
-    del memory
+    assert bytes(given) == b"x" * len(given)
+    del given
     arenas.close(keep=False)
+
+
+def test_a_run_that_is_finished_gives_back_what_it_had_before_it_took_another_kind(
+    tmp_path, monkeypatch
+):
+    """It grew, and others had filled /dev/shm meanwhile."""
+    arenas, place = Arenas(str(tmp_path), 0, [0]), MemoryPlace.of(str(tmp_path))
+    for number in range(1, 3):
+        arenas.memory(MB)
+        arenas.publish(SnapshotName.parse(f"s{number}~1.{number}"), "rank00000.safetensors")
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    arenas.memory(8 * MB)
+    arenas.publish(SnapshotName.parse("s3~1.3"), "rank00000.safetensors")
+    assert place.folders() == ["snapshots/s1~1.1", "snapshots/s2~1.2"]
+    arenas.close(keep=False)
+    assert not place.root.exists()

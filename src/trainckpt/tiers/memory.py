@@ -240,6 +240,13 @@ class MemoryPlace:
             if owner not in world or (owner == rank and path not in own):
                 _try_lock(path, remove=True)
 
+    def give_back(self, rank: int) -> None:
+        """Remove this rank's arenas that nobody has locked, whatever they hold."""
+        for path, owner in self._arenas():
+            if owner == rank:
+                with contextlib.suppress(OSError):
+                    self.open_arena(path).remove()
+
     def remove(self) -> None:
         """Give everything back. Processes that have it mapped keep it until they end."""
         shutil.rmtree(self.root, ignore_errors=True)

@@ -241,8 +241,10 @@ class Arenas:
             self._open = []
         self._close()
         self.side.close()
-        if not keep and self._place is not None and not self._place.folders():
-            self._place.remove()
+        if not keep and self._place is not None:
+            self._place.give_back(self._rank)  # what was laid out in before another kind was taken
+            if not self._place.folders():
+                self._place.remove()
 
     def _shared(self, kind: str, num_bytes: int, number: int) -> memoryview | None:
         """Memory of an arena that holds nothing of worth; None if the system refuses it."""
