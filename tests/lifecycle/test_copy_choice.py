@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainckpt.lifecycle.deciding.copy_choice import (
+    FIRST_LOOK,
     LOOK_AGAIN,
     NONE,
     OVERLAP,
@@ -21,8 +22,10 @@ def test_both_kinds_are_tried_and_the_faster_one_is_taken():
 
 
 def test_the_other_kind_is_looked_at_again_now_and_then():
-    assert choose({PLAIN: [1.0, 1.0], OVERLAP: [2.0, 2.0]}, LOOK_AGAIN) == OVERLAP
-    assert choose({PLAIN: [2.0, 2.0], OVERLAP: [1.0, 1.0]}, LOOK_AGAIN) == PLAIN
+    for number in (FIRST_LOOK, LOOK_AGAIN, 2 * LOOK_AGAIN):
+        assert choose({PLAIN: [1.0, 1.0], OVERLAP: [2.0, 2.0]}, number) == OVERLAP
+        assert choose({PLAIN: [2.0, 2.0], OVERLAP: [1.0, 1.0]}, number) == PLAIN
+    assert choose({PLAIN: [1.0, 1.0], OVERLAP: [2.0, 2.0]}, 2 * FIRST_LOOK) == PLAIN
 
 
 def test_a_period_is_of_the_kind_of_the_one_save_in_it():

@@ -18,7 +18,14 @@ from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import copying, saver
 from trainckpt.snapshot import write_beside
 from trainckpt.state import overlap, side
-from trainckpt.state.overlap import Fence, Overlapped, Piece, calls_hooks
+from trainckpt.state.overlap import (
+    PROOF_PARTS,
+    Fence,
+    Overlapped,
+    Piece,
+    calls_hooks,
+    proof_part,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -268,6 +275,26 @@ def test_a_change_before_the_copy_was_even_begun_is_noticed():
     late.fence()
     assert torch.equal(target, source)
     assert list(late.run())
+    assert late.changed == ["w"]
+
+
+def test_later_proofs_look_at_a_part_of_each_tensor_and_at_all_of_it_in_turn():
+    for num_bytes in (1, 7, 1 << 20):
+        parts = [proof_part(num_bytes, turn) for turn in range(5, 5 + PROOF_PARTS)]
+        assert {n for part in parts for n in range(*part)} == set(range(num_bytes))
+        assert sum(end - first for first, end in parts) == num_bytes
+    assert proof_part(7, None) == (0, 7)
+
+
+@pytest.mark.parametrize("turn", [*range(PROOF_PARTS), None])
+def test_what_changes_in_the_part_that_is_looked_at_is_noticed(turn):
+    source = torch.randn(WORDS, WIDTH)
+    target = torch.zeros_like(source)
+    piece = Piece("w", source, target.data_ptr())
+    late = Overlapped([piece], proves=True, turn=turn)
+    first, end = proof_part(piece.num_bytes, turn)
+    source.data.view(torch.uint8).view(-1)[(first + end) // 2] += 1
+    late.fence()
     assert late.changed == ["w"]
 
 

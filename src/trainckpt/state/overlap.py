@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 10  # what is smaller is copied sooner than it is noted
 CHUNK_BYTES = 16 << 20  # so that two threads can share a tensor
 FENCE_WITHIN_S = 60.0  # a proof waits so long for a step; after that it is made beside training
+PROOF_PARTS = 4  # of each tensor: what is written to out of sight is most often all of it
 IN_FLIGHT_S = 0.05  # an operation counts a tensor's version only when it has ended
 
 _memcmp = ctypes.CDLL(None if os.name == "posix" else "msvcrt").memcmp
@@ -87,6 +88,7 @@ class Overlapped:
     Args:
         pieces: In the order of their places in memory.
         proves: Whether copies and live tensors are compared with what there was at the boundary.
+        turn: Which of `PROOF_PARTS` of each piece is compared, modulo their number; None: all.
         num_threads: That copy, the one that calls `run` among them.
         side: What copies from a GPU by itself.
 
@@ -99,6 +101,7 @@ class Overlapped:
         pieces: Sequence[Piece],
         *,
         proves: bool,
+        turn: int | None = None,
         num_threads: int = 1,
         side: Side | None = None,
     ) -> None:
@@ -111,10 +114,11 @@ class Overlapped:
         self._on_device = {piece.target for piece in by_device}
         self._flight = side.start([(piece.target, piece.source) for piece in by_device])
         on_host = [piece for piece in pieces if piece.target not in self._on_device]
+        self._turn = turn
         self._digests: dict[int, bytes] = {}
         if proves:
             self._flight.wait()
-            self._digests = {p.target: _digest(p.source.data_ptr(), p.num_bytes) for p in on_host}
+            self._digests = {p.target: self._digest(p, p.source.data_ptr()) for p in on_host}
         self._chunks = list(_chunks(on_host))
         self._is_copied = bytearray(len(self._chunks))
         self._next = self._front = 0  # the first that nobody has begun with; that is not copied
@@ -184,9 +188,13 @@ class Overlapped:
     def _is_as_it_was(self, piece: Piece) -> bool:
         if piece.target in self._on_device:
             return _equal(piece)
-        return _digest(piece.target, piece.num_bytes) == self._digests[piece.target] and _equal(
-            piece
-        )
+        copied, was = self._digest(piece, piece.target), self._digests[piece.target]
+        return copied == was and self._digest(piece, piece.source.data_ptr()) == was
+
+    def _digest(self, piece: Piece, address: int) -> bytes:
+        """Of what is compared of a piece: its bytes lie from `address` on."""
+        first, end = proof_part(piece.num_bytes, self._turn)
+        return _digest(address + first, end - first)
 
     def _copy(self) -> None:
         while self._copy_one():
@@ -249,6 +257,14 @@ class Fence:
         self._on_step(optimizer)
 
 
+def proof_part(num_bytes: int, turn: int | None) -> tuple[int, int]:
+    """First byte of what is compared of so many in this turn, and the one behind its last: pure."""
+    if turn is None:
+        return 0, num_bytes
+    part = turn % PROOF_PARTS
+    return part * num_bytes // PROOF_PARTS, (part + 1) * num_bytes // PROOF_PARTS
+
+
 def _can(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
     """Whether its bytes can be copied by a thread, without asking torch, or by its device."""
     return (
@@ -273,9 +289,7 @@ def _digest(address: int, num_bytes: int) -> bytes:
 
 
 def _equal(piece: Piece) -> bool:
-    """By their bytes: a NaN equals itself."""
-    if piece.source.is_cpu:
-        return all(not _compare(*chunk) for chunk in _chunks([piece]))
+    """On a device: by their bytes, a NaN equals itself."""
     return all(
         not _compare(piece.target + at, part.data_ptr(), part.numel())
         for at, part in brought_back(piece.source)

@@ -15,7 +15,7 @@ import xxhash
 from trainckpt.state.stage import bytes_of
 
 PAGE_BYTES = 4096
-PARTS = 64  # a sample holds one of so many parts, in turn
+PARTS = 32  # a sample holds one of so many parts, in turn
 
 if TYPE_CHECKING:
     from collections.abc import Collection

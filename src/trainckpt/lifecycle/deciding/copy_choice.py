@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 PLAIN, OVERLAP = "plain", "overlap"
 NONE = ""  # no save in it
 ENOUGH = 2  # saves of a kind before it is judged
-LOOK_AGAIN = 16  # saves after which the other kind is tried once more
+LOOK_AGAIN = 64  # saves after which the other kind is tried once more; the first time sooner
+FIRST_LOOK = 16
 REMEMBERED = 16
 
 
@@ -39,7 +40,8 @@ def choose(periods_s: Mapping[str, Sequence[float]], number: int) -> str:
         if statistics.median(overlap) <= statistics.median(plain)
         else (PLAIN, OVERLAP)
     )
-    return other if number % LOOK_AGAIN == 0 else better
+    looks_again = number == FIRST_LOOK or number % LOOK_AGAIN == 0
+    return other if looks_again else better
 
 
 class CopyChoice:

@@ -65,9 +65,11 @@ class Copying:
             proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
             if proves:
                 self._choice.disregard()  # the proof costs what other saves do not
+            turn = None if self._number <= PROVED_FIRST else self._number // PROVED_EVERY
             self._overlapped = Overlapped(
-                shard.rest, proves=proves, num_threads=self._num_threads, side=self._side
-            )
+                shard.rest, proves=proves, turn=turn, num_threads=self._num_threads,
+                side=self._side,
+            )  # fmt: skip
             self._fence.guard(self._overlapped)
 
     def finish(self) -> Iterator[int]:

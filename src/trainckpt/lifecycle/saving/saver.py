@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 
 NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save that should be there so soon is waited for so long, once
 HOLD_S = 60.0  # a step waits so long for the state before it to be kept by others
-COMPARED_EVERY = 8  # saves after which replicas are compared byte by byte, not by samples
 
 
 class _Skipped(Exception):
@@ -289,7 +288,7 @@ class Saver:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
             if world.size > 1:
-                sampled = () if last or self._sequence % COMPARED_EVERY == 1 else stepped
+                sampled = () if last or self._sequence == 1 else stepped
                 answer["groups"] = replicas.group_digests(
                     captured, world.rank, world.size, sampled=sampled, number=self._sequence
                 )
