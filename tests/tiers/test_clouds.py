@@ -15,7 +15,7 @@ import pytest
 from tests.cloud_servers import ACCOUNT_KEY
 from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
 from tests.faults.test_object_store import Clock
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.tiers.calls import Calls, Limits
 from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
 from trainckpt.tiers.redacted import redacted
@@ -194,6 +194,17 @@ def test_azures_refusals_say_what_to_do_and_no_secret(azurite_server, at, monkey
     shown, trace = said_by("az://bucket/run", lambda tier: tier.replace("k", b"1"))
     assert "a.blob.core.windows.net" in shown
     assert SECRET not in trace + shown + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [("az://bucket/run", "adlfs", "azure"), ("gs://bucket/run", "gcsfs.core", "gcs")],
+)
+def test_what_is_missing_is_said_with_the_line_that_installs_it(url, module, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigurationError, match="is not installed") as caught:
+        open_object_store(url)
+    assert caught.value.hint == f'pip install "trainckpt[{extra}]"'
 
 
 FORKS = """

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
-import weakref
 from email.utils import parsedate_to_datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import sync
 
+from trainckpt.tiers.connections import close_at_the_end
 from trainckpt.tiers.object_client import (
     CALL_S,
     DATA_S,
@@ -52,38 +51,13 @@ def open_filesystem(url: str) -> Any:
         requests.setLevel(logging.WARNING)  # twenty lines for each, where a script logs at INFO
     told = AzureBlobFileSystem._get_kwargs_from_urls(url)
     made = AzureBlobFileSystem(skip_instance_cache=True, use_listings_cache=False, **told)
-    _close_at_the_end(made)
+    close_at_the_end(made, lambda: (made.service_client, made.credential))
     account = made.service_client.account_name
     if told.get("account_name", account) != account:
         raise ValueError(
             f"the URL names the account {told['account_name']}, the connection string {account}"
         )
     return made
-
-
-def _close_at_the_end(made: Any) -> None:
-    """As adlfs does it, but for processes that were forked, and not without a limit.
-
-    In those nobody runs the loop that adlfs would wait for, so they would never end.
-    """
-    for each in list(getattr(weakref.finalize, "_registry", ())):
-        found = each.peek()
-        if found is not None and found[0] is made:
-            each.detach()
-    weakref.finalize(made, _close, os.getpid(), made.loop, made.service_client, made.credential)
-
-
-def _close(pid: int, loop: Any, *connections: Any) -> None:
-    async def close() -> None:
-        for each in connections:
-            if each is not None:
-                await each.close()
-
-    if pid != os.getpid():
-        loop.set_exception_handler(lambda *_: None)  # that nobody has closed them
-        return
-    with contextlib.suppress(Exception):
-        sync(loop, close, timeout=1.0)
 
 
 class AzureClient(ObjectClient):

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from fsspec.asyn import sync
 
+from trainckpt.tiers.connections import close_at_the_end
 from trainckpt.tiers.object_client import (
     CALL_S,
     DATA_S,
@@ -46,7 +47,9 @@ def open_filesystem(url: str) -> Any:
     del url
     from gcsfs.core import GCSFileSystem
 
-    return GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
+    made = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
+    close_at_the_end(made, lambda: (made._session,))
+    return made
 
 
 class _Answer(NamedTuple):
@@ -130,6 +133,7 @@ class GcsClient(ObjectClient):
         answer = self.ask(
             "POST", self._objects(path, "upload/"),
             params={"uploadType": "resumable", "name": _key(path)},
+            data=b"{}", headers={"Content-Type": "application/json"},
         )  # fmt: skip
         return _ResumableUpload(self, answer.headers["Location"])
 
@@ -260,10 +264,14 @@ class _ResumableUpload:
 
     def _put(self, data: bytes, told: str) -> _Answer:
         try:
-            # Not PUT, though the store takes both: aiohttp sends a PUT again, unasked, whose
+            # Bytes not by PUT, though the store takes both: aiohttp repeats a PUT, unasked, whose
             # connection broke before the answer.
             return self._client.ask(
-                "POST", self._session, DATA_S, data=data, headers={"Content-Range": told}
+                "POST" if data else "PUT",
+                self._session,
+                DATA_S,
+                data=data,
+                headers={"Content-Range": told},
             )
         except Refused as error:
             if error.status_code != 410:
