@@ -9,7 +9,8 @@ floors and with training that saves nothing. Lists with commas run several. What
 
     durable_s           from the call until it is fsynced, with nothing else going on
     durable_training_s  the same while training goes on
-    restore_cold_s      into a model that was just built, the files' caches dropped
+    restore_cold_s      into a model that was just built, as in a new process: the files' caches
+                        are dropped, and memory that was freed is given back
     restore_memory_s    the same, from memory that outlives the process
 """
 

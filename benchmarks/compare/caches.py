@@ -1,7 +1,14 @@
-"""The page cache: what it holds of a file is written back and forgotten. No root is needed."""
+"""What makes a second time faster than the first: forgotten, without being root.
+
+The page cache holds files, and the C library what this process has freed: a process that was just
+started, as one is that resumes, has neither.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 from typing import TYPE_CHECKING
 
@@ -17,3 +24,10 @@ def evict(path: Path) -> None:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
+
+
+def give_back() -> None:
+    """Give the system the memory that this process has freed, where the C library can (glibc)."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

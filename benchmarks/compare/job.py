@@ -11,7 +11,6 @@ was saved, byte for byte.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from benchmarks.compare import systems
-from benchmarks.compare.caches import evict
+from benchmarks.compare.caches import evict, give_back
 from benchmarks.compare.floors import Floors
 from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import Training
@@ -159,10 +158,10 @@ class Job:
         self._on_rank_0(system.forget)
 
     def _restore(self, system: System, samples: Samples, expected: str) -> None:
-        """Where a system can, from memory; then from disk. No cache helps either."""
+        """Where a system can, from memory; then from disk. No cache helps, nor freed memory."""
         for memory in (True, False) if system.remembers else (False,):
             del self.training
-            gc.collect()
+            give_back()
             if not memory:
                 self._on_rank_0(system.empty_memory)
             self._on_rank_0(partial(evict, system.folder))
