@@ -30,6 +30,7 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.saving import save_keys
 from trainckpt.lifecycle.saving.arenas import SPARE_BYTES, NoArena
+from trainckpt.lifecycle.saving.comparing import Comparing
 from trainckpt.lifecycle.saving.copying import Copying
 from trainckpt.lifecycle.saving.plans import Plans
 from trainckpt.lifecycle.saving.protecting import Protecting
@@ -38,7 +39,7 @@ from trainckpt.lifecycle.saving.stale import Stale
 from trainckpt.lifecycle.saving.writer import RANKS_TIMEOUT_S, Facts, Writer
 from trainckpt.ranks import talking
 from trainckpt.snapshot.save_plan import equal_groups
-from trainckpt.state import replicas, stage
+from trainckpt.state import stage
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
 from trainckpt.state.weight import shard_bytes, weigh
@@ -118,6 +119,7 @@ class Saver:
         self._pace = pace
         self._window_start = window_start
         self._plans = Plans(channel.world.rank, channel.world.size)
+        self._comparing = Comparing(channel.world.rank, channel.world.size)
         self._sequence = 0
         self._in_memory = self._is_last = False  # the save in flight
         self._cut_off = False  # the last save found a rank gone
@@ -287,11 +289,7 @@ class Saver:
         try:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
-            if world.size > 1:
-                sampled = () if last or self._sequence == 1 else stepped
-                answer["groups"] = replicas.group_digests(
-                    captured, world.rank, world.size, sampled=sampled, number=self._sequence
-                )
+            answer["groups"] = self._comparing.digests(captured, stepped, last=last)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
         key = save_keys.groups(self._sequence)
@@ -300,7 +298,8 @@ class Saver:
             raise SaveFailed(verdict["error"])
         if verdict["behind"]:
             raise _Skipped("the one before it is still being written")
-        plan = self._plans.plan(captured, verdict["equal"])
+        alike = self._comparing.alike(verdict["equal"], answer["groups"], captured, stepped)
+        plan = self._plans.plan(captured, alike)
         shard = self._shard(captured, plan.regions, None if last else stepped)
         return shard, plan.entries, verdict["attempt"]
 
