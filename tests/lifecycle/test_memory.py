@@ -8,6 +8,7 @@ import pytest
 
 from trainckpt.lifecycle.run import memory
 from trainckpt.tiers import host_memory
+from trainckpt.tiers.memfd import Taken
 
 GB = 1 << 30
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory")
@@ -82,7 +83,7 @@ def test_where_nothing_can_be_read_nobody_knows(machine, tmp_path):
 def test_what_the_ranks_will_take_for_the_training_is_left_to_them(machine):
     """Two ranks that hold half a GB each: a file that would fit into what is left does not."""
     machine(V2, {"slurm/job": (2 * GB, 0, 0)})
-    place = SimpleNamespace(num_bytes=0, free_bytes=24 * GB)
+    place = SimpleNamespace(taken=Taken(0, 0), free_bytes=24 * GB)
     assert memory.has_room(place, GB // 2)
     assert not memory.has_room(place, GB // 2, memory.training_bytes(GB, new_processes=2))
     assert memory.has_room(place, GB // 16, memory.training_bytes(GB // 8, new_processes=2))
