@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -13,7 +14,10 @@ import pytest
 from tests.lifecycle.training import Crash, attempt, notice, record, usable
 from trainckpt.encryption import keys
 from trainckpt.lifecycle.deciding.stop_tier import Way, choose_tier, takes_machine, ways_of
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import arenas
+from trainckpt.supervisor.held import HeldMemory
+from trainckpt.tiers import memfd, memory
 from trainckpt.tiers.memory import MemoryPlace
 
 DISK = Way("local", outlives_machine=False, predicted_s=8.0)
@@ -178,6 +182,23 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert (ckpt._attempt.beginning.manifest.encryption is not None) == is_encrypted
     assert parts.state() == straight.state()
     assert MemoryPlace.found(str(tmp_path / "run")) is None
+
+
+@pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
+def test_memory_that_the_supervisor_holds_is_no_place_for_a_last_save(tmp_path, monkeypatch):
+    """It ends with the supervisor, which ends right after a stop."""
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    run, folder = tmp_path / "run", tmp_path / "told"
+    folder.mkdir()
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(folder))
+    with contextlib.closing(HeldMemory()) as held, held.serving(folder):
+        stop_on_a_slow_disk(run)
+        assert MemoryPlace.found(str(run)).taken.memfd > 0
+    outcome = record(run, 1)["outcome"]
+    assert outcome["chosen"]["tier"] == "local"
+    assert "nothing else outlives that" in outcome["chosen"]["why"]
+    assert outcome["lost_micro_batches"] > 0
+    assert outcome["snapshot"] == usable(run)[-1]
 
 
 @pytest.mark.parametrize("others_keep", [False, True])

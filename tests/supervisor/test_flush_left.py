@@ -19,12 +19,14 @@ from tests.s3_servers import BUCKET
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, Told
+from trainckpt.snapshot.attempts import read_attempts, replace
 from trainckpt.supervisor.flush_left import LEAVE_S, _limit_s, left_by
 from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.record import NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import supervise
-from trainckpt.tiers import memory
+from trainckpt.tiers import memfd, memory
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.object_store import open_object_store
 
 # Tells of itself what rank 0 of an attempt does, and dies.
@@ -65,6 +67,27 @@ def test_what_ends_with_the_supervisor_is_brought_to_the_run_s_place_before(tmp_
     assert usable(run) == [newest, later]
     assert end.record.newest_commit == later
     assert not place.root.exists()
+
+
+@pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
+def test_what_ends_with_the_supervisors_of_several_hosts_is_said_to_be_lost(tmp_path, monkeypatch):
+    """No next attempt will bring it together."""
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    run, folder = tmp_path / "run", tmp_path / "told"
+    folder.mkdir()
+    with contextlib.closing(HeldMemory()) as held:
+        with monkeypatch.context() as supervised, held.serving(folder):
+            supervised.setenv(SUPERVISOR_VARIABLE, str(folder))
+            crashed(run, 9, every="3 steps", memory_every="1 step", inside=saved)
+        (newest,) = usable(run)
+        later = memory.MemoryPlace.found(str(run)).folders()[-1].removeprefix("snapshots/")
+        tier = LocalTier(run)
+        first = read_attempts(tier)[1]
+        replace(tier, first.with_(facts={**first.facts, "hosts": ["one", "two"]}))
+        _, (_, why, lost) = ended(run, 1)
+    assert why == "it lies in memory that the supervisors of several hosts hold, and ends with them"
+    assert lost.startswith(f"{later} was in memory that the supervisor held, and is lost")
+    assert lost.endswith(f"the next attempt goes on from {newest}")
 
 
 def saved(ckpt, _):

@@ -158,7 +158,7 @@ def flush_left(
     with suppress(OSError):
         code = _attend(_started(run, record, variables), inbox, limit_s, say)
     if code != 0:
-        say("not all of it was copied: the next attempt does that, or `trainckpt flush`")
+        say(_not_all(record, held_of(run, record)))
     with suppress(TrainckptError):
         return attempts.read_attempts(place.open_other_place(run)).get(record.attempt, record)
     return record
@@ -223,6 +223,15 @@ def _attend(
     elif process.returncode not in (0, NOT_ALL):  # a bug of ours; it is done later
         say(f"copying ended with {process.returncode}: {last[0][:LONGEST_SAID]}")
     return process.returncode
+
+
+def _not_all(record: AttemptRecord, lost: SnapshotName | None) -> str:
+    """What becomes of what was not copied; `lost`: what is still in the supervisor's memory."""
+    rest = "not all of it was copied: the next attempt does that, or `trainckpt flush`"
+    if lost is None:
+        return rest
+    on = f"goes on from {record.newest_commit}" if record.newest_commit else "begins anew"
+    return f"{lost} was in memory that the supervisor held, and is lost: the next attempt {on}"
 
 
 def _nothing(_: str) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 SAY_EVERY_S = 5.0
+APART = "it lies in the memory of several hosts, which only the next attempt brings together"
+ENDS_APART = "it lies in memory that the supervisors of several hosts hold, and ends with them"
 
 
 def main(arguments: list[str]) -> int:
@@ -81,7 +83,8 @@ def _bring(tier: Place, number: int) -> str | None:
     record, run = attempts.read_attempts(tier)[number], attempts.run_id(tier)
     hosts = record.facts.get("hosts")
     if run is None or not isinstance(hosts, list) or len(set(hosts)) != 1:
-        _say("it lies in the memory of several hosts, which only the next attempt brings together")
+        ends = held_of(tier.url, record) is not None
+        _say(ENDS_APART if ends else APART)
         return None
     host = str(hosts[0])
     begun_s = time.monotonic()

@@ -24,6 +24,7 @@ from trainckpt.lifecycle.deciding.arena_choice import (
 )
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.memory import available_bytes, budget_bytes, copy_threads
+from trainckpt.lifecycle.saving.arena_words import mb, where
 from trainckpt.state.side import Side
 from trainckpt.state.stage import private_memory
 from trainckpt.tiers import host_memory, memfd
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 _NUMBERS = range(6)  # a zombie of an earlier attempt may hold the first ones
 SPARE_BYTES = 4 << 20  # the header, and what is only known when it is saved
-NO_ROOM = "has no room for them (docker run --shm-size=8g, or --ipc=host, gives it more)"
 
 
 class NoArena(Exception):
@@ -116,6 +116,11 @@ class Arenas:
         """Whether, besides, what stands in them is found when this process has ended."""
         return self.are_two and all(arena.outlives for arena in self._open)
 
+    @property
+    def outlive_supervisor(self) -> bool:
+        """`keep`, also when the supervisor has ended, as it does after a stop."""
+        return self.are_two and not any(arena.is_memfd for arena in self._open)
+
     def rest(self) -> memoryview:
         """No save comes for a while, perhaps a dump: what lies in no file system would be in it.
 
@@ -168,7 +173,7 @@ class Arenas:
         if kind == STREAMED:
             self._say(
                 STREAMED,
-                f"no memory: {_size(num_bytes)} do not fit memory_budget and what is left, so "
+                f"no memory: {mb(num_bytes)} do not fit memory_budget and what is left, so "
                 "training waits while each file is written",
             )
             raise NoArena
@@ -178,7 +183,7 @@ class Arenas:
         self.side.register(self._private)
         self._say(
             PRIVATE,
-            f"{_size(num_bytes)} of private memory: shared memory has no room for them, so no copy "
+            f"{mb(num_bytes)} of private memory: shared memory has no room for them, so no copy "
             "outlives the process",
         )
         return self._private[:num_bytes]
@@ -260,7 +265,7 @@ class Arenas:
                 number = min(number, len(self._open))
                 continue
             self._filled = arena
-            self._say(f"{kind} {number}", f"{number} x {_size(num_bytes)} of {self._where()}")
+            self._say(f"{kind} {number}", f"{number} x {mb(num_bytes)} of {self._where()}")
             return arena.memory
         return None
 
@@ -372,13 +377,7 @@ class Arenas:
     def _where(self) -> str:
         assert self._place is not None
         assert self._filled is not None
-        root = self._place.root.parent.parent
-        if not self._filled.is_memfd:
-            return f"shared memory in {self._place.root}"
-        if self._filled.outlives:
-            return f"memory that the supervisor holds, gone when it ends: {root} {NO_ROOM}"
-        more = "" if self._is_supervised else "; `trainckpt run` would hold it"
-        return f"private memory, so no copy outlives the process: {root} {NO_ROOM}{more}"
+        return where(self._place, self._filled, is_supervised=self._is_supervised)
 
     def _say(self, kind: str, what: str) -> None:
         if kind != self._said and self._rank == 0:
@@ -390,7 +389,3 @@ def _age(folders: Sequence[str]) -> tuple[int, int]:
     """Attempt and sequence of the newest snapshot that an arena holds; lowest if none."""
     names = [SnapshotName.parse(folder.rpartition("/")[2]) for folder in folders]
     return max(((n.attempt, n.sequence) for n in names if n), default=(0, 0))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"

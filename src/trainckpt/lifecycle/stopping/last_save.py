@@ -167,7 +167,7 @@ class LastSave:
     def _means(self, reason: str) -> dict[str, Any]:
         """What this rank can do besides saving to the run's place."""
         saver = self._saver
-        ready = saver.arenas.are_ready and saver.arenas.keep
+        ready = saver.arenas.are_ready and saver.arenas.outlive_supervisor
         memory_s = self._outlook.memory_s() if ready and saver.has_room else None
         others_s = saver.protecting.seconds
         both = (memory_s, others_s)
