@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
 import time
@@ -16,6 +17,7 @@ import pytest
 from tests.lifecycle.test_stop_tier import stop_on_a_slow_disk
 from tests.lifecycle.training import crashed, record, usable
 from tests.s3_servers import BUCKET
+from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, Told
@@ -29,6 +31,7 @@ from trainckpt.tiers import memfd, memory
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.object_store import open_object_store
 
+FROM_HERE = {"PYTHONPATH": os.pathsep.join(sys.path)}
 # Tells of itself what rank 0 of an attempt does, and dies.
 RANK = """
     import json, os, sys
@@ -67,6 +70,50 @@ def test_what_ends_with_the_supervisor_is_brought_to_the_run_s_place_before(tmp_
     assert usable(run) == [newest, later]
     assert end.record.newest_commit == later
     assert not place.root.exists()
+
+
+# Its first launch leaves its newest snapshot in memory alone; the next never claims an attempt.
+HOLDS = """
+    import os, sys
+    if os.environ.get("TRAINCKPT_RESTART"):
+        sys.exit(9)
+    from tests.lifecycle.training import crashed
+    from trainckpt.tiers import memory
+    memory._ROOM_BYTES = 1 << 60
+    waits = lambda ckpt, _: ckpt._attempt.saver.wait()
+    crashed(sys.argv[1], 9, every="3 steps", memory_every="1 step", inside=waits)
+    os._exit(9)
+"""
+
+
+@pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "a restart that dies",
+        pytest.param("a signal", marks=pytest.mark.long),
+        pytest.param("an error", marks=pytest.mark.long),
+    ],
+)
+def test_what_the_supervisor_holds_is_brought_to_the_place_whatever_ends_it(tmp_path, ends):
+    said, run, python = [], tmp_path / "run", tmp_path / "python"
+    python.symlink_to(sys.executable)
+
+    def say(line):
+        said.append(line)
+        if "restart 1 of 1" in line and ends == "a signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif "restart 1 of 1" in line and ends == "an error":
+            python.unlink()
+
+    command = [str(python), "-c", textwrap.dedent(HOLDS), str(run)]
+    errors = ConfigurationError if ends == "an error" else ()
+    with contextlib.suppress(errors):
+        end = supervise(command, say=say, max_restarts=1, ours=True, environment=FROM_HERE)
+        assert end.record.newest_commit == usable(run)[-1]
+        assert end.exit_code == (75 if ends == "a signal" else 9)
+    assert any("was in memory, and is in local" in line for line in said), said
+    assert usable(run)[-1].startswith("s4")
 
 
 @pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")

@@ -152,34 +152,76 @@ def supervise(
     run = run or likely_run(command, cwd)
     memory = HeldMemory()
     start = _Start(command, variables, cwd, output, watch, ours, memory, run, dumpable)
-    newest: AttemptRecord | None = None
-    begun = False
     with (
         contextlib.closing(memory),
         contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals,
     ):
-        done = 0
-        while True:
-            if signals.signalled and start.ours:
-                code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
-                why = "a signal came before the command was started"
-                return Ended(code, newest, done, why, begun=begun)
-            named = name() if name is not None else None
-            verdict, found, ranks, asked = _launch(start, signals, named)
-            newest, begun = found or newest, begun or bool(ranks)
-            if say is not None and named is not None and named.problem:
-                say(f"--run: {named.problem}")
-            if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
-                if found is not None:
-                    url = named.url if named is not None else None
-                    newest = flush_left(found, ranks, signals, start.variables, say, url)
-                return Ended(verdict.exit_code, newest, done, verdict.why, begun=begun)
-            done += 1
-            if say is not None:
-                say(f"{verdict.why}; restart {done} of {max_restarts}")
-            claimed = [told for told in ranks if told.attempt is not None]
-            if claimed:
-                start = replace(_again(start, done, found), run=claimed[0].run)
+        newest = _Newest()
+        try:
+            ended = _launches(start, signals, newest, max_restarts, name, say)
+        finally:  # whatever ended it, also before the last launch claimed an attempt
+            newest.flush(signals, start.variables, say)
+        return replace(ended, record=newest.record)
+
+
+@dataclass
+class _Newest:
+    """The newest attempt of all launches: what it has left is in memory that ends with us, perhaps.
+
+    Attributes:
+        record: Its own; None: none was claimed.
+        ranks: What its ranks told.
+        url: Its run's place, where no rank has told.
+    """
+
+    record: AttemptRecord | None = None
+    ranks: Sequence[Told] = ()
+    url: str | None = None
+
+    def note(
+        self, found: AttemptRecord | None, ranks: Sequence[Told], named: NamedRun | None
+    ) -> None:
+        """How a launch ended; one that claimed no attempt leaves the one before the newest."""
+        if found is not None:
+            self.record, self.ranks = found, ranks
+            self.url = named.url if named is not None else None
+
+    def flush(
+        self, inbox: Inbox, variables: Mapping[str, str], say: Callable[[str], None] | None
+    ) -> None:
+        """No other attempt is started here."""
+        self.record = flush_left(self.record, self.ranks, inbox, variables, say, self.url)
+
+
+def _launches(
+    start: _Start,
+    signals: Inbox,
+    newest: _Newest,
+    max_restarts: int,
+    name: Callable[[], NamedRun] | None,
+    say: Callable[[str], None] | None,
+) -> Ended:
+    """One after the other, until one is not followed by another."""
+    begun, done = False, 0
+    while True:
+        if signals.signalled and start.ours:
+            code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
+            why = "a signal came before the command was started"
+            return Ended(code, None, done, why, begun=begun)
+        named = name() if name is not None else None
+        verdict, found, ranks, asked = _launch(start, signals, named)
+        newest.note(found, ranks, named)
+        begun = begun or bool(ranks)
+        if say is not None and named is not None and named.problem:
+            say(f"--run: {named.problem}")
+        if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
+            return Ended(verdict.exit_code, None, done, verdict.why, begun=begun)
+        done += 1
+        if say is not None:
+            say(f"{verdict.why}; restart {done} of {max_restarts}")
+        claimed = [told for told in ranks if told.attempt is not None]
+        if claimed:
+            start = replace(_again(start, done, found), run=claimed[0].run)
 
 
 def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
