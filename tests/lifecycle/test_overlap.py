@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +79,42 @@ def test_what_a_device_copies_by_itself_is_waited_for_once_or_is_what_steps_come
     assert slow.locked == {}
     assert slow.held_back == 8 - 3  # three were proved, so they were waited for
     assert len(slow.copied) == 2 * 8 + 1  # at the boundary, and the rest; the final save is whole
+    assert as_saved(tmp_path, loop, two) == 8
+
+
+def test_what_a_step_on_another_stream_still_writes_is_waited_for_before_anything_is_read(
+    tmp_path, slow
+):
+    class Elsewhere(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                slow.asked.append(partial(parameter.data.sub_, parameter.grad.clone()))
+
+    class Waiting(Loop):
+        def tensors(self):
+            slow.finish("cpu")
+            return super().tensors()
+
+    def make(model):
+        return [Elsewhere(model.parameters(), 0.1)]
+
+    model = Model()
+    loop = Waiting(tmp_path, model, make(model))
+    assert not torch.equal(loop.states[0][0], loop.states[-1][0])
+    assert as_saved(tmp_path, loop, make) == 8
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_device_that_does_not_copy_is_said_once_and_every_save_is_whole(
+    tmp_path, slow, caplog, at
+):
+    slow.fails_at = at
+    model = Model()
+    loop = Loop(tmp_path, model, two(model))
+    assert slow.num_started == at
+    assert slow.locked == {}
+    assert caplog.text.count("the GPU does not copy by itself, so copies take longer: no mem") == 1
     assert as_saved(tmp_path, loop, two) == 8
 
 
@@ -286,16 +323,25 @@ def test_later_proofs_look_at_a_part_of_each_tensor_and_at_all_of_it_in_turn():
     assert proof_part(7, None) == (0, 7)
 
 
+@pytest.mark.parametrize("by", ["the rank", "its device"])
 @pytest.mark.parametrize("turn", [*range(PROOF_PARTS), None])
-def test_what_changes_in_the_part_that_is_looked_at_is_noticed(turn):
-    source = torch.randn(WORDS, WIDTH)
-    target = torch.zeros_like(source)
-    piece = Piece("w", source, target.data_ptr())
-    late = Overlapped([piece], proves=True, turn=turn)
-    first, end = proof_part(piece.num_bytes, turn)
-    source.data.view(torch.uint8).view(-1)[(first + end) // 2] += 1
-    late.fence()
-    assert late.changed == ["w"]
+def test_what_changes_in_the_part_that_is_looked_at_and_nowhere_else_is_noticed(turn, by):
+    device, source = SlowDevice(), torch.randn(WORDS, WIDTH)
+    a_side = side.Side(device) if by == "its device" else None
+    num_bytes, target = source.nbytes, torch.zeros_like(source)
+    if a_side is not None:
+        a_side.use([source])
+        a_side.register(memoryview(target.numpy()).cast("B"))
+    first, end = proof_part(num_bytes, turn)
+    for at in {first, (first + end) // 2, end - 1, end % num_bytes, first - 1}:
+        target.zero_()
+        late = Overlapped(
+            [Piece("w", source, target.data_ptr())], proves=True, turn=turn, side=a_side
+        )
+        source.data.view(torch.uint8).view(-1)[at] += 1
+        late.fence()
+        assert late.changed == (["w"] if first <= at % num_bytes < end else [])
+    assert bool(device.guarded) == (by == "its device")
 
 
 @pytest.mark.gpu

@@ -2,11 +2,12 @@
 
 As a GPU's stream beside those that train: what `start` was given is copied when the training thread
 waits for it, or when whatever it asks for next (`hold`) has to come behind it. Any other thread
-waits until then.
+waits until then. What was asked for on yet another stream (`asked`) is done when all is waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 
@@ -33,7 +34,11 @@ class Copies:
 
 
 class SlowDevice:
-    """`Platform` of the tests. `locked`: address -> bytes; `refuses`: why nothing is locked."""
+    """`Platform` of the tests.
+
+    `locked`: address -> bytes; `refuses`: why nothing is locked; `fails_at`: number of the
+    `start`, from 1, that raises when it has begun with all copies but the last.
+    """
 
     kind, is_used = "cpu", True
 
@@ -42,6 +47,18 @@ class SlowDevice:
         self.num_locked = self.held_back = 0
         self.copied = []  # bytes of each flight
         self.is_recording = False
+        self.asked, self.fails_at, self.num_started = [], 0, 0
+        self.guarded = []  # names of threads that asked for something under `on`
+
+    @contextlib.contextmanager
+    def on(self, device):
+        self.guarded.append(threading.current_thread().name)
+        yield
+
+    def finish(self, device):
+        asked, self.asked = self.asked, []
+        for each in asked:
+            each()
 
     def register(self, address, num_bytes, device):
         assert not any(a < address + num_bytes and address < a + n for a, n in self.locked.items())
@@ -59,6 +76,10 @@ class SlowDevice:
                 address <= target and target + source.nbytes <= address + num_bytes
                 for address, num_bytes in self.locked.items()
             )
+        self.num_started += 1
+        if self.num_started == self.fails_at:
+            self.asked.append(Copies(copies[:-1]).make)
+            raise RuntimeError("no memory for an event")
         self.copied.append(sum(source.nbytes for _, source in copies))
         return Copies(copies)
 

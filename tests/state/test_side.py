@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trainckpt.state import side as side_module
 from trainckpt.state.captured import Captured
 from trainckpt.state.cuda_calls import CudaCalls
 from trainckpt.state.replicas import PAGE_BYTES, sample_there
-from trainckpt.state.side import Side, brought_back
+from trainckpt.state.side import Flight, Side, brought_back, finish
 from trainckpt.state.stage import bytes_of, describe, private_memory, stage
 
 SIZE = 4 * mmap.PAGESIZE
@@ -96,6 +97,61 @@ def test_nothing_is_copied_into_an_arena_while_the_save_before_is_still_at_it(me
     assert flight.is_over
 
 
+def test_a_copy_that_the_device_refuses_is_made_as_ever_and_nothing_writes_to_its_place_later(
+    memory,
+):
+    device, said, first = SlowDevice(), [], begin(memory)
+    side = Side(device, said.append)
+    sources = [torch.full((64,), number, dtype=torch.uint8) for number in (1, 2)]
+    side.use(sources)
+    side.register(memory)
+    side.start([(first, sources[0])])  # by itself, and still at it when the next one fails
+    device.fails_at = 2
+    flight = side.start([(first + 64, sources[0]), (first + 128, sources[1])])
+    assert flight.is_over
+    assert device.asked == []
+    assert bytes(memory[64:192]) == bytes(64 * [1] + 64 * [2])
+    side.copy([(first + 64, sources[1])])
+    assert bytes(memory[64:128]) == bytes(64 * [2])
+    assert device.num_started == 2
+    assert len(said) == 1
+    assert "no memory for an event" in said[0]
+
+
+def test_where_one_device_fails_the_copies_of_the_one_before_are_waited_for_as_well(memory):
+    device, finished = SlowDevice(), []
+    device.finish = finished.append
+    device.locked = {begin(memory): SIZE}
+    device.fails_at = 2
+    here, there = torch.ones(64, dtype=torch.uint8), torch.ones(64, device="meta")
+    flight = Flight(device, [(begin(memory), here), (begin(memory), there)])
+    with pytest.raises(RuntimeError, match="no memory"):
+        flight.start()
+    flight.wait()
+    assert bytes(memory[:64]) == bytes_of(here)
+    assert finished == [there.device]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="Linux alone")
+def test_a_forked_process_has_no_page_that_a_device_writes_to(memory):
+    assert "dc" not in flags_of(begin(memory))
+    used(SlowDevice()).register(memory)
+    assert "dc" in flags_of(begin(memory))
+
+
+def flags_of(address):
+    """What /proc/self/smaps says of the mapping that holds it."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            low, high = (int(end, 16) for end in words[0].split("-"))
+            is_it = low <= address < high
+        elif is_it and words[0] == "VmFlags:":
+            return words[1:]
+    raise AssertionError(f"{address:x} is not mapped")
+
+
 def test_once_a_graph_was_recorded_all_is_copied_at_the_boundary(memory):
     device, captured = SlowDevice(), Captured({"w": torch.ones(64)})
     regions, side = describe(captured, ()), used(device)
@@ -112,9 +168,10 @@ def test_once_a_graph_was_recorded_all_is_copied_at_the_boundary(memory):
 def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
     monkeypatch.setattr(side_module, "PART_BYTES", 1000)
     source = torch.randn(1001).bfloat16()
-    parts = [(at, bytes(bytes_of(part))) for at, part in brought_back(source)]
-    assert b"".join(part for _, part in parts) == bytes_of(source)
-    assert [at for at, _ in parts] == [0, 1000, 2000]
+    for first, end, begins in ((0, 2002, [0, 1000, 2000]), (1, 1002, [1, 1001]), (3, 3, [])):
+        parts = [(at, bytes(bytes_of(part))) for at, part in brought_back(source, first, end)]
+        assert b"".join(part for _, part in parts) == bytes_of(source)[first:end]
+        assert [at for at, _ in parts] == begins
 
 
 def test_a_sample_is_the_same_wherever_it_is_taken():
@@ -151,5 +208,11 @@ def test_cuda_locks_memory_writes_to_it_and_refuses_without_a_trace(memory):
     nowhere = (ctypes.c_ubyte * SIZE).from_address(mmap.PAGESIZE)
     side.register(memoryview(nowhere).cast("B"))
     assert len(said) == 1
+    beside = torch.cuda.Stream()
+    with torch.cuda.stream(beside):
+        torch.cuda._sleep(10**9)  # cycles
+    assert not beside.query()
+    finish([source])
+    assert beside.query()
     source.add_(1.0)  # a kernel of this thread reports no failure of before
     torch.cuda.synchronize()

@@ -1,13 +1,15 @@
 """Capture: live objects -> names, tensors and values of this rank. The mirror of `apply`.
 
-Call it at a boundary, on the training thread. Copies nothing: `stage` does, before training
-goes on.
+Call it at a boundary, on the training thread. What devices were asked for is done when it returns,
+on whatever stream (`side.finish`), so any thread may read. Copies nothing: `stage` does, before
+training goes on.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainckpt.state import side
 from trainckpt.state.captured import Captured
 from trainckpt.state.kinds import ddp, fsdp, gradients, rng, tracked_file
 
@@ -25,6 +27,7 @@ def capture(registry: Registry) -> Captured:
         values.UnknownValue: something tracked holds a value that cannot be stored; by path.
     """
     out = Captured()
+    side.finish(registry.all_parameters())
     # Collective, so before anything that may fail on one rank alone and leave the others waiting.
     out.values[DDP] = {}
     for model in registry.models:
@@ -52,4 +55,5 @@ def capture(registry: Registry) -> Captured:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
     rng.capture(out)
+    side.finish(out.tensors.values())  # what was made for it, and devices without parameters
     return out

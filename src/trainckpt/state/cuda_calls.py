@@ -35,11 +35,29 @@ class CudaCalls:
         """Whether there may be tensors on such a device."""
         return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
 
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """This thread calls CUDA for a device, whatever others record meanwhile."""
+        driver, mode = _driver(), ctypes.c_int(RELAXED)
+        with torch.cuda.device(device):
+            if driver is not None:
+                driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                if driver is not None:  # back to what it was
+                    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def finish(self, device: torch.device) -> None:
+        """Return when all that was asked of it by now is done, on whatever stream."""
+        with self.on(device):
+            torch.cuda.synchronize(device)
+
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
         """Lock memory; why not, or ""."""
 
         def call() -> str:
-            with _on(device):
+            with self.on(device):
                 cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 code = cudart.cudaHostRegister(address, num_bytes, PORTABLE)
                 return "" if int(code) == 0 else str(cudart.cudaGetErrorString(code))
@@ -50,7 +68,7 @@ class CudaCalls:
         """Let it go."""
 
         def call() -> str:
-            with _on(device):
+            with self.on(device):
                 cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
                 cudart.cudaHostUnregister(address)
             return ""
@@ -61,7 +79,10 @@ class CudaCalls:
     def start(
         self, device: torch.device, copies: Sequence[tuple[int, torch.Tensor]]
     ) -> torch.cuda.Event:
-        """Begin these copies to addresses once what was asked of the device is done."""
+        """Begin these copies to addresses once what this thread's stream was asked for is done.
+
+        If it raises, some of them may have begun: `finish` waits for those.
+        """
         with torch.cuda.device(device):
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -77,7 +98,7 @@ class CudaCalls:
 
     def wait(self, device: torch.device, copies: torch.cuda.Event) -> None:
         """Return when what `start` gave is done; any thread."""
-        with _on(device):
+        with self.on(device):
             copies.synchronize()
 
     def is_over(self, copies: torch.cuda.Event) -> bool:
@@ -117,20 +138,6 @@ def _alone(call: Callable[[], str]) -> str:
     thread.start()
     thread.join()
     return said[0]
-
-
-@contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """This thread calls CUDA for a device, whatever others record meanwhile."""
-    driver, mode = _driver(), ctypes.c_int(RELAXED)
-    with torch.cuda.device(device):
-        if driver is not None:
-            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            if driver is not None:  # back to what it was
-                driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 @cache

@@ -18,7 +18,6 @@ What has changed spoils that save, and is copied at the boundary from then on.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trainckpt.state.side import Side, brought_back
+from trainckpt.state.side import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -40,8 +39,6 @@ CHUNK_BYTES = 16 << 20  # so that two threads can share a tensor
 FENCE_WITHIN_S = 60.0  # a proof waits so long for a step; after that it is made beside training
 PROOF_PARTS = 4  # of each tensor: what is written to out of sight is most often all of it
 IN_FLIGHT_S = 0.05  # an operation counts a tensor's version only when it has ended
-
-_memcmp = ctypes.CDLL(None if os.name == "posix" else "msvcrt").memcmp
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Overlapped:
         num_threads: int = 1,
         side: Side | None = None,
     ) -> None:
-        side = side or Side()
+        self._side = side = side or Side()
         self.proves = proves
         self.changed: list[str] = []
         self._pieces = pieces
@@ -187,7 +184,8 @@ class Overlapped:
 
     def _is_as_it_was(self, piece: Piece) -> bool:
         if piece.target in self._on_device:
-            return _equal(piece)
+            part = proof_part(piece.num_bytes, self._turn)
+            return self._side.proves(piece.target, piece.source, *part)
         copied, was = self._digest(piece, piece.target), self._digests[piece.target]
         return copied == was and self._digest(piece, piece.source.data_ptr()) == was
 
@@ -286,18 +284,3 @@ def _chunks(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
 def _digest(address: int, num_bytes: int) -> bytes:
     data = (ctypes.c_ubyte * num_bytes).from_address(address)
     return bytes(xxhash.xxh3_128(memoryview(data)).digest())
-
-
-def _equal(piece: Piece) -> bool:
-    """On a device: by their bytes, a NaN equals itself."""
-    return all(
-        not _compare(piece.target + at, part.data_ptr(), part.numel())
-        for at, part in brought_back(piece.source)
-    )
-
-
-def _compare(target: int, source: int, num_bytes: int) -> int:
-    """0 if the bytes are equal; without the interpreter's lock."""
-    return int(
-        _memcmp(ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes))
-    )

@@ -5,10 +5,11 @@
     copy        at a boundary: behind what training has asked of the GPU so far; waited for once
     start       beside training: `Flight.hold` has the stream that steps wait, not the thread
     keep        memory is about to lose pages, or to end
+    finish      before anything is read at a boundary: on whatever stream training has asked
 
 Only registered memory is written to in this way, and only from tensors whose bytes lie in one run.
-Everything else is copied as ever: from other devices, and where the driver refuses the memory,
-which is said once. Which calls that takes of a kind of device is the `Platform`'s to know.
+Everything else is copied as ever: from other devices, and once the driver has refused memory or a
+copy, which is said once. Which calls that takes of a kind of device is the `Platform`'s to know.
 
 Threads: the one that trains; another may `register` and `keep` where that one waits for it; and the
 saving thread waits for a flight.
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,8 +30,11 @@ from trainckpt.state.cuda_calls import CudaCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 PART_BYTES = 16 << 20  # brought back at a time, to be compared
+
+_libc = ctypes.CDLL(None if os.name == "posix" else "msvcrt")
 
 
 class Platform(Protocol):
@@ -40,6 +46,12 @@ class Platform(Protocol):
     def is_used(self) -> bool:
         """Whether there may be tensors on such a device."""
 
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Where any thread may ask it for something, whatever others record meanwhile."""
+
+    def finish(self, device: torch.device) -> None:
+        """Return when all that was asked of it by now is done, on whatever stream."""
+
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
         """Lock memory; why not, or ""."""
 
@@ -47,7 +59,10 @@ class Platform(Protocol):
         """Let it go."""
 
     def start(self, device: torch.device, copies: Sequence[tuple[int, torch.Tensor]]) -> Any:
-        """Begin these copies to addresses once what was asked of the device is done."""
+        """Begin these copies to addresses once what this thread's stream was asked for is done.
+
+        If it raises, some of them may have begun: `finish` waits for those.
+        """
 
     def wait(self, device: torch.device, copies: Any) -> None:
         """Return when what `start` gave is done; any thread."""
@@ -63,6 +78,18 @@ class Platform(Protocol):
         """Whether what is asked now is recorded, to be done again and again."""
 
 
+def finish(tensors: Iterable[torch.Tensor], platform: Platform | None = None) -> None:
+    """Return when the devices of these have done what they were asked for, on whatever stream.
+
+    At a boundary, before anything is read: the stream that is current there knows nothing of one on
+    which the script has taken its step.
+    """
+    platform = platform or CudaCalls()
+    if platform.is_used:
+        for device in {t.device for t in tensors if t.device.type == platform.kind}:
+            platform.finish(device)
+
+
 class Flight:
     """Copies under way, of one save. Their sources stay until they are waited for."""
 
@@ -72,12 +99,22 @@ class Flight:
         for copy in copies:
             by_device.setdefault(copy[1].device, []).append(copy)
         self._sources = by_device
-        self._parts = [(device, platform.start(device, c)) for device, c in by_device.items()]
+        self._parts: list[tuple[torch.device, Any]] = []
+        self._broken: torch.device | None = None  # some of its copies may have begun
+
+    def start(self) -> None:
+        """Once. If it raises, `wait` returns when nothing is copied any more."""
+        for device, copies in self._sources.items():
+            self._broken = device
+            self._parts.append((device, self._platform.start(device, copies)))
+        self._broken = None
 
     def wait(self) -> None:
         """Return when all is copied. Any thread, more than once."""
         for device, part in self._parts:
             self._platform.wait(device, part)
+        if self._broken is not None:
+            self._platform.finish(self._broken)
         self._sources = {}
 
     def hold(self) -> None:
@@ -135,9 +172,9 @@ class Side:
         if known is not None:  # it was shorter for a while, and has other pages since
             self._unregister(address)
         device = min(self._devices, key=str)
+        _keep_from_children(address, len(memory))
         if why := self._platform.register(address, len(memory), device):
-            self._is_refused = True
-            self._say(f"memory cannot be locked for the GPU, so copies take longer: {why}")
+            self._refuse(f"memory cannot be locked for the GPU, so copies take longer: {why}")
         else:
             self._registered[address] = _Registered(device, len(memory))
 
@@ -179,9 +216,24 @@ class Side:
         )
 
     def start(self, copies: Iterable[tuple[int, torch.Tensor]]) -> Flight:
-        """Begin copies that are taken: of what the device has been asked for by now."""
-        self._last = flight = Flight(self._platform, copies)
-        return flight
+        """Begin copies that are taken: of what the device has been asked for by now.
+
+        They are made at once, as ever, where the device has refused any, or does so now.
+        """
+        copies = tuple(copies)
+        if not self._is_refused:
+            self._last = flight = Flight(self._platform, copies)
+            try:
+                flight.start()
+            except RuntimeError as error:
+                flight.wait()  # else it would write on to memory that is used for something else
+                self._refuse(f"the GPU does not copy by itself, so copies take longer: {error}")
+            else:
+                return flight
+        self._last = Flight(self._platform, ())
+        for target, source in copies:
+            _copy(target, source)
+        return self._last
 
     def copy(self, copies: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Make copies that are taken."""
@@ -194,19 +246,34 @@ class Side:
         self.is_replayed = self.is_replayed or recording
         return recording
 
+    def proves(self, target: int, source: torch.Tensor, first: int, end: int) -> bool:
+        """Whether these bytes of a tensor that was taken are those of its copy. Any thread.
+
+        By their bytes, a NaN equals itself.
+        """
+        with self._platform.on(source.device):
+            return all(
+                not _compare(target + at, part.data_ptr(), part.numel())
+                for at, part in brought_back(source, first, end)
+            )
+
+    def _refuse(self, why: str) -> None:
+        self._is_refused = True
+        self._say(why)
+
     def _unregister(self, address: int) -> None:
         self._platform.unregister(address, self._registered.pop(address).device)
 
 
-def brought_back(source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """The bytes of a tensor whose bytes lie in one run, in parts on the CPU, and where each began.
+def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Bytes of a tensor whose bytes lie in one run, in parts on the CPU, and where each began.
 
     A part is gone when the next is taken.
     """
     flat = source.detach().reshape(-1).view(torch.uint8)
-    scratch = _scratch(min(PART_BYTES, flat.numel()), pinned=source.is_cuda)
-    for at in range(0, flat.numel(), PART_BYTES):
-        part = flat[at : at + PART_BYTES]
+    scratch = _scratch(min(PART_BYTES, end - first), pinned=source.is_cuda)
+    for at in range(first, end, PART_BYTES):
+        part = flat[at : min(at + PART_BYTES, end)]
         yield at, scratch[: part.numel()].copy_(part)
 
 
@@ -215,6 +282,28 @@ def _scratch(num_bytes: int, *, pinned: bool) -> torch.Tensor:
         with contextlib.suppress(RuntimeError):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@torch.no_grad()
+def _copy(target: int, source: torch.Tensor) -> None:
+    flat = source.detach().reshape(-1).view(torch.uint8)
+    block: Any = (ctypes.c_ubyte * flat.numel()).from_address(target)
+    torch.frombuffer(block, dtype=torch.uint8).copy_(flat)
+
+
+def _compare(target: int, source: int, num_bytes: int) -> int:
+    """0 if the bytes are equal; without the interpreter's lock."""
+    return int(
+        _libc.memcmp(ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes))
+    )
+
+
+def _keep_from_children(address: int, num_bytes: int) -> None:
+    """A process that is forked shares no page of it: else the next write here would move the page
+    to another place, and the GPU go on writing to the old one.
+    """
+    if hasattr(mmap, "MADV_DONTFORK"):
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTFORK)
 
 
 def _address(memory: memoryview) -> int:
