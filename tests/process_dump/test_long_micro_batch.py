@@ -21,6 +21,7 @@ from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
 from trainckpt.cli import dumps
 from trainckpt.format.dump import DumpRecord
 from trainckpt.lifecycle.places.place import open_directory
+from trainckpt.supervisor.held import HeldMemory
 from trainckpt.tiers.memory import ROOT_VARIABLE
 
 HELD_S, DEADLINE_S = 11.0, 10.0
@@ -148,7 +149,8 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
         images = Path(run.run) / "dumps" / third["name"] / "images"
         with its_host("elsewhere", images.parent / "dump.json"):
             asked = argparse.Namespace(run=run.run, at=None, nproc=None, dumps=None, tiers=None)
-            assert dumps.restored(open_directory(run.run), asked, ([], ".", 2), None) is None
+            place, memory = open_directory(run.run), HeldMemory()
+            assert dumps.restored(place, asked, ([], ".", 2), None, memory) is None
             said = capsys.readouterr().err
             assert f"{third['name']} is not restored: it was taken on elsewhere, this is" in said
         largest = max(images.iterdir(), key=lambda path: path.stat().st_size)

@@ -31,6 +31,7 @@ from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
 from trainckpt.supervisor.dumpable import Dumpable
 from trainckpt.supervisor.dumping import Dumping, Launch
+from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
 from trainckpt.supervisor.restored import Dumped, GoesOn, supervise_restored
 from trainckpt.supervisor.signals import Inbox
@@ -421,7 +422,7 @@ def test_two_who_restore_one_dump_do_not_both(criu_here, counting, tmp_path):
         named = kind(str(counting.tier.root), ["python"], str(tmp_path), 1)
         dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
         with Inbox() as inbox, pytest.raises(GoesOn, match=why):
-            supervise_restored(dumped, inbox)
+            supervise_restored(dumped, inbox, HeldMemory())
         assert tree.taken(record.tasks) == []
 
     folder = os.open(counting.tier.root / NAME.folder, os.O_RDONLY)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.dump import DumpRecord
+    from trainckpt.supervisor.held import HeldMemory
     from trainckpt.supervisor.signals import Inbox
     from trainckpt.supervisor.supervise import Ended
     from trainckpt.tiers.places import Place
@@ -76,9 +77,12 @@ def restored(
     arguments: argparse.Namespace,
     command: tuple[list[str], str, int],
     inbox: Inbox,
+    memory: HeldMemory,
     max_restarts: int = 0,
 ) -> Ended | None:
     """How the newest dump ended that was brought back; None: there is none, or it cannot be.
+
+    `memory`: where its ranks' is held.
 
     Raises:
         GoesOn: somebody else goes on from it: nothing is launched beside that.
@@ -91,7 +95,8 @@ def restored(
         record = _newest(tier)
         if record is None:
             return None
-        return supervise_restored(_dumped(tier, record, arguments, command, max_restarts), inbox)
+        dumped = _dumped(tier, record, arguments, command, max_restarts)
+        return supervise_restored(dumped, inbox, memory)
     except GoesOn:
         raise
     except NotNow as error:

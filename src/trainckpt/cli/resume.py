@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -20,6 +21,7 @@ from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.command import take_max_restarts, torchrun_command
 from trainckpt.supervisor.early_stop import ask_to_be_queued_again
+from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import RESTART_VARIABLE, supervise
@@ -66,17 +68,18 @@ def execute(arguments: argparse.Namespace) -> int:
     prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
     say(prefix + shlex.join(launch.redact_arguments(command)))
     restarts, cwd = _max_restarts(arguments), _folder(facts, elsewhere)
-    with Inbox() as inbox:
+    with Inbox() as inbox, contextlib.closing(HeldMemory()) as memory:
         dumped = None
         if not elsewhere:
-            dumped = dumps.restored(tier, arguments, (command, cwd, nproc), inbox, restarts)
+            launched = command, cwd, nproc
+            dumped = dumps.restored(tier, arguments, launched, inbox, memory, restarts)
         if dumped is not None and not dumped.again:
             ended = dumped
         else:
             environment = _variables(facts, arguments, given, elsewhere)
             again = _Again(tier, facts, command, cwd, nproc, environment, with_torchrun)
             run = None if elsewhere else tier.url
-            ended = _launched(again, arguments, inbox, restarts, run, dumped)
+            ended = _launched(again, arguments, inbox, memory, restarts, run, dumped)
         ask_to_be_queued_again(ended, inbox, facts=facts)
     return report(ended, as_json=arguments.json)
 
@@ -98,6 +101,7 @@ def _launched(
     again: _Again,
     arguments: argparse.Namespace,
     inbox: Inbox,
+    memory: HeldMemory,
     restarts: int,
     run: str | None,
     dumped: Ended | None,
@@ -127,6 +131,8 @@ def _launched(
         inbox=inbox,
         run=run,
         dumpable=dumps.dumpable(arguments, say),
+        memory=memory,
+        before=dumped.record if dumped is not None else None,
     )
     return replace(ended, restarts=ended.restarts + done)
 

@@ -30,7 +30,6 @@ from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted
 from trainckpt.supervisor.dumpable import outputs
 from trainckpt.supervisor.flush_left import flush_left
-from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.left_dump import tell_who_goes_on
 from trainckpt.supervisor.orders import starts_again
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.run.told import Told
     from trainckpt.process_dump.restore import Whole
     from trainckpt.supervisor.dumpable import Dumpable
+    from trainckpt.supervisor.held import HeldMemory
     from trainckpt.supervisor.logs import Logs
     from trainckpt.supervisor.record import NamedRun
     from trainckpt.supervisor.signals import Inbox
@@ -85,8 +85,13 @@ class Dumped:
     key: bytes = b""
 
 
-def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
+def supervise_restored(dumped: Dumped, inbox: Inbox, memory: HeldMemory) -> Ended:
     """Bring it back, and look after it to its end. Main thread.
+
+    Args:
+        dumped: What is brought back.
+        inbox: An entered one.
+        memory: Where its ranks' is held: also for what is started again after it.
 
     Raises:
         NotNow: it cannot be restored, and may be once what is against it is no more.
@@ -95,27 +100,26 @@ def supervise_restored(dumped: Dumped, inbox: Inbox) -> Ended:
             attempt says why, and nothing of it runs.
     """
     record, named, folder = dumped.record, dumped.named, Path(dumped.record.folder)
-    with contextlib.closing(HeldMemory()) as memory:
-        with contextlib.ExitStack() as closing:
-            with _alone(dumped), restore.examined(dumped.tier, record, key=dumped.key) as whole:
-                logs = closing.enter_context(_outputs(dumped, folder))
-                closing.enter_context(memory.serving(folder))
-                closing.callback(named.close)
-                attempt = _claim(dumped)
-                _bring_back(dumped, whole, attempt)
-            with contextlib.suppress(OSError):
-                shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
-            process = Adopted(record.root)
-            launched = Launched(
-                process, folder, inbox,
-                has_agent=dumped.has_agent, ours=LISTENS in dumped.facts, named=named,
-                dumping=dumped.dumpable.dumping(process, folder, logs, named),
-            )  # fmt: skip
-            course = launched.run()
-            ranks = launched.told()
-        # They know their attempt by the number under which they began.
-        ranks = [replace(r, attempt=attempt) if r.attempt is not None else r for r in ranks]
-        return _ended(dumped, course, ranks, inbox)
+    with contextlib.ExitStack() as closing:
+        with _alone(dumped), restore.examined(dumped.tier, record, key=dumped.key) as whole:
+            logs = closing.enter_context(_outputs(dumped, folder))
+            closing.enter_context(memory.serving(folder))
+            closing.callback(named.close)
+            attempt = _claim(dumped)
+            _bring_back(dumped, whole, attempt)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
+        process = Adopted(record.root)
+        launched = Launched(
+            process, folder, inbox,
+            has_agent=dumped.has_agent, ours=LISTENS in dumped.facts, named=named,
+            dumping=dumped.dumpable.dumping(process, folder, logs, named),
+        )  # fmt: skip
+        course = launched.run()
+        ranks = launched.told()
+    # They know their attempt by the number under which they began.
+    ranks = [replace(r, attempt=attempt) if r.attempt is not None else r for r in ranks]
+    return _ended(dumped, course, ranks, inbox)
 
 
 @contextlib.contextmanager

@@ -121,6 +121,8 @@ def supervise(
     inbox: Inbox | None = None,
     run: str | None = None,
     dumpable: Dumpable | None = None,
+    memory: HeldMemory | None = None,
+    before: AttemptRecord | None = None,
 ) -> Ended:
     """Run `command` to its end, and again where it failed. Main thread.
 
@@ -137,6 +139,8 @@ def supervise(
         inbox: An entered one, where signals are heard already.
         run: Directory of the run that will most likely go on; its snapshot is read ahead.
         dumpable: Launch it so that its processes can be dumped, and do so when asked.
+        memory: Held for the attempt before; it is closed with the rest. None: there was none.
+        before: The attempt before, if its processes ended under this supervisor.
 
     Raises:
         ConfigurationError: the command cannot be started.
@@ -150,13 +154,13 @@ def supervise(
     variables.pop(DUMPS_VARIABLE, None)
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
-    memory = HeldMemory()
+    memory = memory or HeldMemory()
     start = _Start(command, variables, cwd, output, watch, ours, memory, run, dumpable)
     with (
         contextlib.closing(memory),
         contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals,
     ):
-        newest = _Newest()
+        newest = _Newest(before, (), run)
         try:
             ended = _launches(start, signals, newest, max_restarts, name, say)
         finally:  # whatever ended it, also before the last launch claimed an attempt
