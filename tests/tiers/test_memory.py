@@ -78,6 +78,25 @@ def test_who_has_locked_an_arenas_pages_hears_of_it_before_they_go(place):
     assert heard[3:] == [(5_000, 0)]
 
 
+def test_no_other_process_gets_an_arena_that_was_given_another_mapping(place, tmp_path):
+    """A mapping has a descriptor of its own, and to close that gives up the process's lock."""
+    tries = """
+        import sys
+        from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
+        for number in range(2):
+            try:
+                MemoryPlace.of(sys.argv[1]).arena(0, number)
+            except MemoryTaken:
+                print("taken")
+    """
+    grown, begun = filled(place, b"x" * 10_000), filled(place, b"x" * 10_000, number=1)
+    grown.reserve(100_000)
+    begun.begin(100_000)
+    assert other_process(tries, tmp_path) == "taken\ntaken"
+    grown.close()
+    begun.close()
+
+
 def test_it_outlives_the_process_that_wrote_it(place, tmp_path):
     other_process(
         """

@@ -97,9 +97,14 @@ class Arena:
 
     def _take(self) -> None:
         """For new content: what it held is found no more."""
-        # Again: whoever in this process has read it has given up the process's lock on closing it.
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock()
         self.retract()
+
+    def _lock(self) -> None:
+        """Again: closing any descriptor of it gives up the process's lock, such as that of whoever
+        in this process has read it, or the mapping's own.
+        """
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _resize(self, num_bytes: int) -> os.stat_result:
         """Make it that long; what it was like before."""
@@ -121,6 +126,7 @@ class Arena:
         is_mapped = self._mapping is not None and len(self._mapping) >= num_bytes
         if not is_mapped:
             self._unmap()
+            self._lock()
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
             with contextlib.suppress(OSError):  # a loader worker needs no page of it
                 self._mapping.madvise(mmap.MADV_DONTFORK)
@@ -134,8 +140,13 @@ class Arena:
                 populate(self.memory[first : first + size])
 
     def empty(self) -> None:
-        """Give back what was reserved: half of it is of no use to anybody."""
+        """Give back what was reserved: half of it is of no use to anybody.
+
+        Raises:
+            OSError: another process has it by now; it is left alone.
+        """
         self._unmap()
+        self._lock()
         os.ftruncate(self._descriptor, 0)
 
     def _unmap(self) -> None:
