@@ -2,7 +2,7 @@
 
 drop         the connection is closed before the server hears of it
 lose         the server does it, and the connection is closed before its answer
-401, 500, 503, 507   is answered, and the server does not hear of it
+200, 302, 401, 500, 503, 507   is answered, and the server does not hear of it
 cut          half of the answer, then the connection is closed
 hold         nothing happens until `let_go` is called; then all goes on as if nothing had been
 """
@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 DROP, LOSE, CUT, HOLD = "drop", "lose", "cut", "hold"
-CODES = {401: "Unauthorized", 500: "InternalError", 503: "SlowDown", 507: "InsufficientStorage"}
+CODES = {
+    200: "Page", 302: "Elsewhere", 401: "Unauthorized", 500: "InternalError", 503: "SlowDown",
+    507: "InsufficientStorage",
+}  # fmt: skip
 _HOP = {"connection", "keep-alive", "transfer-encoding"}
 
 

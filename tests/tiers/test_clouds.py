@@ -11,11 +11,13 @@ import traceback
 from itertools import cycle
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tests.cloud_servers import ACCOUNT_KEY
 from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
 from tests.faults.test_object_store import Clock
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
 from trainckpt.tiers.calls import Calls, Limits
 from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
 from trainckpt.tiers.redacted import redacted
@@ -248,3 +250,44 @@ def test_googles_refusals_say_what_to_do(gcs_server, at, monkeypatch, tmp_path):
         shown, trace = said_by("gs://bucket/run", lambda tier: tier.size("k"))
     assert "roles/storage.objectUser" in shown
     assert "MII" not in trace + shown
+
+
+@pytest.mark.parametrize(("server", "url"), [("gcs_server", "gs://bucket")])
+def test_a_page_of_somebody_between_is_no_answer_of_googles(store):
+    tier, between = store
+    tier = tier(HASTY)
+    write(tier, "first")  # once it is also asked whether there is such a bucket
+    for number in range(1, requests_of(tier, between, "second") + 1):
+        for status in (200, 302):
+            name = f"{status}-{number}"
+            between.reset({number: status}.get)
+            with pytest.raises(TierUnavailable, match=f"{status} "):
+                write(tier, name)
+            between.reset(lambda _: 302)
+            with pytest.raises(TierUnavailable, match="302 "):
+                tier.remove("first/small")
+    between.reset()
+    assert is_whole(tier, "first")
+
+
+def test_a_login_that_could_not_be_renewed_just_now_is_tried_again(
+    gcs_server, at, monkeypatch, tmp_path
+):
+    made = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    how = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    account = tmp_path / "account.json"
+    with proxy(gcs_server.port) as between:
+        at(gcs_server)
+        key = {
+            "type": "service_account", "client_email": "a@b", "project_id": "p",
+            "private_key": made.private_bytes(*how).decode(),
+            "token_uri": f"http://127.0.0.1:{between.port}/token",
+        }  # fmt: skip
+        account.write_text(json.dumps(key))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(account))
+        for fault, expected in ((503, "tried 1 times"), (DROP, "tried 1 times"), (401, "401")):
+            between.reset(lambda _, fault=fault: fault)
+            shown, _ = said_by("gs://bucket/run", lambda tier: tier.size("k"))
+            assert between.requests[0] == ("POST", "/token")
+            assert expected in shown, fault
+            assert ("tried 1 times" in shown) is (fault != 401)

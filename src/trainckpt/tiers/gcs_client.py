@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from email.utils import parsedate_to_datetime
 from io import BytesIO
@@ -28,7 +29,14 @@ from trainckpt.tiers.object_client import (
     must_be_small,
     to_seconds,
 )
-from trainckpt.tiers.refusals import BEYOND, NO_BUCKET, Refused, is_missing_bucket, meaning
+from trainckpt.tiers.refusals import (
+    BEYOND,
+    NO_BUCKET,
+    Refused,
+    is_missing_bucket,
+    meaning,
+    no_answer_behind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -70,15 +78,17 @@ class GcsClient(ObjectClient):
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
         """Write one object in one request; readers see the old one or the new one."""
         more = {"ifGenerationMatch": "0"} if create_only else {}
-        self.ask(
+        answer = self.ask(
             "POST", self._objects(path, "upload/"), DATA_S, data=data,
             params={"uploadType": "media", "name": _key(path), **more},
         )  # fmt: skip
+        if (has := _size(answer)) != len(data):
+            raise _no_object(answer, f"it has {has} bytes of {path}, sent were {len(data)}")
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None if there is none."""
         found = self._look(path)
-        return None if found is None else int(_parsed(found)["size"])
+        return None if found is None else _size(found)
 
     def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
         """So many bytes, or fewer if the object ends before."""
@@ -135,7 +145,9 @@ class GcsClient(ObjectClient):
             params={"uploadType": "resumable", "name": _key(path)},
             data=b"{}", headers={"Content-Type": "application/json"},
         )  # fmt: skip
-        return _ResumableUpload(self, answer.headers["Location"])
+        if not (session := answer.headers.get("Location")):
+            raise _no_object(answer, "it began no upload")
+        return _ResumableUpload(self, session)
 
     def must_have_bucket(self, path: str) -> None:
         """Raise what the store says if there is no such bucket."""
@@ -143,22 +155,44 @@ class GcsClient(ObjectClient):
 
     def ask(
         self, method: str, url: str, within_s: float = CALL_S, *, params: Mapping[str, str] = {},
-        data: bytes | None = None, headers: Mapping[str, str] = {},
+        data: bytes | None = None, headers: Mapping[str, str] = {}, also: int = 0,
     ) -> _Answer:  # fmt: skip
-        """The answer to one request.
+        """The answer to one request: 2xx, or `also`.
 
         Raises:
-            Refused: the store said no.
+            Refused: the store said no, or somebody before it, such as a proxy's page for logins.
         """
-        # On this thread, not on the loop's, where everything else would wait for it.
-        self._fs.credentials.maybe_refresh()
+        self._log_in()
         answer: _Answer = sync(
             self._fs.loop, self._once, method, url, dict(params), data, dict(headers),
             timeout=within_s,
         )  # fmt: skip
-        if answer.status >= 400:
+        if not 200 <= answer.status < 300 and answer.status != also:
             raise _refused(answer, of_bucket=_OF_BUCKET.search(url) is not None)
         return answer
+
+    def _log_in(self) -> None:
+        """Let gcsfs renew the login where it is due.
+
+        It sets no limit to it: so on a thread that nobody has to wait for.
+        """
+        raised: list[Exception] = []
+
+        def renew() -> None:
+            try:
+                self._fs.credentials.maybe_refresh()
+            except Exception as error:  # noqa: BLE001 - raised below
+                raised.append(error)
+
+        if self._fs.credentials.credentials is None:
+            return  # asks as nobody
+        thread = threading.Thread(target=renew, name="trainckpt-login", daemon=True)
+        thread.start()
+        thread.join(CALL_S)
+        if thread.is_alive():
+            raise TimeoutError(f"the login was not renewed within {CALL_S:.0f} s")
+        if raised:
+            raise no_answer_behind(raised[0]) or raised[0]
 
     async def _once(
         self, method: str, url: str, params: dict[str, str], data: bytes | None,
@@ -272,6 +306,7 @@ class _ResumableUpload:
                 DATA_S,
                 data=data,
                 headers={"Content-Range": told},
+                also=INCOMPLETE,
             )
         except Refused as error:
             if error.status_code != 410:
@@ -285,7 +320,7 @@ class _ResumableUpload:
             end = answer.headers.get("Range", "").rpartition("-")[2]
             has = (int(end) + 1) // STEP * STEP if end.isdigit() else 0
         else:
-            has = int(_parsed(answer)["size"])
+            has = _size(answer)
         if not self._taken <= has <= size or (answer.status != INCOMPLETE and has != size):
             raise Refused(410, "", f"the store has {has} bytes, sent were {self._taken} to {size}")
         del self._held[: has - self._taken]
@@ -297,8 +332,25 @@ def _key(path: str) -> str:
 
 
 def _parsed(answer: _Answer) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(answer.body)
+    try:
+        found = json.loads(answer.body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _no_object(answer, answer.body[:300].decode(errors="replace"))
     return found
+
+
+def _size(answer: _Answer) -> int:
+    """Bytes of the object that an answer is about."""
+    size = str(_parsed(answer).get("size", ""))
+    if not size.isdecimal():
+        raise _no_object(answer, "it names no object's size")
+    return int(size)
+
+
+def _no_object(answer: _Answer, what: str) -> Refused:
+    return Refused(answer.status, "", f"is not what such a store answers: {what}")
 
 
 def _refused(answer: _Answer, *, of_bucket: bool) -> Refused:

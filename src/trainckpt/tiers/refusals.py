@@ -77,6 +77,11 @@ def meaning(error: BaseException) -> str:
     return _of_the_system(error)
 
 
+def no_answer_behind(error: BaseException) -> BaseException | None:
+    """What among its causes says that no answer came: a word around it may hide that."""
+    return next((each for each in _causes(error) if _is_unanswered(each)), None)
+
+
 def is_missing_bucket(error: BaseException) -> bool:
     """Whether not the object is absent, but all that could hold it."""
     return any(_answer(each)[0] in _NO_BUCKET for each in _causes(error))
