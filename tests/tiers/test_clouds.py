@@ -8,9 +8,11 @@ import random
 import subprocess
 import sys
 import traceback
+from functools import partial
 from itertools import cycle
 
 import pytest
+from azure.core.exceptions import HttpResponseError
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
@@ -18,6 +20,7 @@ from tests.cloud_servers import ACCOUNT_KEY
 from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
 from tests.faults.test_object_store import Clock
 from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
+from trainckpt.tiers.azure_client import DROPPED, MARK
 from trainckpt.tiers.calls import Calls, Limits
 from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
 from trainckpt.tiers.redacted import redacted
@@ -140,6 +143,94 @@ def test_what_a_writer_breaks_off_is_dropped(store):
     assert between.requests[-3][0] == "DELETE"
 
 
+@pytest.fixture
+def two(azurite_server, at):
+    """Two tiers of one place: one straight, one through a proxy; and the proxy."""
+    at(azurite_server)
+    straight = open_object_store("az://bucket/two")
+    with proxy(azurite_server.port) as between:
+        at(azurite_server, between.port)
+        yield straight, open_object_store("az://bucket/two", PATIENT), between
+    straight.remove_folder("")
+
+
+def test_what_another_finishes_while_it_is_dropped_stays(two):
+    straight, tier, between = two
+    for key, delete in (("new", 2), ("half dropped", 3)):
+        if delete == 3:
+            straight._client.commit(straight._path(key), [], metadata={MARK: DROPPED})
+        finish = partial(straight.replace, key, b"finished")
+        between.reset(lambda n, delete=delete, finish=finish: finish() if n == delete else None)
+        tier._client.drop(tier._path(key))
+        assert [method for method, _ in between.requests][-1] == "DELETE"
+        assert straight.read(key, max_bytes=99) == b"finished"
+
+
+def test_writers_of_one_object_do_not_mix_their_blocks(two):
+    straight, _, _ = two
+    client, path = straight._client, straight._path("k")
+    first, second, longer = (client.begin(path, STEP) for _ in range(3))
+    for upload, data in ((first, b"1111"), (second, b"2222"), (longer, b"33333")):
+        upload.part(1, data)
+    first.complete()
+    assert straight.read("k", max_bytes=4) == b"1111"
+    second.complete()  # there is one of its size already
+    with pytest.raises(HttpResponseError, match="InvalidBlockList"):
+        longer.complete()
+    assert straight.read("k", max_bytes=4) == b"1111"
+
+
+def test_a_name_that_a_longer_record_took_meanwhile_is_not_ours(two):
+    straight, tier, between = two
+    assert tier.creates_only()
+
+    def others(number):
+        if number == 1:
+            assert straight.create("k", b"another's, and longer")
+            return 500
+        return None
+
+    between.reset(others)
+    assert not tier.create("k", b"mine")
+
+
+def test_a_block_whose_object_was_given_up_is_dropped_later(two):
+    _, tier, between = two
+    once = Calls(tier.url, Limits(give_up_s=0.0, give_up_first_s=0.0))
+    tier = ObjectStoreTier(tier.name, tier.url, tier._client, tier._root, once)
+    assert tier.size("k") is None
+    between.reset({3: 500}.get)
+    with pytest.raises(TierUnavailable):
+        tier.write("k", [memoryview(bytes((1 << 20) + 1))])
+    assert [method for method, _ in between.requests] == ["HEAD", "PUT", "PUT"]
+    between.reset()
+    tier.replace("next", b"")
+    assert between.requests[-1][0] == "DELETE"
+    assert tier.list("") == ["next"]
+
+
+def test_an_upload_that_is_gone_is_not_taken_for_done_because_of_another_object(rclone_server, at):
+    at(rclone_server)
+    straight = open_object_store("s3://bucket/gone")
+    assert straight.size("k") is None  # connected, before the proxy is the one that is found
+    with proxy(rclone_server.port) as between:
+        at(rclone_server, between.port)
+        tier = open_object_store("s3://bucket/gone", PATIENT)
+
+        def others(_):
+            method, path = between.requests[-1]
+            if method != "POST" or "uploadId" not in path or straight.size("k") is not None:
+                return None
+            assert straight._client.abort_uploads(straight._path("k")) == 1
+            straight.replace("k", b"short")
+            return DROP
+
+        between.reset(others)
+        with pytest.raises(TrainckptError):
+            tier.write_parts("k", len(DATA), iter([(0, DATA)]))
+        assert straight.read("k", max_bytes=99) == b"short"
+
+
 SECRET = "c2VjcmV0LW9mLXRoZS10ZXN0cw=="
 KEY_FILE = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\n-----END PRIVATE KEY-----"
 
@@ -181,6 +272,8 @@ def test_azures_refusals_say_what_to_do_and_no_secret(azurite_server, at, monkey
         (told.replace(str(azurite_server.port), "9"), "az://bucket/run", "can be reached"),
         (f"AccountKey={SECRET}", "abfs://bucket/run", "AZURE_STORAGE_CONNECTION_STRING"),
         (told, "abfs://bucket@other.dfs.core.windows.net/run", "names the account other"),
+        (told, "abfs://bucket@other.dfs.core.example.com/run", "names the host other"),
+        (told, "az://bucket@other/run", "names the host other"),
         (told, f"az://bucket/run?sv=2024&sig={SECRET}", "a query in the URL"),
     ]
     for connection, url, expected in cases:

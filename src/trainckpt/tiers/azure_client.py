@@ -15,6 +15,7 @@ import time
 from email.utils import parsedate_to_datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from fsspec.asyn import sync
 
@@ -27,7 +28,7 @@ from trainckpt.tiers.object_client import (
     Upload,
     must_be_small,
 )
-from trainckpt.tiers.refusals import ABSENT, TAKEN, is_missing_bucket, meaning
+from trainckpt.tiers.refusals import ABSENT, BEYOND, TAKEN, is_missing_bucket, meaning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,10 +53,17 @@ def open_filesystem(url: str) -> Any:
     told = AzureBlobFileSystem._get_kwargs_from_urls(url)
     made = AzureBlobFileSystem(skip_instance_cache=True, use_listings_cache=False, **told)
     close_at_the_end(made, lambda: (made.service_client, made.credential))
-    account = made.service_client.account_name
+    account, host = made.service_client.account_name, made.service_client.primary_hostname
     if told.get("account_name", account) != account:
         raise ValueError(
             f"the URL names the account {told['account_name']}, the connection string {account}"
+        )
+    _, at, named = urlsplit(url).netloc.rpartition("@")
+    # Of another host adlfs takes no notice, and goes where the environment says.
+    if at and "account_name" not in told and named.replace(".dfs.", ".blob.") != host:
+        raise ValueError(
+            f"the URL names the host {named}, the environment {host}: write container@"
+            "ACCOUNT.dfs.core.windows.net, or az://container and the account in the environment"
         )
     return made
 
@@ -70,6 +78,10 @@ class AzureClient(ObjectClient):
         "identity) with the role Storage Blob Data Contributor"
     )
 
+    def put_leaves_parts(self, num_bytes: int) -> bool:
+        """Whether a `put` of so many bytes that failed may have left some of them."""
+        return num_bytes > AT_ONCE
+
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
         """Write one object in one act; readers see the old one or the new one."""
         mark = secrets.token_hex(4)  # of nobody else who writes this object just now
@@ -78,8 +90,9 @@ class AzureClient(ObjectClient):
                 more = {"overwrite": not create_only, "metadata": {MARK: mark}}
                 self._of_blob(path, "upload_blob", DATA_S, data, **more)
             else:
-                self.stage(path, mark, data)
-                self.commit(path, [mark], create_only=create_only, metadata={MARK: mark})
+                block = _block(mark, 0)
+                self.stage(path, block, data)
+                self.commit(path, [block], create_only=create_only, metadata={MARK: mark})
         except Exception as error:
             # aiohttp sends a request again, unasked, whose connection broke before the answer.
             if not create_only or meaning(error) != TAKEN or self._mark(path) != mark:
@@ -96,7 +109,12 @@ class AzureClient(ObjectClient):
 
     def whole(self, path: str, max_bytes: int) -> bytes:
         """All of a small object, in one request."""
-        data, size = self._download(path, 0, max_bytes + 1)
+        try:
+            data, size = self._download(path, 0, max_bytes + 1)
+        except Exception as error:
+            if meaning(error) != BEYOND:
+                raise
+            return b""  # it has no first byte
         must_be_small(path, size, max_bytes)
         return data
 
@@ -161,13 +179,15 @@ class AzureClient(ObjectClient):
         Only a finished object lets go of its blocks. One that somebody else has finished stays.
         """
         try:
-            self.commit(path, [], create_only=True, metadata={MARK: DROPPED})
+            etag = self.commit(path, [], create_only=True, metadata={MARK: DROPPED})
         except Exception as error:
             if meaning(error) != TAKEN:
                 raise
-            if self._mark(path) != DROPPED:
+            found = self._properties(path)
+            if found is None or found.metadata.get(MARK) != DROPPED:
                 return
-        self.remove(path)
+            etag = found.etag
+        self._remove_only(path, etag)
 
     def stage(self, path: str, block: str, data: bytes) -> None:
         """Send one block of an object in the making."""
@@ -176,15 +196,16 @@ class AzureClient(ObjectClient):
 
     def commit(
         self, path: str, blocks: list[str], *, create_only: bool = False, **more: Any
-    ) -> None:
-        """Make an object of these blocks, in one act."""
+    ) -> str:
+        """Make an object of these blocks, in one act; its version."""
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock
 
         listed = [BlobBlock(block_id=each) for each in blocks]
         if create_only:
             more["match_condition"] = MatchConditions.IfMissing
-        self._of_blob(path, "commit_block_list", DATA_S, listed, **more)
+        done = self._of_blob(path, "commit_block_list", DATA_S, listed, **more)
+        return str(done["etag"])
 
     def must_have_bucket(self, path: str) -> None:
         """Raise what the store says if there is no such container."""
@@ -204,6 +225,18 @@ class AzureClient(ObjectClient):
                 raise
             return None
         return None if found.metadata.get(_FOLDER) == "true" else found
+
+    def _remove_only(self, path: str, etag: str) -> None:
+        """Remove this version of an object, and none that somebody has finished since."""
+        from azure.core import MatchConditions
+
+        only = {"etag": etag, "match_condition": MatchConditions.IfNotModified}
+        try:
+            with _absent_is_fine():
+                self._of_blob(path, "delete_blob", CALL_S, **only)
+        except Exception as error:
+            if meaning(error) != TAKEN:
+                raise
 
     def _mark(self, path: str) -> str | None:
         found = self._properties(path)
@@ -243,26 +276,38 @@ class _BlockUpload:
 
     def __init__(self, client: AzureClient, path: str) -> None:
         self._client, self._path = client, path
+        self._token = secrets.token_hex(4)  # whoever else writes this object names its own blocks
         self._lock = threading.Lock()
-        self._numbers: set[int] = set()
+        self._sizes: dict[int, int] = {}
 
     def part(self, number: int, data: bytes) -> None:
         """Send one part."""
-        self._client.stage(self._path, _block(number), data)
+        self._client.stage(self._path, _block(self._token, number), data)
         with self._lock:
-            self._numbers.add(number)
+            self._sizes[number] = len(data)
 
     def complete(self) -> None:
-        """Make it one object."""
-        self._client.commit(self._path, [_block(number) for number in sorted(self._numbers)])
+        """Make it one object.
+
+        A key is written with the same bytes whoever writes it: who finishes it first lets the store
+        drop the blocks of the others.
+        """
+        blocks = [_block(self._token, number) for number in sorted(self._sizes)]
+        try:
+            self._client.commit(self._path, blocks)
+        except Exception as error:
+            if getattr(error, "error_code", None) != "InvalidBlockList":
+                raise
+            if self._client.size(self._path) != sum(self._sizes.values()):
+                raise
 
     def abort(self) -> None:
         """Drop what was sent."""
         self._client.drop(self._path)
 
 
-def _block(number: int) -> str:
-    return f"{number:08}"  # all of an object are of one length
+def _block(token: str, number: int) -> str:
+    return f"{token}{number:08}"  # all of an object are of one length
 
 
 def _is_dropped(found: Any) -> bool:

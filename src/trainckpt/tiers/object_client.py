@@ -69,6 +69,11 @@ class ObjectClient:
         more = {"mode": "create"} if create_only else {}
         self._ask("pipe_file", DATA_S, path, data, **more)
 
+    def put_leaves_parts(self, num_bytes: int) -> bool:
+        """Whether a `put` of so many bytes that failed may have left some of them."""
+        del num_bytes
+        return False
+
     def size(self, path: str) -> int | None:
         """Bytes of an object; None if there is none."""
         found = self._found(path)

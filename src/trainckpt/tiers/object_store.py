@@ -133,7 +133,8 @@ class ObjectStoreTier:
                 if meaning(error) != TAKEN:
                     raise
                 # An earlier try may have done it, though its answer was lost.
-                return bool(tried) and self._client.whole(path, len(data)) == data
+                is_ours = bool(tried) and self._client.size(path) == len(data)
+                return is_ours and self._client.whole(path, len(data)) == data
             return True
 
         return self._ask(f"create {key}", ask)
@@ -262,7 +263,12 @@ class ObjectStoreTier:
         return self._path(key)
 
     def _put(self, key: str, path: str, data: bytes) -> None:
-        self._ask(f"write {key}", lambda _: self._client.put(path, data))
+        try:
+            self._ask(f"write {key}", lambda _: self._client.put(path, data))
+        except BaseException:
+            if self._client.put_leaves_parts(len(data)):
+                self._left.add(path)
+            raise
         if self._left:  # the store answers again
             uploads.drop_left(self._calls, self._client, self._left)
 

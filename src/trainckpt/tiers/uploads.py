@@ -130,6 +130,7 @@ def uploading(
         What sends a part, and whether parts have to come in order.
     """
     tries, upload = 0, None
+    sent: dict[int, int] = {}
 
     def begin(tried: int) -> Upload:
         nonlocal tries
@@ -139,9 +140,9 @@ def uploading(
     try:
         upload = calls.make(f"write {key}", begin)
         with Workers(1 if upload.in_order else NUM_SENDERS, "trainckpt-send") as workers:
-            yield partial(_send, calls, workers, upload, key), upload.in_order
+            yield partial(_send, calls, workers, upload, key, sent), upload.in_order
             workers.settle()
-        _complete(calls, client, upload, path, key)
+        _complete(calls, client, upload, path, key, sum(sent.values()))
     except BaseException:
         left.add(path)
         if upload is not None and tries == 1:
@@ -168,11 +169,12 @@ def _drop(client: ObjectClient, path: str, _: int) -> None:
 
 
 def _send(
-    calls: Calls, workers: Workers, upload: Upload, key: str,
+    calls: Calls, workers: Workers, upload: Upload, key: str, sent: dict[int, int],
     number: int, data: Callable[[], bytes],
 ) -> None:  # fmt: skip
     def send() -> None:
         held = data()
+        sent[number] = len(held)
         what = f"write part {number} of {key}"
         if upload.again:
             calls.make(what, lambda _: upload.part(number, held))
@@ -186,13 +188,15 @@ def _send(
     workers.submit(send)
 
 
-def _complete(calls: Calls, client: ObjectClient, upload: Upload, path: str, key: str) -> None:
+def _complete(
+    calls: Calls, client: ObjectClient, upload: Upload, path: str, key: str, num_bytes: int
+) -> None:
     def complete(tried: int) -> None:
         try:
             upload.complete()
         except Exception as error:
             # An earlier try may have done it, though its answer was lost.
-            if not (tried and meaning(error) == ABSENT and client.size(path) is not None):
+            if not (tried and meaning(error) == ABSENT and client.size(path) == num_bytes):
                 raise
 
     calls.make(f"finish {key}", complete)
