@@ -162,21 +162,24 @@ class AzureClient(ObjectClient):
         container, _, key = path.partition("/")
         also = ["metadata"] if older_than_s else ["metadata", "uncommittedblobs"]
 
+        def may_be(each: Any) -> bool:
+            # Azurite gives also what is only blocks a version.
+            return not each.etag or _is_dropped(each) or not (older_than_s or each.size)
+
         async def read() -> list[str]:
             async with self._container(container) as client:
                 found = client.list_blobs(name_starts_with=key, include=also, **_ONCE)
-                return [each.name async for each in found if not each.etag or _is_dropped(each)]
+                return [each.name async for each in found if may_be(each)]
 
         names = sync(self._fs.loop, read, timeout=CALL_S)
         own = [name for name in names if name == key or name.startswith(f"{key}/")]
-        for name in own:
-            self.drop(f"{container}/{name}")
-        return len(own)
+        return sum(self.drop(f"{container}/{name}") for name in own)
 
-    def drop(self, path: str) -> None:
+    def drop(self, path: str) -> bool:
         """Drop the blocks of an object that was never made: make it of none of them, and remove it.
 
-        Only a finished object lets go of its blocks. One that somebody else has finished stays.
+        Only a finished object lets go of its blocks. One that somebody else has finished stays, and
+        then it is False.
         """
         try:
             etag = self.commit(path, [], create_only=True, metadata={MARK: DROPPED})
@@ -185,9 +188,10 @@ class AzureClient(ObjectClient):
                 raise
             found = self._properties(path)
             if found is None or found.metadata.get(MARK) != DROPPED:
-                return
+                return False
             etag = found.etag
         self._remove_only(path, etag)
+        return True
 
     def stage(self, path: str, block: str, data: bytes) -> None:
         """Send one block of an object in the making."""
