@@ -69,3 +69,25 @@ def test_a_run_that_is_finished_gives_back_what_it_had_before_it_took_another_ki
     assert place.folders() == ["snapshots/s1~1.1", "snapshots/s2~1.2"]
     arenas.close(keep=False)
     assert not place.root.exists()
+
+
+def test_memory_of_the_kind_before_goes_once_the_newest_snapshot_stands_in_the_other(
+    tmp_path, monkeypatch
+):
+    """Not sooner: a save that others do not keep leaves the one before the newest."""
+    arenas, place = Arenas(str(tmp_path), 0, [0]), MemoryPlace.of(str(tmp_path))
+    arenas.memory(MB)
+    arenas.publish(SnapshotName.parse("s1~1.1"), "rank00000.safetensors")
+    before = arenas.newest
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    arenas.memory(8 * MB)
+    arenas.publish(SnapshotName.parse("s2~1.2"), "rank00000.safetensors")
+    arenas.newest = before
+    arenas.memory(8 * MB)
+    assert place.folders() == ["snapshots/s1~1.1"]
+    arenas.publish(SnapshotName.parse("s3~1.3"), "rank00000.safetensors")
+    arenas.memory(8 * MB)
+    assert place.folders() == []
+    assert place.left_by(0).tmpfs == 0
+    arenas.close(keep=False)
+    assert not place.root.exists()

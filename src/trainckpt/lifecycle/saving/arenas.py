@@ -34,6 +34,7 @@ from trainckpt.tiers.memory import MemoryPlace, MemoryTaken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from trainckpt.lifecycle.run.options import Budget
     from trainckpt.tiers.arena import Arena
@@ -73,6 +74,7 @@ class Arenas:
         self._hold = hold
         self._is_supervised = hold is not None
         self._open: list[Arena] = []
+        self._before: set[Path] = set()  # of another kind, that this attempt has taken
         self._filled: Arena | None = None  # by the save in flight
         self._private = memoryview(b"")
         self._said = ""
@@ -161,6 +163,7 @@ class Arenas:
             NoArena: not within the budget.
         """
         self._wait()
+        self._remove_before()
         kind, number = choose(self._room(num_bytes), num_bytes)
         self._filled = None
         if kind in (SHARED, HELD, OWN):
@@ -232,8 +235,7 @@ class Arenas:
         with contextlib.suppress(OSError):
             if self._rank == self._ranks[0]:
                 self._place.forget(old)
-            own = [arena.path for arena in self._open]
-            self._place.keep_arenas(self._ranks, self._rank, own)
+            self._place.keep_arenas(self._ranks, self._rank, [a.path for a in self._open])
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; `keep` what is in shared memory for the next."""
@@ -265,7 +267,9 @@ class Arenas:
                 number = min(number, len(self._open))
                 continue
             self._filled = arena
-            self._say(f"{kind} {number}", f"{number} x {mb(num_bytes)} of {self._where()}")
+            assert self._place is not None
+            lies = where(self._place, arena, is_supervised=self._is_supervised)
+            self._say(f"{kind} {number}", f"{number} x {mb(num_bytes)} of {lies}")
             return arena.memory
         return None
 
@@ -277,7 +281,9 @@ class Arenas:
 
     def _find(self, kind: str, number: int) -> None:
         """Open this rank's arenas, those of earlier attempts first; make what is missing."""
-        self._let_go([a for a in self._open if a.is_memfd == (kind == SHARED) or not a.is_there])
+        other = [arena for arena in self._open if arena.is_memfd == (kind == SHARED)]
+        self._before |= {arena.path for arena in other if arena.outlives}
+        self._let_go([*other, *(a for a in self._open if a not in other and not a.is_there)])
         taken = {arena.path for arena in self._open}
         for n in _NUMBERS:
             if len(self._open) >= number or self._place is None:
@@ -292,6 +298,17 @@ class Arenas:
             self._open.remove(arena)
             self._leave([arena])
             arena.remove()
+
+    def _remove_before(self) -> None:
+        """Memory of another kind, once the newest snapshot stands in this one: it is within no
+        budget, and would be overwritten next.
+        """
+        if self._place is None or not any(self.newest in a.holds() for a in self._open):
+            return
+        for path in self._before - {arena.path for arena in self._open}:
+            with contextlib.suppress(OSError):
+                self._place.open_arena(path).remove()
+                self._before.discard(path)
 
     def _opened(self, kind: str, n: int) -> Arena:
         """Raises `OSError` if it is taken, or as the system reports it."""
@@ -355,12 +372,9 @@ class Arenas:
 
     def _left(self) -> int | None:
         """This rank's share of what host and cgroups have left; None where nobody says."""
-        left = available_bytes()
-        return (
-            None
-            if left is None
-            else max(left // len(self._ranks) - host_memory.transient_bytes(), 0)
-        )
+        if (left := available_bytes()) is None:
+            return None
+        return max(left // len(self._ranks) - host_memory.transient_bytes(), 0)
 
     def _close(self) -> None:
         self._let_go(list(self._open))
@@ -373,11 +387,6 @@ class Arenas:
             with contextlib.suppress(OSError):
                 arena.close()
         self._open = [arena for arena in self._open if arena not in arenas]
-
-    def _where(self) -> str:
-        assert self._place is not None
-        assert self._filled is not None
-        return where(self._place, self._filled, is_supervised=self._is_supervised)
 
     def _say(self, kind: str, what: str) -> None:
         if kind != self._said and self._rank == 0:
