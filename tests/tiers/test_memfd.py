@@ -120,6 +120,25 @@ def test_an_arena_takes_the_place_of_one_whose_holder_is_dead(place, tmp_path, b
     assert not place.path_of(0, 0).is_symlink()
 
 
+def test_whoever_gives_back_memory_leaves_the_names_that_are_another_s_by_now(place):
+    """As after a restore: its holder has gone, and somebody else has taken its place."""
+    old = place.held_arena(0, 0, own)
+    old.reserve(NUM_BYTES)
+    old.publish(FOLDER, FILE)
+    for path in (old.path, place.root / FOLDER / FILE):
+        path.unlink()
+    new = place.held_arena(0, 0, own)
+    new.reserve(NUM_BYTES)
+    new.publish(FOLDER, FILE)
+    place._drop(new.path)  # as a sweep that has found the link that stood there before dead
+    old.retract()
+    old.remove()
+    assert new.is_there
+    assert new.holds() == [FOLDER]
+    new.remove()
+    assert place.folders() == []
+
+
 def other_memfd():
     descriptor, _ = memfd.make()
     return descriptor

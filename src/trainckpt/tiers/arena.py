@@ -168,6 +168,8 @@ class Arena:
 
     def retract(self) -> None:
         """Take back every name but its own."""
+        if self.is_memfd and not self.is_there:
+            return  # its names are another's by now
         for path in self._names():
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -213,8 +215,9 @@ class Arena:
 
     def remove(self) -> None:
         """Give the memory back."""
-        self.retract()
-        self.path.unlink(missing_ok=True)
+        if self.is_there:  # else its names are another's by now
+            self.retract()
+            self.path.unlink(missing_ok=True)
         self.close()
 
 

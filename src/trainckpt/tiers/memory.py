@@ -278,9 +278,11 @@ class MemoryPlace:
             self.remove()
 
     def _drop(self, link: Path) -> None:
-        """Take away a link, and the other names that it has."""
+        """Take away a link that leads nowhere, and the other names that it has."""
         with contextlib.suppress(OSError):
             for path in (*self.names_of(link.lstat().st_ino), link):
+                if not memfd.is_dead(path):  # another's by now
+                    continue
                 path.unlink(missing_ok=True)
                 if path.parent.name != ARENAS:
                     with contextlib.suppress(OSError):
