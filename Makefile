@@ -34,11 +34,10 @@ slurm:
 criu: $(VENV)/.core
 	@$(BIN)/python -m trainckpt.process_dump.install || echo "tests that dump processes are skipped" >&2
 
-# Microsoft's own server of blobs, 190 MB, where there is npm; otherwise the tests of az:// are skipped.
+# Microsoft's own server of blobs, 190 MB, where there is npm, or apt and root; otherwise the tests of
+# az:// are skipped.
 azurite: $(VENV)/.core
-	@test -d $(VENV)/azurite/node_modules/azurite || \
-	  npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(VENV)/azurite azurite@3.35.0 || \
-	  echo "tests of az:// are skipped" >&2
+	@sh tests/install_azurite.sh $(VENV)/azurite
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

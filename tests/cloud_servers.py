@@ -43,7 +43,7 @@ def why_no_azurite() -> str:
     if importlib.util.find_spec("adlfs") is None:
         return 'adlfs is not installed: pip install "trainckpt[azure]"'
     if not AZURITE.exists():
-        return "Azurite is not installed: `make azurite`, which needs npm"
+        return "Azurite is not installed: `make azurite`, which needs npm, or root and apt"
     return "" if shutil.which("node") else "Azurite needs node"
 
 

@@ -34,6 +34,27 @@ def test_a_secret_is_redacted_however_it_is_given(argv, shown):
     assert redact_arguments(argv) == shown
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--azure=AccountName=a;AccountKey=c2VjcmV0==;EndpointSuffix=core.windows.net"],
+        ["--connection-string", "AccountName=a;AccountKey=c2VjcmV0=="],
+        ["https://a.blob.core.windows.net/c/k?sv=2024&sig=c2VjcmV0%3D"],
+        ["SharedAccessSignature=sv=1&sig=c2VjcmV0%3D"],
+    ],
+)
+def test_what_opens_a_store_leaves_only_its_mark(argv):
+    """A command without the mark would be taken for one that can be run again."""
+    (*_, shown) = redact_arguments(argv)
+    assert "<redacted>" in shown
+    assert "c2Vj" not in shown
+
+
+def test_a_query_that_signs_nothing_is_kept():
+    argv = ["--data=https://h/x?page=2&n=3", "--sigma=0.1"]
+    assert redact_arguments(argv) == argv
+
+
 def test_variables_follow_the_same_rule():
     given = {"TORCH_HF_TOKEN": "s3cr3t", "TORCH_TOKENIZER": "gpt2", "HF_TOKEN": "s3cr3t"}
     assert redact_environment(given) == {"TORCH_HF_TOKEN": "<redacted>", "TORCH_TOKENIZER": "gpt2"}

@@ -33,6 +33,13 @@ def test_the_memory_of_fsspec(check):
     tier.remove_folder("")
 
 
+def test_a_store_behind_another():
+    tier = open_object_store("simplecache::memory://chained/run")
+    tier.replace("k", b"1")
+    assert open_object_store("memory://chained/run").read("k", max_bytes=1) == b"1"
+    tier.remove_folder("")
+
+
 def test_rclone(rclone_server, at):
     at(rclone_server)
     store = open_object_store("s3://bucket/run")

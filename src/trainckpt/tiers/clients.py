@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fsspec.config
@@ -26,27 +27,36 @@ class Kind(NamedTuple):
         extra: Of this package, that brings what it needs; "": of none.
         example: How a place in it is named.
         client: That speaks to it.
-        open: Makes what the client is given, of the URL.
+        open: Makes what the client is given, of the URL, and the path in it.
     """
 
     extra: str
     example: str
     client: type[ObjectClient]
-    open: Callable[[str], Any]
+    open: Callable[[str], tuple[Any, str]]
 
 
-def _through_fsspec(url: str, **options: Any) -> Any:
-    return url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)[0]
+def _through_fsspec(url: str, **options: Any) -> tuple[Any, str]:
+    # The path is of the last in a chain: simplecache::s3://bucket/run
+    found = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+    return found[0], found[1]
 
 
-def _s3(url: str) -> Any:
+def _s3(url: str) -> tuple[Any, str]:
     configured = fsspec.config.conf.get(split_protocol(url)[0], {})
     return _through_fsspec(url, **s3_client.options(configured))
 
 
+def _own(make: Callable[[str], Any], url: str) -> tuple[Any, str]:
+    filesystem = make(url)
+    return filesystem, filesystem._strip_protocol(url)
+
+
 _S3 = Kind("s3", "s3://bucket/run", S3Client, _s3)
-_GCS = Kind("gcs", "gs://bucket/run", GcsClient, gcs_client.open_filesystem)
-_AZURE = Kind("azure", "az://container/run", AzureClient, azure_client.open_filesystem)
+_GCS = Kind("gcs", "gs://bucket/run", GcsClient, partial(_own, gcs_client.open_filesystem))
+_AZURE = Kind(
+    "azure", "az://container/run", AzureClient, partial(_own, azure_client.open_filesystem)
+)
 _OTHER = Kind("", "s3://bucket/run", ObjectClient, _through_fsspec)
 _KINDS = {
     "s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS,
@@ -72,8 +82,8 @@ def open_client(url: str) -> tuple[str, ObjectClient, str]:
             hint=f"leave it out; credentials come from the environment: {kind.client.login}",
         )
     try:
-        filesystem = kind.open(url)
-        root = filesystem._strip_protocol(url).strip("/")
+        filesystem, path = kind.open(url)
+        root = path.strip("/")
     except ImportError as error:
         hint = f'pip install "trainckpt[{kind.extra}]"'
         raise ConfigurationError(

@@ -25,7 +25,12 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END|\Z)
 
 def redacted(text: str) -> str:
     """`text` without user names, passwords and queries of the URLs in it, and without keys."""
-    text = _QUERY.sub(r"\g<url>", _USER.sub("", _PRIVATE_KEY.sub("<redacted>", text)))
+    return keys_redacted(_QUERY.sub(r"\g<url>", _USER.sub("", text)))
+
+
+def keys_redacted(text: str) -> str:
+    """`text` without the values of keys, signatures and tokens; each leaves its mark."""
+    text = _PRIVATE_KEY.sub("<redacted>", text)
     for secret in (_NAMED, _LOGIN):
         text = secret.sub(r"\g<name><redacted>", text)
     return text

@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.tiers.redacted import keys_redacted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -169,7 +170,7 @@ def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def redact_text(text: str) -> str:
     """A text with the secrets in it replaced: pairs, passwords in URLs, well-known keys."""
-    text = _URL_SECRET.sub(REDACTED, text)
+    text = keys_redacted(_URL_SECRET.sub(REDACTED, text))
     text = _PAIR.sub(rf"\g<1>{REDACTED}", text)
     text = _BEARER.sub(rf"\g<1>{REDACTED}", text)
     return _KNOWN_KEY.sub(REDACTED, text)
