@@ -16,7 +16,7 @@ import pytest
 from trainckpt.lifecycle.run import held as asking
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import messages
-from trainckpt.supervisor.held import HeldMemory
+from trainckpt.supervisor.held import TALK_WITHIN_S, HeldMemory
 from trainckpt.tiers import memfd
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -123,6 +123,21 @@ def test_what_is_no_such_memory_is_not_held_and_stops_nobody(folder, tmp_path):
         os.close(descriptor)
     place.remove()
     assert descriptors() == before
+
+
+def test_ranks_that_say_nothing_keep_no_other_waiting(folder, tmp_path):
+    """As ranks that were stopped after they had connected: more than others have patience for."""
+    silent = 1 + int(asking.ANSWER_WITHIN_S / TALK_WITHIN_S)
+    with contextlib.closing(HeldMemory()) as memory, memory.serving(folder):
+        with contextlib.ExitStack() as stopped:
+            for _ in range(silent):
+                end = stopped.enter_context(socket.socket(socket.AF_UNIX))
+                end.connect(str(folder / asking.SOCKET))
+            place = MemoryPlace.of(str(tmp_path))
+            arena = place.held_arena(0, 0, asking.holder())
+            assert arena.is_there
+        arena.remove()
+        place.remove()
 
 
 def test_without_a_supervisor_nobody_is_asked(folder, monkeypatch):

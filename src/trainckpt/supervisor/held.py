@@ -76,17 +76,25 @@ class HeldMemory:
             MemoryPlace(root).sweep()
 
     def _serve(self, listener: socket.socket, until: socket.socket) -> None:
-        while True:
-            ready = select.select([listener, until], [], [], LOOK_S)[0]
-            if until in ready:
-                return
-            with contextlib.suppress(OSError):
-                if listener in ready:
-                    end = listener.accept()[0]
-                    with end:
-                        end.settimeout(TALK_WITHIN_S)
-                        self._take(end)
-            self._look()
+        with contextlib.ExitStack() as talks:
+            while True:
+                ready = select.select([listener, until], [], [], LOOK_S)[0]
+                if until in ready:
+                    return
+                with contextlib.suppress(OSError, RuntimeError):  # no thread is to be had
+                    if listener in ready:
+                        end = listener.accept()[0]
+                        talk = threading.Thread(
+                            target=self._talk, args=(end,), name="trainckpt-hold", daemon=True
+                        )
+                        talk.start()  # apart: one that was stopped keeps nobody else waiting
+                        talks.callback(talk.join)
+                self._look()
+
+    def _talk(self, end: socket.socket) -> None:
+        with end, contextlib.suppress(OSError):
+            end.settimeout(TALK_WITHIN_S)
+            self._take(end)
 
     def _take(self, end: socket.socket) -> None:
         """One memfd, from whoever has connected; what is none is not held."""
@@ -99,9 +107,11 @@ class HeldMemory:
             if asked is None:
                 os.close(message.descriptor)
                 return
-            self._held.append(asked)
-            messages.send(end, {"process": os.getpid(), "descriptor": message.descriptor})
-            end.recv(1)  # until the link is made, or its rank has died before
+            try:
+                messages.send(end, {"process": os.getpid(), "descriptor": message.descriptor})
+                end.recv(1)  # until the link is made, or its rank has died before
+            finally:
+                self._held.append(asked)  # from now on it is given up if there is no link
 
     def _look(self) -> None:
         """Give up what no link stands for any more."""
