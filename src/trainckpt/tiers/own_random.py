@@ -1,10 +1,10 @@
 """A random generator of their own for the libraries that speak to stores.
 
-They draw from the functions of Python's module `random`: the pause before a further try (gcsfs),
-the host to serve next (aiohttp), how early to renew the credentials of a cloud instance (botocore,
-each time it has fetched them: every few hours, by the clock). On a thread beside training that
-moves the generator by which a script shuffles and augments, at an instant that no other run has. So
-what such a library has imported is replaced by a second copy of the module.
+They draw from the functions of Python's module `random`: the host to serve next (aiohttp), how
+early to renew the credentials of a cloud instance (botocore, each time it has fetched them: every
+few hours, by the clock). On a thread beside training that moves the generator by which a script
+shuffles and augments, at an instant that no other run has. So what such a library has imported is
+replaced by a second copy of the module.
 """
 
 from __future__ import annotations
