@@ -6,8 +6,7 @@ import logging
 
 import torch
 
-from trainckpt.lifecycle.saving.comparing import Comparing
-from trainckpt.snapshot.save_plan import equal_groups
+from trainckpt.lifecycle.saving.comparing import Comparing, compare
 from trainckpt.state.captured import Captured
 from trainckpt.state.replicas import PARTS
 
@@ -26,21 +25,19 @@ class Two:
         self.ranks = [Comparing(rank, 2) for rank in range(2)]
         self.tensors = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(2)]
 
-    def save(self, *, last=False, skipped=False):
+    def save(self, *, last=False, skipped=False, lost_by=None, stepped=(("w",), ("w",))):
         """Whether they are found alike; both come to the same result."""
         states = [state(tensor) for tensor in self.tensors]
-        mine = [
-            rank.digests(one, ["w"], last=last)
-            for rank, one in zip(self.ranks, states, strict=True)
+        answers = [
+            rank.answer(one, names, last=last)
+            for rank, one, names in zip(self.ranks, states, stepped, strict=True)
         ]
         if skipped:
             return None
-        found = equal_groups(mine)
-        results = [
-            rank.alike(found, own, one, ["w"])
-            for rank, own, one in zip(self.ranks, mine, states, strict=True)
-        ]
-        assert results[0] == results[1]
+        verdict = compare(answers)
+        told = [r for number, r in enumerate(self.ranks) if number != lost_by]
+        results = [rank.alike(verdict) for rank in told]
+        assert results.count(results[0]) == len(results)
         return bool(results[0])
 
 
@@ -79,7 +76,28 @@ def test_skipped_saves_leave_no_byte_out():
     assert not all(results)
 
 
+def test_a_rank_that_did_not_hear_of_one_comparison_spoils_no_other(caplog):
+    two = Two()
+    assert two.save()
+    two.tensors[0][:] = two.tensors[1][:] = torch.arange(NUM_BYTES).to(torch.uint8)
+    assert two.save(lost_by=1)
+    with caplog.at_level(logging.WARNING, "trainckpt"):
+        assert not two.save()  # they looked at different parts, so nothing is known
+    assert all(two.save() for _ in range(3))
+    assert caplog.text == ""
+
+
+def test_what_differs_is_apart_for_all_though_only_some_sample_it():
+    two = Two()
+    assert two.save()
+    two.tensors[1][:] = 1
+    assert not two.save(stepped=(("w",), ()))
+    two.tensors[1][:] = 0
+    assert not two.save()
+    assert two.save(last=True)
+
+
 def test_a_rank_alone_compares_nothing():
     alone = Comparing(0, 1)
-    assert alone.digests(state(torch.zeros(4)), ["w"], last=False) == {}
-    assert alone.alike([], {}, state(torch.zeros(4)), ["w"]) == []
+    assert alone.answer(state(torch.zeros(4)), ["w"], last=False) == {}
+    assert alone.alike(compare([{}])) == []

@@ -50,8 +50,9 @@ def test_what_opens_a_store_leaves_only_its_mark(argv):
     assert "c2Vj" not in shown
 
 
-def test_a_query_that_signs_nothing_is_kept():
-    argv = ["--data=https://h/x?page=2&n=3", "--sigma=0.1"]
+def test_what_is_only_called_like_a_signature_is_kept():
+    argv = ["--data=https://h/x?page=2&n=3", "--sigma=0.1", "--sig=0.5", "noise.sig=0.1",
+            "--assertion=off", "-c", "sig = signal.SIGTERM"]  # fmt: skip
     assert redact_arguments(argv) == argv
 
 

@@ -27,7 +27,6 @@ def capture(registry: Registry) -> Captured:
         values.UnknownValue: something tracked holds a value that cannot be stored; by path.
     """
     out = Captured()
-    side.finish(registry.all_parameters())
     # Collective, so before anything that may fail on one rank alone and leave the others waiting.
     out.values[DDP] = {}
     for model in registry.models:
@@ -37,6 +36,7 @@ def capture(registry: Registry) -> Captured:
             out.values[DDP][model.name] = hidden
     for model in registry.models:
         fsdp.rest(model.wrapped)
+    side.finish(registry.all_parameters())
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)

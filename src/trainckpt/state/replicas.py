@@ -81,6 +81,11 @@ def group_of(captured: Captured, name: str, layout: Layout) -> str:
     return f"{captured.groups[name]} over {layout.mesh} {layout.base} {layout.dims}"
 
 
+def kind_of(group: str) -> str:
+    """What belongs together in a group, however it lies."""
+    return group.rpartition(" over ")[0]
+
+
 def split_layouts(captured: Captured, equal: Collection[str], world: int) -> dict[str, Layout]:
     """Tensor -> layout, of those whose replicas are equal or that have none."""
     return {

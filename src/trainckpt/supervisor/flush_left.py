@@ -157,10 +157,10 @@ def flush_left(
     code = -1
     with suppress(OSError):
         code = _attend(_started(run, record, variables), inbox, limit_s, say)
+    with suppress(TrainckptError):  # some of it may have come to its place
+        record = attempts.read_attempts(place.open_other_place(run)).get(record.attempt, record)
     if code != 0:
         say(_not_all(record, held_of(run, record)))
-    with suppress(TrainckptError):
-        return attempts.read_attempts(place.open_other_place(run)).get(record.attempt, record)
     return record
 
 

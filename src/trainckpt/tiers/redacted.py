@@ -15,8 +15,9 @@ _USER = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
 _QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?\"']*?)(?:\?|%3F)[^\s\"']*", re.IGNORECASE)
 # Of Azure's connection strings and signatures, of Google's logins and service accounts.
 _NAMED = re.compile(
-    r"(?P<name>\b(?:AccountKey|SharedAccessSignature|sig|client_secret|private_key|assertion"
-    r"|(?:access|refresh|id)_token)[\"']?\s*[=:]\s*[\"']?)[^\s\"';&,]+",
+    r"(?P<name>\b(?:AccountKey|SharedAccessSignature|client_secret|private_key"
+    r"|(?:access|refresh|id)_token)[\"']?\s*[=:]\s*[\"']?"
+    r"|(?:[?&;]|%26)sig=|\bassertion[\"']?\s*[=:]\s*[\"']?(?=eyJ))[^\s\"';&,]+",
     re.IGNORECASE,
 )
 _LOGIN = re.compile(r"(?P<name>\b(?:Bearer\s+|SharedKey\s+[^\s:]+:))[^\s\"']+", re.IGNORECASE)

@@ -30,7 +30,7 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.saving import save_keys
 from trainckpt.lifecycle.saving.arenas import SPARE_BYTES, NoArena
-from trainckpt.lifecycle.saving.comparing import Comparing
+from trainckpt.lifecycle.saving.comparing import Comparing, compare
 from trainckpt.lifecycle.saving.copying import Copying
 from trainckpt.lifecycle.saving.plans import Plans
 from trainckpt.lifecycle.saving.protecting import Protecting
@@ -38,7 +38,6 @@ from trainckpt.lifecycle.saving.references import References
 from trainckpt.lifecycle.saving.stale import Stale
 from trainckpt.lifecycle.saving.writer import RANKS_TIMEOUT_S, Facts, Writer
 from trainckpt.ranks import talking
-from trainckpt.snapshot.save_plan import equal_groups
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
@@ -284,12 +283,12 @@ class Saver:
     ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry], int]:
         """Steps 2 to 4. Returns the shard, an entry for every tensor of this rank, the attempt."""
         world = self._channel.world
-        answer: dict[str, Any] = {"place": cursor.place(), "groups": {}, "behind": behind}
+        answer: dict[str, Any] = {"place": cursor.place(), "behind": behind}
         answer["attempt"] = self._facts.attempt
         try:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
-            answer["groups"] = self._comparing.digests(captured, stepped, last=last)
+            answer.update(self._comparing.answer(captured, stepped, last=last))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
         key = save_keys.groups(self._sequence)
@@ -298,8 +297,7 @@ class Saver:
             raise SaveFailed(verdict["error"])
         if verdict["behind"]:
             raise _Skipped("the one before it is still being written")
-        alike = self._comparing.alike(verdict["equal"], answer["groups"], captured, stepped)
-        plan = self._plans.plan(captured, alike)
+        plan = self._plans.plan(captured, self._comparing.alike(verdict))
         shard = self._shard(captured, plan.regions, None if last else stepped)
         return shard, plan.entries, verdict["attempt"]
 
@@ -387,7 +385,7 @@ def _compare(answers: list[dict[str, Any]]) -> dict[str, Any]:
     places = [answer["place"] for answer in answers]
     if any(place != places[0] for place in places):
         errors.append(f"the ranks are not at one boundary: {places[:16]}")
-    equal = [] if errors else equal_groups([answer["groups"] for answer in answers])
+    found = {} if errors else compare(answers)
     behind = any(answer["behind"] for answer in answers)
     attempt = max(answer["attempt"] for answer in answers)  # a dump may fall between two ranks
-    return {"error": "; ".join(errors), "equal": equal, "behind": behind, "attempt": attempt}
+    return {"error": "; ".join(errors), **found, "behind": behind, "attempt": attempt}
