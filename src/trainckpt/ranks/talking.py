@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AT_EXIT_S = 2.0  # for all of them
+AT_EXIT_S = 10.0  # for all of them: where cores are few they come back late
 
 _talking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
