@@ -43,6 +43,19 @@ RANK = """
 """
 
 
+@contextlib.contextmanager
+def left_in_held_memory(run, monkeypatch):
+    """A process saved to memory that this one holds, as /dev/shm has no room for it, and died."""
+    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
+    folder = run.parent / "told"
+    folder.mkdir()
+    with contextlib.closing(HeldMemory()) as held:
+        with monkeypatch.context() as supervised, held.serving(folder):
+            supervised.setenv(SUPERVISOR_VARIABLE, str(folder))
+            crashed(run, 9, every="3 steps", memory_every="1 step", inside=saved)
+        yield
+
+
 def ended(run, number):
     """The supervisor's word on an attempt whose process died just now; what it said."""
     said = []
@@ -52,13 +65,8 @@ def ended(run, number):
 
 def test_what_ends_with_the_supervisor_is_brought_to_the_run_s_place_before(tmp_path, monkeypatch):
     """Saves to memory alone, which the supervisor holds, since /dev/shm has no room for it."""
-    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
-    run, folder = tmp_path / "run", tmp_path / "told"
-    folder.mkdir()
-    with contextlib.closing(HeldMemory()) as held:
-        with monkeypatch.context() as supervised, held.serving(folder):
-            supervised.setenv(SUPERVISOR_VARIABLE, str(folder))
-            crashed(run, 9, every="3 steps", memory_every="1 step", inside=saved)
+    run = tmp_path / "run"
+    with left_in_held_memory(run, monkeypatch):
         (newest,) = usable(run)
         place = memory.MemoryPlace.found(str(run))
         assert place.taken.memfd > 0
@@ -119,13 +127,8 @@ def test_what_the_supervisor_holds_is_brought_to_the_place_whatever_ends_it(tmp_
 @pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
 def test_what_ends_with_the_supervisors_of_several_hosts_is_said_to_be_lost(tmp_path, monkeypatch):
     """No next attempt will bring it together."""
-    monkeypatch.setattr(memory, "_ROOM_BYTES", 1 << 60)
-    run, folder = tmp_path / "run", tmp_path / "told"
-    folder.mkdir()
-    with contextlib.closing(HeldMemory()) as held:
-        with monkeypatch.context() as supervised, held.serving(folder):
-            supervised.setenv(SUPERVISOR_VARIABLE, str(folder))
-            crashed(run, 9, every="3 steps", memory_every="1 step", inside=saved)
+    run = tmp_path / "run"
+    with left_in_held_memory(run, monkeypatch):
         (newest,) = usable(run)
         later = memory.MemoryPlace.found(str(run)).folders()[-1].removeprefix("snapshots/")
         tier = LocalTier(run)

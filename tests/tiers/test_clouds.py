@@ -20,10 +20,12 @@ from tests.cloud_servers import ACCOUNT_KEY
 from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
 from tests.faults.test_object_store import Clock
 from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
+from trainckpt.tiers import gcs_client
 from trainckpt.tiers.azure_client import DROPPED, MARK
 from trainckpt.tiers.calls import Calls, Limits
 from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
 from trainckpt.tiers.redacted import redacted
+from trainckpt.tiers.refusals import Refused
 
 STEP = 256 << 10
 AT_ONCE = {"first_pause_s": 0.0, "longest_pause_s": 0.0, "part_bytes": STEP}
@@ -384,3 +386,19 @@ def test_a_login_that_could_not_be_renewed_just_now_is_tried_again(
             assert between.requests[0] == ("POST", "/token")
             assert expected in shown, fault
             assert ("tried 1 times" in shown) is (fault != 401)
+
+
+def test_an_upload_of_which_the_store_takes_nothing_is_given_up():
+    """It answers each time that it has no byte yet."""
+    asked = []
+
+    class Idle:
+        def ask(self, *request, **_):
+            asked.append(request)
+            return gcs_client._Answer(gcs_client.INCOMPLETE, {}, b"")
+
+    upload = gcs_client._ResumableUpload(Idle(), "https://store/session")
+    upload.part(1, b"x" * 9)
+    with pytest.raises(Refused, match="takes no more than 0 bytes"):
+        upload.complete()
+    assert len(asked) == gcs_client.MOST_IDLE + 1

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 CONNECT_S, SILENT_S = 10.0, 60.0
 STEP = 256 << 10  # bytes; what is sent of an unfinished upload comes in multiples of it
 INCOMPLETE = 308
+MOST_IDLE = 8  # answers after which an upload of which nothing more is taken is given up
 _OF_BUCKET = re.compile("/b/[^/]+/o$")  # all other URLs name an object
 
 
@@ -257,7 +258,7 @@ class _ResumableUpload:
     def __init__(self, client: GcsClient, session: str) -> None:
         self._client, self._session = client, session
         self._held, self._taken = bytearray(), 0  # the store has so many bytes; what follows them
-        self._last, self._unsure = 0, False
+        self._last, self._unsure, self._idle = 0, False, 0
 
     def part(self, number: int, data: bytes) -> None:
         """Send one part."""
@@ -292,9 +293,12 @@ class _ResumableUpload:
         if not self._unsure:
             data = bytes(self._held[:num_bytes])
             told = f"bytes {self._taken}-{self._taken + num_bytes - 1}/{total}"
-        self._unsure = True
+        before, self._unsure = self._taken, True
         self._settle(self._put(data, told))
         self._unsure = False
+        self._idle = 0 if self._taken > before else self._idle + 1
+        if self._idle > MOST_IDLE:
+            raise Refused(410, "", f"the store takes no more than {self._taken} bytes")
 
     def _put(self, data: bytes, told: str) -> _Answer:
         try:

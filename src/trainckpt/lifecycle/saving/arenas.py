@@ -303,7 +303,7 @@ class Arenas:
         """Memory of another kind, once the newest snapshot stands in this one: it is within no
         budget, and would be overwritten next.
         """
-        if self._place is None or not any(self.newest in a.holds() for a in self._open):
+        if not (self._place and self._before and any(self.newest in a.holds() for a in self._open)):
             return
         for path in self._before - {arena.path for arena in self._open}:
             with contextlib.suppress(OSError):
