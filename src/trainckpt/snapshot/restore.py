@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
+from trainckpt.snapshot import shares
 from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.digest import Verified
     from trainckpt.format.layout import Box
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.snapshot.blocks import Load
     from trainckpt.snapshot.restore_plan import Read
+    from trainckpt.snapshot.shares import Share
     from trainckpt.tiers.base import Readable
+    from trainckpt.tiers.other_memory import Place
 
     Lend = Callable[[str, int, int], memoryview | None]
 
@@ -78,6 +81,8 @@ class Reader:
         manifest: Of the snapshot.
         planner: Of this manifest.
         verified: What it has verified where it lies now, of what is large.
+        share: What it reads of what other ranks of this host need too, and leaves to them; None:
+            it reads all of it.
     """
 
     def __init__(self, tier: Readable, manifest: Manifest, *, num_threads: int = 1) -> None:
@@ -89,6 +94,7 @@ class Reader:
         self._reached = {file.name: file for file in manifest.reached}
         self._held: dict[str, dict[str, Found]] = {}  # of older files
         self.verified: list[Verified] = []
+        self.share: Share | None = None
 
     def read(
         self, wanted: Mapping[str, Box | None], destination: Destination, *, donor: int
@@ -112,18 +118,36 @@ class Reader:
         ]
         lent: list[Load] = []
         batch, puts = Batch(self._tier), list[Put]()
-        for place, read in found:
-            part = read.part or place.region.box
-            if borrowed := self._borrow(place, part, destination):
-                lent += borrowed
-                continue
-            put = _add(batch, place, part, destination)
-            puts += [put] if put is not None else []
-            if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
-                puts = _put(batch, puts, destination)
-        _put(batch, puts, destination)
+        with Workers(1, "trainckpt-make") as making:
+            for place, read in found:
+                part = read.part or place.region.box
+                if borrowed := self._borrow(place, part, destination):
+                    lent += borrowed
+                    continue
+                its, put = _loads(place, part, destination)
+                for load in its:
+                    if self.share is not None and self.share.puts_off(read, load):
+                        making.submit(partial(shares.make, load))
+                    else:
+                        batch.add(load)
+                puts += [put] if put is not None else []
+                if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
+                    puts = _put(batch, puts, destination)
+            _put(batch, puts, destination)
         self._verify(lent)
         self.verified += batch.verified
+
+    def take(self, told: Iterable[Place]) -> int:
+        """Take what was left to the other ranks of this host, who tell where it is.
+
+        Returns:
+            Bytes that were not there, and were read after all; errors as `read`.
+        """
+        if self.share is None:
+            return 0
+        taken = self.share.take(told, self._tier, self._num_threads)
+        self.verified += taken.verified
+        return taken.missed
 
     def _borrow(self, place: Found, part: Box, destination: Destination) -> list[Load]:
         """Take a whole region where it lies in this host's memory; what is to be verified there."""
@@ -229,14 +253,14 @@ class Put(NamedTuple):
     data: memoryview
 
 
-def _add(batch: Batch, place: Found, part: Box, destination: Destination) -> Put | None:
-    """Let a part be read to where it belongs; or to memory from which it is then to be put."""
+def _loads(place: Found, part: Box, destination: Destination) -> tuple[Iterator[Load], Put | None]:
+    """What reads a part to where it belongs; or to memory from which it is then to be put."""
     region = place.region
     begin, end = span(region.box, part, region.dtype)
     is_run = end - begin == shard_file.num_bytes(part.shape, region.dtype)
     into = destination.memory_for(region, part, place.first_byte + begin) if is_run else None
     if part.is_empty and region.num_bytes:
-        return None  # only the type was wanted
+        return iter(()), None  # only the type was wanted
     if into is not None and len(into) != end - begin:
         raise UnusableSnapshot(f"{place.key}: {region.key[:100]} does not fit its tensor")
     put = None
@@ -245,9 +269,7 @@ def _add(batch: Batch, place: Found, part: Box, destination: Destination) -> Put
         into = memory(last - first, place.first_byte + first)
         put = Put(region, part, into[begin - first : end - first])
         begin, end = first, last
-    for load in loads(place, begin, end, into):
-        batch.add(load)
-    return put
+    return loads(place, begin, end, into), put
 
 
 def _put(batch: Batch, puts: list[Put], destination: Destination) -> list[Put]:

@@ -8,6 +8,7 @@ if there are several tiers, each file from the nearest copy that is good (`other
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from trainckpt.errors import (
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.resuming.fetch_together import fetch_together
 from trainckpt.lifecycle.resuming.other_copies import find_good_copies
+from trainckpt.lifecycle.resuming.read_shares import Circle, circle, take
 from trainckpt.lifecycle.resuming.read_state import read_state
 from trainckpt.lifecycle.resuming.read_together import offers, read_together
 from trainckpt.lifecycle.run import error_json
@@ -98,14 +100,17 @@ def read_candidate(
         here = hosts.count(channel.world.host) or 1
         read.num_threads = copy_threads(here)
         part = channel.scoped(scope)
-        try:
+        with ExitStack() as stack:
+            stack.callback(near.close)
+            stack.callback(read.warm_memory.end)
             if scope == "near":
+                read.circle = stack.enter_context(circle(part, hosts))
                 load = partial(_admitted, opened, ladder, run, name)
-                fetch_together(opened, ladder, place, part, hosts or [""], name, load, read.warm)
+                fetch_together(
+                    opened, ladder, place, part, hosts or [""], name, load, read.warm,
+                    by_shares=read.circle is not None,
+                )  # fmt: skip
             results = _read(read, part, name)
-        finally:
-            read.warm_memory.end()
-            near.close()
         reasons = list(dict.fromkeys(r["message"] for r in results if r["kind"] != "ok"))
         from_memory = any(r["near"] for r in results)
         if not reasons or scope == "other copies":
@@ -165,6 +170,10 @@ def _read(read: _Read, channel: Channel, name: SnapshotName) -> list[dict[str, A
     """What all ranks bring of it, in the end."""
     results = channel.gather("alone", read.alone(), RANKS_TIMEOUT_S)
     _must_fit(name, results)
+    if all(r["kind"] == "ok" for r in results) and any(r["share"] for r in results):
+        taken = channel.gather("taken", read.take(results), RANKS_TIMEOUT_S)
+        results = [{**result, **each} for result, each in zip(results, taken, strict=True)]
+        _must_fit(name, results)
     if all(r["kind"] == "ok" for r in results) and any(r["offers"] for r in results):
         result = read.together(channel, [r["offers"] for r in results])
         results = channel.gather("together", result, RANKS_TIMEOUT_S)
@@ -180,6 +189,7 @@ class _Read:
         saved: This rank's state of it, once it is complete.
         num_threads: That may copy at once.
         warm_memory: For what is copied from this host's memory.
+        circle: Of those that read between them.
     """
 
     def __init__(
@@ -194,6 +204,7 @@ class _Read:
     ) -> None:
         self.num_threads = 1
         self.warm_memory = WarmMemory()
+        self.circle: Circle | None = None
         self._opened, self._ladder = opened, ladder
         self.manifest: Manifest | None = None
         self.saved: Saved | None = None
@@ -228,9 +239,22 @@ class _Read:
         self._reading, self.saved = read_state(
             self._tier, self.manifest, self._registry, self._world,
             later=self._opened, num_threads=self.num_threads, warm=self.warm_memory,
+            share=self.circle.share(self.manifest) if self.circle is not None else None,
         )  # fmt: skip
         exact = self._reading.targets.exact
-        return {"kind": "ok", "exact": exact, "offers": offers(self._reading)}
+        told = self._reading.told
+        return {"kind": "ok", "exact": exact, "offers": offers(self._reading), "share": told}
+
+    def take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the other ranks of this host have read for it. All ranks were fine so far."""
+        return self._result(lambda: self._take(results))
+
+    def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self._reading is not None
+        take(self._reading.reader, self.circle, results, self._name)
+        if self._reading.is_all and self.saved is None:
+            self.saved = self._reading.finish()
+        return {"kind": "ok"}
 
     def _together(self, channel: Channel, everyone: list[dict[str, str]]) -> dict[str, Any]:
         assert self._reading is not None

@@ -1,6 +1,7 @@
 """Fetch together: what all ranks need of a snapshot is read from its tier once, for all of them.
 
-On one host each rank brings its share of the shard files into the host's memory. With several hosts
+On one host each rank brings its share of the shard files into the host's memory, if the ranks there
+cannot read each other's (`read_shares`). With several hosts
 and an object store, where each byte that is read costs time and money:
 
     every rank   tells what its host holds already, and whether there is room
@@ -96,6 +97,8 @@ def fetch_together(
     name: SnapshotName,
     load: Callable[[], Manifest],
     warm: Callable[[Manifest], None] = lambda _: None,
+    *,
+    by_shares: bool = False,
 ) -> None:
     """Bring what all ranks need into the memory of all hosts. Every rank calls it.
 
@@ -110,6 +113,8 @@ def fetch_together(
         name: Of the snapshot.
         load: Reads the snapshot's manifest; told of its errors is who reads it afterwards.
         warm: Called before anything is read, if all of it will be in this host's memory.
+        by_shares: The ranks of this host read from its tier between them, and need not bring what
+            is not in their host's memory there.
     """
     me = channel.world.rank
     local = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
@@ -123,11 +128,11 @@ def fetch_together(
     if place is not None and len(hosts) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
             manifest = _worth_it(ladder, place, load(), len(local) / len(hosts))
-    if manifest is not None:
+    if manifest is not None and (not by_shares or _is_all_there(place, manifest)):
         warm(manifest)
     if len(local) < len(hosts) and _between_hosts(source, ladder, place, channel, hosts, manifest):
         return
-    if place is not None and manifest is not None and len(local) > 1:
+    if place is not None and manifest is not None and len(local) > 1 and not by_shares:
         share = range(local.index(me), len(manifest.files), len(local))
         fetch(source, place, manifest, share)
     channel.gather("fetched", True, RANKS_TIMEOUT_S)
@@ -143,6 +148,11 @@ def _worth_it(
         return None
     training = training_bytes(int(held_bytes(manifest) * share))
     return manifest if has_room(place, total, training) else None
+
+
+def _is_all_there(place: MemoryPlace | None, manifest: Manifest) -> bool:
+    numbers = range(len(manifest.files))
+    return place is not None and all(is_there(place, manifest, number) for number in numbers)
 
 
 def _is_directory(ladder: Ladder, manifest: Manifest) -> bool:

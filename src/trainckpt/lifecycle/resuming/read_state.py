@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.world import World
+    from trainckpt.snapshot.shares import Share
     from trainckpt.state.registry import Registry
     from trainckpt.state.targets import Targets
     from trainckpt.tiers.base import Readable
@@ -45,7 +46,7 @@ class Reading:
 
     Attributes:
         targets: What this rank needs.
-        shared: What is left; empty: everything was read, and compared.
+        shared: What is left; empty, and nothing left to be taken: all was read, and compared.
         again: Reads what the script changes before training goes on.
         num_threads: That may copy at once.
         warm: Memory for what is copied.
@@ -61,6 +62,16 @@ class Reading:
     num_threads: int = 1
     warm: WarmMemory = field(default_factory=WarmMemory)
     shared: list[SharedRead] = field(default_factory=list)
+
+    @property
+    def told(self) -> list[int] | None:
+        """Where the other ranks of this host find what they left to this one."""
+        return None if self.reader.share is None else list(self.reader.share.told())
+
+    @property
+    def is_all(self) -> bool:
+        """Whether nothing is left to be read."""
+        return not self.shared and (self.reader.share is None or not self.reader.share.left)
 
     def read_alone(self, names: set[str]) -> None:
         """Read this rank's boxes of these tensors; errors as `read_state`."""
@@ -126,8 +137,9 @@ def read_state(
     later: Readable | None = None,
     num_threads: int = 1,
     warm: WarmMemory | None = None,
+    share: Share | None = None,
 ) -> tuple[Reading, Saved | None]:
-    """Read and verify what this rank needs and no other rank needs a part of.
+    """Read and verify what this rank needs and no other rank reads, or reads a part of.
 
     Args:
         tier: To read from.
@@ -137,6 +149,7 @@ def read_state(
         later: Where to read what the script changes before training goes on, if not from `tier`.
         num_threads: That may copy at once.
         warm: Memory for what is copied.
+        share: What it reads of what the ranks of this host need alike.
 
     Returns:
         The reading, and what it read if nothing is left: compared with the live objects.
@@ -162,7 +175,8 @@ def read_state(
             hint=SAME_WAY,
         )
     destination = Destination(targets.wanted)
-    again = reader if later is None else reader.from_tier(later)
+    again = reader.from_tier(later or tier)
+    reader.share = share
     reading = Reading(
         reader, registry, world, values, targets, destination, again, num_threads,
         warm or WarmMemory(),
@@ -172,7 +186,7 @@ def read_state(
         groups = sharing.groups(targets.wanted, targets.layouts)
         reading.shared = [SharedRead(group, reader) for group in groups]
     reader.read(alone(targets, reading.shared, manifest), destination, donor=donor)
-    return reading, None if reading.shared else reading.finish()
+    return reading, reading.finish() if reading.is_all else None
 
 
 def alone(targets: Targets, shared: list[SharedRead], manifest: Manifest) -> dict[str, Box | None]:

@@ -1,0 +1,99 @@
+"""Read shares: the ranks of one host read a snapshot between them, and copy from each other.
+
+every rank   tells where some bytes lie in its memory
+all          those that read each other's as they were told are one circle
+every rank   reads its share (`snapshot.shares`), and brings where it lies
+members      copy the rest
+all          bring the result, as after any read (`candidate`): memory may change again
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
+from trainckpt.lifecycle.run.log import logger
+from trainckpt.snapshot.fetch import is_shared
+from trainckpt.snapshot.shares import Share
+from trainckpt.tiers import other_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.ranks.channel import Channel
+    from trainckpt.snapshot.restore import Reader
+
+FROM_BYTES = 8 << 20  # a snapshot that is smaller is read sooner than it is shared
+PROBE_BYTES = 32
+
+
+class Circle(NamedTuple):
+    """Ranks of one host that can read each other's memory, and this one's number among them."""
+
+    ranks: Sequence[int]
+    number: int
+
+    def share(self, manifest: Manifest) -> Share | None:
+        """What this rank reads of a snapshot; None: all that it needs."""
+        total = sum(file.content.num_bytes for file in manifest.files)
+        if total < FROM_BYTES or not is_shared(manifest):
+            return None
+        return Share(self.number, len(self.ranks), manifest)
+
+
+@contextmanager
+def circle(channel: Channel, hosts: Sequence[str]) -> Iterator[Circle | None]:
+    """This rank's circle, open until the context ends; None: it reads alone.
+
+    Every rank calls it, and all members of a circle come to the same.
+    """
+    if max(Counter(hosts).values(), default=1) < 2:
+        yield None
+        return
+    me = channel.world.rank
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
+    probe = bytearray(secrets.token_bytes(PROBE_BYTES))
+    with other_memory.open_to_siblings():
+        mine = [*other_memory.place_of(memoryview(probe)), probe.hex()]
+        told = channel.gather("probes", mine, RANKS_TIMEOUT_S)
+        can = all(_reads(told[rank]) for rank in here if rank != me)
+        all_can = channel.gather("probed", can, RANKS_TIMEOUT_S)
+        is_one = len(here) > 1 and all(all_can[rank] for rank in here)
+        yield Circle(here, here.index(me)) if is_one else None
+
+
+def take(
+    reader: Reader, members: Circle | None, results: Sequence[Mapping[str, Any]], name: SnapshotName
+) -> None:
+    """Take what this rank left to the others.
+
+    Args:
+        reader: Has read this rank's share.
+        members: Its circle.
+        results: What each rank brought when it had read its own.
+        name: Of the snapshot.
+
+    Raises:
+        UnusableSnapshot, TierUnavailable: of what was not there, and was read after all.
+    """
+    ranks = members.ranks if members is not None else ()
+    told = [results[rank].get("share") for rank in ranks]
+    missed = reader.take([other_memory.Place(*place) for place in told if place])
+    if missed:
+        logger.info("%.1f MB of %s were not in the memory of this host's other ranks, and were "
+                    "read by each", missed / 1e6, name)  # fmt: skip
+
+
+def _reads(told: Sequence[Any]) -> bool:
+    *place, expected = told
+    found = bytearray(PROBE_BYTES)
+    try:
+        other_memory.read(other_memory.Place(*place), memoryview(found))
+    except OSError:
+        return False
+    return bool(found.hex() == expected)

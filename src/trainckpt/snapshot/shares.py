@@ -1,0 +1,158 @@
+"""Shares: what all ranks of a host need of a snapshot, each reads a part of and takes the rest.
+
+    every rank   reads its share to where it belongs, verifies it, and tells where that is
+                 BARRIER  all have
+    every rank   copies the rest from the others' memory, and verifies it. What it does not find
+                 there, or is not good, it reads from the tier
+                 BARRIER  all have: memory may change again
+
+So each byte is read once, and lies once in the memory of every rank: there is none between.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
+from trainckpt.snapshot.blocks import Batch
+from trainckpt.tiers import other_memory
+from trainckpt.tiers.direct import PAGE_BYTES, address, populate
+from trainckpt.tiers.workers import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from trainckpt.format.digest import Verified
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.snapshot.blocks import Load
+    from trainckpt.snapshot.restore_plan import Read
+    from trainckpt.tiers.base import Readable
+
+    Key = tuple[str, int, int]  # of a load: its file, first byte in that, number of bytes
+
+FROM_BYTES = 64 << 10  # what is smaller is read sooner than it is found
+MAX_TABLE_BYTES = 256 << 20
+
+
+class Taken(NamedTuple):
+    """What now lies verified where, and how many bytes of it had to be read after all."""
+
+    verified: list[Verified]
+    missed: int
+
+
+class Share:
+    """What one rank of a host reads of what all of them need; used by one thread.
+
+    Args:
+        number, of: The rank's number among so many of its host.
+        manifest: Of the snapshot.
+    """
+
+    def __init__(self, number: int, of: int, manifest: Manifest) -> None:
+        self._number, self._of = number, of
+        self._manifest = manifest
+        self._slices = of // math.gcd(of, len(manifest.files))  # that a file is read in
+        self._own: list[Load] = []
+        self._left: list[Load] = []
+        self._table = bytearray()
+
+    @property
+    def left(self) -> Sequence[Load]:
+        """What was put off so far."""
+        return self._left
+
+    def puts_off(self, read: Read, load: Load) -> bool:
+        """Whether another rank reads this; else this rank does, and tells where."""
+        layout = self._manifest.tensors[read.tensor].layout
+        if layout is None or layout.num_replicas == 1:
+            return False
+        if load.into is None or len(load.into) < FROM_BYTES or address(load.into) is None:
+            return False
+        is_own = self._reader_of(read.file, load.first_byte) == self._number
+        (self._own if is_own else self._left).append(load)
+        return not is_own
+
+    def _reader_of(self, file: int, first_byte: int) -> int:
+        num_bytes = max(self._manifest.files[file].content.num_bytes, 1)
+        part = min(first_byte * self._slices // num_bytes, self._slices - 1)
+        return (file * self._slices + part) % self._of
+
+    def told(self) -> other_memory.Place:
+        """Where others find in this process what says where they find what it has read."""
+        found: dict[str, list[int]] = {}
+        for load in self._own:
+            assert load.into is not None
+            where = other_memory.place_of(load.into).address
+            found.setdefault(load.place.key, []).extend((load.first_byte, len(load.into), where))
+        self._table = bytearray(strict.canonical(found))
+        return other_memory.place_of(memoryview(self._table))
+
+    def take(self, told: Iterable[other_memory.Place], tier: Readable, num_threads: int) -> Taken:
+        """Copy all that was put off from the others, or read it.
+
+        Args:
+            told: By each of the others.
+            tier: What is not there is read from.
+            num_threads: That may copy at once.
+
+        Raises:
+            UnusableSnapshot, TierUnavailable: as `Reader.read`, of what was read.
+        """
+        there: dict[Key, other_memory.Place] = {}
+        for place in told:
+            with suppress(OSError, UnusableSnapshot, TypeError, ValueError):
+                there.update(_listed(place))
+        missed: list[Load] = []
+        found: list[Verified] = []
+
+        def one(load: Load) -> None:
+            assert load.into is not None
+            place = there.get((load.place.key, load.first_byte, len(load.into)))
+            with suppress(OSError, UnusableSnapshot):
+                if place is not None:
+                    other_memory.read(place, load.into)
+                    load.take(load.into)
+                    found.extend([load.verified] if load.verified is not None else [])
+                    return
+            missed.append(load)
+
+        with Workers(num_threads, "trainckpt-take") as workers:
+            for load in self._left:
+                workers.submit(partial(one, load))
+            workers.settle()
+        batch = Batch(tier)
+        for load in sorted(missed, key=lambda load: (load.place.key, load.first_byte)):
+            batch.add(load)
+        batch.read()
+        self._left = []
+        return Taken(found + batch.verified, sum(load.last - load.first for load in missed))
+
+
+def make(load: Load) -> None:
+    """Have the memory of what was put off made, while a disk is waited for."""
+    assert load.into is not None
+    before = -(address(load.into) or 0) % PAGE_BYTES
+    pages = (len(load.into) - before) // PAGE_BYTES
+    if pages > 0:
+        populate(load.into[before : before + pages * PAGE_BYTES])
+
+
+def _listed(place: other_memory.Place) -> dict[Key, other_memory.Place]:
+    """What another rank says that it has. Whatever stands there is verified when it was copied."""
+    if place.num_bytes > MAX_TABLE_BYTES:
+        raise OSError("that cannot be it")
+    text = bytearray(place.num_bytes)
+    other_memory.read(place, memoryview(text))
+    table = strict.parse(bytes(text), "what another rank has read", max_bytes=MAX_TABLE_BYTES)
+    if not isinstance(table, dict):
+        raise UnusableSnapshot("what another rank has read is no table")
+    found: dict[Key, other_memory.Place] = {}
+    for key, loads in table.items():
+        for first_byte, num_bytes, where in zip(*[iter(loads)] * 3, strict=True):
+            found[key, first_byte, num_bytes] = place._replace(address=where, num_bytes=num_bytes)
+    return found
