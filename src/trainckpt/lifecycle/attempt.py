@@ -311,7 +311,8 @@ def _begin(crew: Crew, mode: str) -> Beginning:
             crew.tier, crew.slower, crew.options.accept_older, crew.opener,
             encrypts=bool(crew.options.encrypt_to),
         )  # fmt: skip
-        return begin(crew.tier, crew.channel, crew.registry, mode, claimed, reach)
+        with crew.registry.unchanged():
+            return begin(crew.tier, crew.channel, crew.registry, mode, claimed, reach)
     except BaseException:
         crew.last_words.stop()
         crew.watch.end()

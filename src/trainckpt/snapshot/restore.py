@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
 from trainckpt.snapshot import shares
-from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, hull, loads
+from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, Load, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory
 from trainckpt.tiers.workers import Workers
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
-    from trainckpt.snapshot.blocks import Load
     from trainckpt.snapshot.restore_plan import Read
     from trainckpt.snapshot.shares import Share
     from trainckpt.tiers.base import Readable
@@ -117,23 +116,23 @@ class Reader:
             for place, read in self._look_up(list(of_file))
         ]
         lent: list[Load] = []
-        batch, puts = Batch(self._tier), list[Put]()
+        batch, mine, puts = Batch(self._tier), list[Load](), list[Put]()
         with Workers(1, "trainckpt-make") as making:
             for place, read in found:
                 part = read.part or place.region.box
                 if borrowed := self._borrow(place, part, destination):
                     lent += borrowed
                     continue
-                its, put = _loads(place, part, destination)
-                for load in its:
+                needed, put = _loads(place, part, destination)
+                for load in needed:
                     if self.share is not None and self.share.puts_off(read, load):
                         making.submit(partial(shares.make, load))
                     else:
-                        batch.add(load)
+                        mine.append(load)
                 puts += [put] if put is not None else []
                 if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
-                    puts = _put(batch, puts, destination)
-            _put(batch, puts, destination)
+                    _read(batch, mine, puts, destination)
+            _read(batch, mine, puts, destination)
         self._verify(lent)
         self.verified += batch.verified
 
@@ -272,9 +271,12 @@ def _loads(place: Found, part: Box, destination: Destination) -> tuple[Iterator[
     return loads(place, begin, end, into), put
 
 
-def _put(batch: Batch, puts: list[Put], destination: Destination) -> list[Put]:
-    """Read what was added, and put what is to be put: nothing is left."""
+def _read(batch: Batch, mine: list[Load], puts: list[Put], destination: Destination) -> None:
+    """Read what is to be read, and put what is to be put: nothing is left of either."""
+    for load in mine:
+        batch.add(load)
     batch.read()
     for put in puts:
         destination.put(*put)
-    return []
+    mine.clear()
+    puts.clear()

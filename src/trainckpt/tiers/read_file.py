@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.direct import Direct
     from trainckpt.tiers.disk import Disk
 
-NUM_READERS = 8  # a disk gives more to eight than to four, where training has no need of it
+NUM_READERS = 4
 
 
 def read_parts(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import (
@@ -105,9 +104,8 @@ def read_candidate(
             stack.callback(read.warm_memory.end)
             if scope == "near":
                 read.circle = stack.enter_context(circle(part, hosts))
-                load = partial(_admitted, opened, ladder, run, name)
                 fetch_together(
-                    opened, ladder, place, part, hosts or [""], name, load, read.warm,
+                    opened, ladder, place, part, hosts or [""], name, read.load, read.warm,
                     by_shares=read.circle is not None,
                 )  # fmt: skip
             results = _read(read, part, name)
@@ -162,10 +160,6 @@ def _load_manifest(ladder: Ladder, run: str, name: SnapshotName) -> Manifest:
     raise next((e for e in errors if isinstance(e, TierUnavailable)), errors[0])
 
 
-def _admitted(opened: Opened, ladder: Ladder, run: str, name: SnapshotName) -> Manifest:
-    return opened.admit(_load_manifest(ladder, run, name))
-
-
 def _read(read: _Read, channel: Channel, name: SnapshotName) -> list[dict[str, Any]]:
     """What all ranks bring of it, in the end."""
     results = channel.gather("alone", read.alone(), RANKS_TIMEOUT_S)
@@ -207,6 +201,7 @@ class _Read:
         self.circle: Circle | None = None
         self._opened, self._ladder = opened, ladder
         self.manifest: Manifest | None = None
+        self._is_admitted = False
         self.saved: Saved | None = None
         self._reading: Reading | None = None
         self._tier, self._world, self._registry = tier, world, registry
@@ -215,6 +210,15 @@ class _Read:
     def warm(self, manifest: Manifest) -> None:
         """What is read comes to the host's memory: have this rank's own made meanwhile."""
         self.warm_memory.begin(made_anew(self._registry, manifest.tensors))
+
+    def load(self) -> Manifest:
+        """The manifest, proven; read once."""
+        if not self._is_admitted:
+            self.manifest = _load_manifest(self._ladder, self._run, self._name)
+            self.manifest = self._opened.admit(self.manifest)
+            self._is_admitted = True
+        assert self.manifest is not None
+        return self.manifest
 
     def alone(self) -> dict[str, Any]:
         """What no other rank needs a part of; and what to read together."""
@@ -234,12 +238,11 @@ class _Read:
         return self._result(lambda: self._together(channel, everyone))
 
     def _alone(self) -> dict[str, Any]:
-        self.manifest = _load_manifest(self._ladder, self._run, self._name)
-        self.manifest = self._opened.admit(self.manifest)  # unproven until then
+        manifest = self.load()
         self._reading, self.saved = read_state(
-            self._tier, self.manifest, self._registry, self._world,
+            self._tier, manifest, self._registry, self._world,
             later=self._opened, num_threads=self.num_threads, warm=self.warm_memory,
-            share=self.circle.share(self.manifest) if self.circle is not None else None,
+            share=self.circle.share(manifest) if self.circle is not None else None,
         )  # fmt: skip
         exact = self._reading.targets.exact
         told = self._reading.told

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 import threading
 import time
 import weakref
@@ -187,6 +188,7 @@ class _EarlyEars(threading.Thread):
         self._source, self._limit_s, self._leave = source, limit_s, leave
         self._notices: list[tuple[float, Notice]] = []
         self._stopping = threading.Event()
+        self._waker, self._woken = socket.socketpair()
 
     def run(self) -> None:
         descriptor = self._source.fileno()
@@ -194,17 +196,22 @@ class _EarlyEars(threading.Thread):
             return
         with selectors.DefaultSelector() as selector:
             selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
             while not self._stopping.is_set():
                 ready, now_s = selector.select(EARLY_LOOK_S), time.monotonic()
-                if ready:
+                if any(key.fd == descriptor for key, _ in ready):
                     self._notices += [(now_s, notice) for notice in self._source.poll()]
                 elif self._notices and now_s - self._notices[0][0] > self._limit_s:
                     self._leave(self._notices[0][1].reason)
 
     def stop(self) -> list[Notice]:
         """What came until now."""
-        self._stopping.set()
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._waker.send(b"\0")  # else a resume waited until it looks by itself
         self.join()
+        self._waker.close()
+        self._woken.close()
         return [_aged(notice, time.monotonic() - at_s) for at_s, notice in self._notices]
 
 
