@@ -124,8 +124,9 @@ class Reader:
                     lent += borrowed
                     continue
                 needed, put = _loads(place, part, destination)
+                is_near = self._is_near(place)
                 for load in needed:
-                    if self.share is not None and self.share.puts_off(read, load):
+                    if not is_near and self.share is not None and self.share.puts_off(read, load):
                         making.submit(partial(shares.make, load))
                     else:
                         mine.append(load)
@@ -147,6 +148,11 @@ class Reader:
         taken = self.share.take(told, self._tier, self._num_threads)
         self.verified += taken.verified
         return taken.missed
+
+    def _is_near(self, place: Found) -> bool:
+        """Whether it lies in this host's memory already."""
+        is_near: Callable[[str], bool] | None = getattr(self._tier, "is_near", None)
+        return is_near is not None and is_near(place.key)
 
     def _borrow(self, place: Found, part: Box, destination: Destination) -> list[Load]:
         """Take a whole region where it lies in this host's memory; what is to be verified there."""

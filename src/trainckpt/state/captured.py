@@ -18,7 +18,6 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
 from trainckpt.state import sharded, values
 from trainckpt.state.given import Proofs, has_memory
-from trainckpt.state.warm import WarmMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +132,6 @@ class Saved:
         given: Those of `tensors` that are live themselves; None: each is copied.
         is_again: It was applied before, so most of it is there.
         num_threads: That may copy at once.
-        warm: Memory for what is copied.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -148,13 +146,11 @@ class Saved:
     given: Given | None = None
     is_again: bool = False
     num_threads: int = 1
-    warm: WarmMemory = field(default_factory=WarmMemory)
 
     def without_state(self) -> Saved:
         """What is still to be known of it when it has been applied."""
         return replace(
-            self, tensors={}, values={}, shapes={}, wraps={}, proofs=Proofs(), given=None,
-            warm=WarmMemory(),
+            self, tensors={}, values={}, shapes={}, wraps={}, proofs=Proofs(), given=None
         )  # fmt: skip
 
     def copy(self, name: str, live: torch.Tensor, copies: Copies) -> None:
@@ -188,7 +184,7 @@ class Saved:
         found = self.tensors[name]
         if self.given is not None and self.given.give(name):
             return found
-        fresh = self.warm.take(name, found)
+        fresh = torch.empty_like(found)
         copies.add(fresh, found)
         return fresh
 

@@ -16,10 +16,11 @@ from trainckpt.format import shard_file
 from trainckpt.format.layout import whole
 from trainckpt.state.stage import TYPES, bytes_of, private_memory
 from trainckpt.state.values import DTYPES
+from trainckpt.state.warm import WarmMemory
 from trainckpt.tiers.direct import FROM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from trainckpt.format.layout import Box
     from trainckpt.format.shard_file import Region
@@ -33,14 +34,22 @@ class Destination:
     """
 
     def __init__(
-        self, wanted: Mapping[str, Box | None], into: Mapping[str, torch.Tensor] | None = None
+        self,
+        wanted: Mapping[str, Box | None],
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        own: Collection[str] = (),
+        warm: WarmMemory | None = None,
     ) -> None:
         """Nothing is allocated yet.
 
         Args:
             wanted: Tensor -> box; None: the whole of it.
             into: Tensor -> where its box goes, instead of fresh memory: dense, row-major.
+            own: Those that are to become live themselves, and are not borrowed.
+            warm: Memory that was made for some.
         """
+        self._own, self._warm = own, warm or WarmMemory()
         self.borrowed: set[str] = set()
         self._wanted = wanted
         self._tensors = dict(into or {})
@@ -66,7 +75,7 @@ class Destination:
         it, and nothing writes to it; it stays as it is as long as the tensor lives.
         """
         name, box = region.tensor, self._wanted.get(region.tensor) or whole(region.of)
-        if name in self._tensors or part != box:
+        if name in self._tensors or name in self._own or part != box:
             return False
         self._tensors[name] = torch.frombuffer(data, dtype=TYPES[region.dtype]).view(box.shape)
         self._filled[name] = self._tensors[name].numel()
@@ -106,7 +115,9 @@ class Destination:
         box = self._wanted.get(name) or whole(region.of)
         if name not in self._tensors:
             try:
-                fresh = _lying(box, TYPES[region.dtype], first_byte, _reach(box, part)[0])
+                fresh = self._warm.take(name, box.shape, TYPES[region.dtype])
+                if fresh is None:
+                    fresh = _lying(box, TYPES[region.dtype], first_byte, _reach(box, part)[0])
             except (RuntimeError, OSError, OverflowError) as error:  # more than there is
                 raise UnusableSnapshot(f"{name[:100]}: {str(error)[:200]}") from error
             self._tensors[name], self._filled[name] = fresh, 0

@@ -2,11 +2,12 @@
 
 The system hands out memory page by page and clears each: for a large state that takes as long as
 copying it several times over. What is read into the host's memory, for all of its ranks, is copied
-from there to each rank's own; so the ranks have that memory made meanwhile.
+from there to each rank's own, and becomes live there; so the ranks have that memory made meanwhile.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch
 from trainckpt.tiers.direct import memory, populate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainckpt.format.manifest import TensorEntry
     from trainckpt.state.registry import Registry
@@ -29,14 +30,14 @@ class WarmMemory:
 
     def __init__(self) -> None:
         self._made: dict[str, memoryview] = {}
+        self._sizes: dict[str, int] = {}  # of what is neither made nor taken
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, sizes: Mapping[str, int]) -> None:
         """Have so many bytes made for each tensor, by a thread; once."""
-        self._thread = threading.Thread(
-            target=self._make, args=(dict(sizes),), name="trainckpt-warm", daemon=True
-        )
+        self._sizes = dict(sizes)
+        self._thread = threading.Thread(target=self._make, name="trainckpt-warm", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -45,15 +46,22 @@ class WarmMemory:
         if self._thread is not None:
             self._thread.join()
 
-    def take(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A tensor without content for `like`, in memory that was made if there is some."""
-        made = self._made.pop(name, None)
-        if made is None or len(made) != like.nbytes or not like.is_contiguous():
-            return torch.empty_like(like)
-        return torch.frombuffer(made, dtype=like.dtype).view(like.shape)
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor without content, in memory that was made for it; None if there is none.
 
-    def _make(self, sizes: Mapping[str, int]) -> None:
-        for name, num_bytes in sizes.items():
+        Then there will be none: whoever asks makes some.
+        """
+        self._sizes.pop(name, None)
+        made = self._made.pop(name, None)
+        if made is None or len(made) != math.prod(shape) * dtype.itemsize:
+            return None
+        return torch.frombuffer(made, dtype=dtype).view(shape)
+
+    def _make(self) -> None:
+        for name in list(self._sizes):
+            num_bytes = self._sizes.pop(name, None)
+            if num_bytes is None:
+                continue
             fresh = memory(num_bytes)
             for at in range(0, num_bytes, STEP_BYTES):
                 if self._stop.is_set():
@@ -69,7 +77,8 @@ def made_anew(registry: Registry, entries: Mapping[str, TensorEntry]) -> dict[st
         registry: The live objects.
         entries: The snapshot's tensors.
     """
-    of_optimizers = tuple(f"{optimizer.name}/" for optimizer in registry.optimizers)
+    on_host = [o for o in registry.optimizers if all(p.is_cpu for p in o.parameters())]
+    of_optimizers = tuple(f"{optimizer.name}/" for optimizer in on_host)
     return {
         name: entry.num_bytes
         for name, entry in entries.items()

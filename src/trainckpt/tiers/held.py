@@ -21,10 +21,20 @@ class Held:
 
     def __init__(self, mapping: Locked) -> None:
         self.data = memoryview(mapping)
+        self._file: Locked | None = mapping
+
+    def fill(self, first_byte: int, into: memoryview) -> None:
+        """Copy as many bytes as `into` has. What is only copied is not mapped, page by page."""
+        done = 0
+        while self._file is not None and done < len(into):
+            got = self._file.read_at(first_byte + done, into[done:])
+            if not got:
+                raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
+            done += got
 
     def close(self) -> None:
         """Let it be written again, once nobody has a view of it any more."""
-        self.data = memoryview(b"")
+        self.data, self._file = memoryview(b""), None
 
 
 class Locked(mmap.mmap):
@@ -41,6 +51,10 @@ class Locked(mmap.mmap):
             mapping.madvise(mmap.MADV_DONTFORK)
             _mapped.add(mapping)
         return mapping
+
+    def read_at(self, first_byte: int, into: memoryview) -> int:
+        """Read from the file; how many bytes came."""
+        return os.preadv(self._descriptor, [into], first_byte)
 
     def forked(self) -> None:
         """In a child: let go of the file. Its descriptors, of which the mapping itself has one,

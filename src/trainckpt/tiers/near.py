@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainckpt.tiers.read_file import NUM_READERS
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -24,11 +23,13 @@ class NearTier:
     """Reads of one snapshot, each file from memory if it is there.
 
     Attributes:
+        num_threads: That may copy from memory at once.
         used: Files that were read from memory, sorted by when they were first asked for.
     """
 
     def __init__(self, tier: Readable, place: MemoryPlace | None) -> None:
         self.name, self.url = tier.name, tier.url
+        self.num_threads = 1
         self.used: list[str] = []
         self._tier = tier
         self._place = place
@@ -52,7 +53,7 @@ class NearTier:
         if held is None or first_byte + len(into) > len(held.data):
             self._tier.read_into(key, first_byte, into)
         else:
-            into[:] = held.data[first_byte : first_byte + len(into)]
+            held.fill(first_byte, into)
 
     def read_parts(
         self, key: str, parts: Sequence[tuple[int, memoryview]], done: Callable[[int], None]
@@ -64,14 +65,17 @@ class NearTier:
             return
 
         def one(number: int) -> None:
-            first_byte, into = parts[number]
-            into[:] = held.data[first_byte : first_byte + len(into)]
+            held.fill(*parts[number])
             done(number)
 
-        with Workers(NUM_READERS, "trainckpt-read") as workers:
+        with Workers(self.num_threads, "trainckpt-read") as workers:
             for number in range(len(parts)):
                 workers.submit(partial(one, number))
             workers.settle()
+
+    def is_near(self, key: str) -> bool:
+        """Whether a file is in memory."""
+        return self._find(key) is not None
 
     def lend(self, key: str, first_byte: int, num_bytes: int) -> memoryview | None:
         """These bytes where they lie in memory, not to be written; None if they do not.

@@ -97,7 +97,7 @@ def read_candidate(
         near = NearTier(opened, place)  # what is there is not encrypted
         read = _Read(near, opened, ladder, channel.world, registry, run, name)
         here = hosts.count(channel.world.host) or 1
-        read.num_threads = copy_threads(here)
+        read.num_threads = near.num_threads = copy_threads(here)
         part = channel.scoped(scope)
         with ExitStack() as stack:
             stack.callback(near.close)

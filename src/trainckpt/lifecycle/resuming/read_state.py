@@ -23,7 +23,7 @@ from trainckpt.state.destination import Destination
 from trainckpt.state.given import Given, Proofs
 from trainckpt.state.stage import parse_values
 from trainckpt.state.targets import find_targets
-from trainckpt.state.warm import WarmMemory
+from trainckpt.state.warm import made_anew
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.shares import Share
     from trainckpt.state.registry import Registry
     from trainckpt.state.targets import Targets
+    from trainckpt.state.warm import WarmMemory
     from trainckpt.tiers.base import Readable
 
 SAME_WAY = "launch as many ranks in the same layout, or keep no sharded tensors in that object"
@@ -49,7 +50,6 @@ class Reading:
         shared: What is left; empty, and nothing left to be taken: all was read, and compared.
         again: Reads what the script changes before training goes on.
         num_threads: That may copy at once.
-        warm: Memory for what is copied.
     """
 
     reader: Reader
@@ -60,7 +60,6 @@ class Reading:
     destination: Destination
     again: Reader
     num_threads: int = 1
-    warm: WarmMemory = field(default_factory=WarmMemory)
     shared: list[SharedRead] = field(default_factory=list)
 
     @property
@@ -115,7 +114,6 @@ class Reading:
             proofs=(proofs := Proofs(self.reader.verified)),
             given=Given(tensors, proofs, self._read_again, self.destination.borrowed),
             num_threads=self.num_threads,
-            warm=self.warm,
         )
         apply.check(self.registry, saved, str(manifest.name))
         return saved
@@ -148,7 +146,7 @@ def read_state(
         world: This rank.
         later: Where to read what the script changes before training goes on, if not from `tier`.
         num_threads: That may copy at once.
-        warm: Memory for what is copied.
+        warm: Memory for what becomes live where it was read to.
         share: What it reads of what the ranks of this host need alike.
 
     Returns:
@@ -174,12 +172,12 @@ def read_state(
             targets.problems,
             hint=SAME_WAY,
         )
-    destination = Destination(targets.wanted)
+    own = made_anew(registry, manifest.tensors)
+    destination = Destination(targets.wanted, own=own, warm=warm)
     again = reader.from_tier(later or tier)
     reader.share = share
     reading = Reading(
         reader, registry, world, values, targets, destination, again, num_threads,
-        warm or WarmMemory(),
     )  # fmt: skip
     if targets.layouts and world.size > 1 and exchange.is_there():
         sharing = Sharing(manifest, reader.planner, world.rank)
