@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
-from trainckpt.snapshot import shares
 from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, Load, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
-from trainckpt.tiers.direct import memory
+from trainckpt.tiers.direct import memory, populate
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -126,10 +125,11 @@ class Reader:
                 needed, put = _loads(place, part, destination)
                 is_near = self._is_near(place)
                 for load in needed:
-                    if not is_near and self.share is not None and self.share.puts_off(read, load):
-                        making.submit(partial(shares.make, load))
-                    else:
+                    into = load.into
+                    if is_near or into is None or not self._puts_off(read, load):
                         mine.append(load)
+                    else:
+                        making.submit(partial(populate, into))
                 puts += [put] if put is not None else []
                 if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
                     _read(batch, mine, puts, destination)
@@ -148,6 +148,9 @@ class Reader:
         taken = self.share.take(told, self._tier, self._num_threads)
         self.verified += taken.verified
         return taken.missed
+
+    def _puts_off(self, read: Read, load: Load) -> bool:
+        return self.share is not None and self.share.puts_off(read, load)
 
     def _is_near(self, place: Found) -> bool:
         """Whether it lies in this host's memory already."""

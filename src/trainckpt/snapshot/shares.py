@@ -20,7 +20,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.snapshot.blocks import Batch
 from trainckpt.tiers import other_memory
-from trainckpt.tiers.direct import PAGE_BYTES, address, populate
+from trainckpt.tiers.direct import address
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -131,15 +131,6 @@ class Share:
         batch.read()
         self._left = []
         return Taken(found + batch.verified, sum(load.last - load.first for load in missed))
-
-
-def make(load: Load) -> None:
-    """Have the memory of what was put off made, while a disk is waited for."""
-    assert load.into is not None
-    before = -(address(load.into) or 0) % PAGE_BYTES
-    pages = (len(load.into) - before) // PAGE_BYTES
-    if pages > 0:
-        populate(load.into[before : before + pages * PAGE_BYTES])
 
 
 def _listed(place: other_memory.Place) -> dict[Key, other_memory.Place]:

@@ -94,13 +94,20 @@ def at_address(where: int, num_bytes: int) -> memoryview:
 
 
 def populate(block: memoryview) -> None:
-    """Have the system make this memory now, without the interpreter's lock, so that whoever writes
-    to it need not wait. `block` begins at a page. Where that cannot be asked for, the writer waits.
+    """Have the system make the pages inside this memory now, without the interpreter's lock, so
+    that whoever writes to it need not wait. Where that cannot be asked for, the writer waits.
     """
+    where = address(block) or 0
+    begin, end = (
+        -(-where // PAGE_BYTES) * PAGE_BYTES,
+        (where + len(block)) // PAGE_BYTES * PAGE_BYTES,
+    )
+    if begin >= end:
+        return
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None, use_errno=True)
-        where, size = ctypes.c_void_p(address(block)), ctypes.c_size_t(len(block))
-        libc.madvise(where, size, ctypes.c_int(_POPULATE_WRITE))
+        size = ctypes.c_size_t(end - begin)
+        libc.madvise(ctypes.c_void_p(begin), size, ctypes.c_int(_POPULATE_WRITE))
 
 
 def copy(into: memoryview, data: memoryview) -> None:

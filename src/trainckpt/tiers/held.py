@@ -11,6 +11,10 @@ import mmap
 import os
 import weakref
 
+from trainckpt.tiers.direct import populate
+
+STEP_BYTES = 1 << 20  # that caches hold from when they are made until they are copied to
+
 
 class Held:
     """The bytes of one shard file, held in memory and locked against being written.
@@ -27,7 +31,9 @@ class Held:
         """Copy as many bytes as `into` has. What is only copied is not mapped, page by page."""
         done = 0
         while self._file is not None and done < len(into):
-            got = self._file.read_at(first_byte + done, into[done:])
+            part = into[done : done + STEP_BYTES]
+            populate(part)  # by itself that takes as long as the copy, and inside of it longer
+            got = self._file.read_at(first_byte + done, part)
             if not got:
                 raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
             done += got
