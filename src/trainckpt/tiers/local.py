@@ -20,7 +20,7 @@ from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers.direct import Direct
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.new_file import new_file
-from trainckpt.tiers.read_file import ReadFile, read_parts
+from trainckpt.tiers.read_file import NUM_READERS, ReadFile, read_parts
 from trainckpt.tiers.spares import FOLDER, Spares
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ MOST_FOLDERS = 50  # known to be synced; what is forgotten is synced once more
 
 
 class LocalTier:
-    """Named bytes in one directory. See `base.Tier` for the contract."""
+    """Named bytes in one directory. See `base.Tier` for the contract.
+
+    Attributes:
+        num_readers: Threads that read parts at once; fewer where other processes read beside.
+    """
 
     name = "local"
 
@@ -42,6 +46,7 @@ class LocalTier:
         self.disk = disk or Disk()
         self._direct = Direct(self.url)
         self._spares = Spares(self.root, self.disk)
+        self.num_readers = NUM_READERS
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
     def write(
@@ -128,7 +133,7 @@ class LocalTier:
         """Fill every part, several at once; `done` is told each one's number, on any thread."""
         path = self._path(key)
         with translated("read", path), ReadFile(self.disk, path, key, self._direct) as file:
-            read_parts(file, parts, done)
+            read_parts(file, parts, done, self.num_readers)
 
     def list(self, folder: str) -> list[str]:
         """Names in `folder`, sorted, temporary ones left out; empty if there is no folder."""

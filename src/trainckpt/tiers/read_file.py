@@ -34,11 +34,14 @@ if TYPE_CHECKING:
     from trainckpt.tiers.direct import Direct
     from trainckpt.tiers.disk import Disk
 
-NUM_READERS = 4
+NUM_READERS = 8
 
 
 def read_parts(
-    file: ReadFile, parts: Sequence[tuple[int, memoryview]], done: Callable[[int], None]
+    file: ReadFile,
+    parts: Sequence[tuple[int, memoryview]],
+    done: Callable[[int], None],
+    num_readers: int = NUM_READERS,
 ) -> None:
     """Fill every part from its first byte on; `done` is told each one's number, on any thread."""
 
@@ -46,7 +49,7 @@ def read_parts(
         file.fill(*parts[number])
         done(number)
 
-    with Workers(min(NUM_READERS, len(parts)), "trainckpt-read") as workers:
+    with Workers(min(num_readers, len(parts)), "trainckpt-read") as workers:
         for number in range(len(parts)):
             if len(parts) == 1:
                 one(number)

@@ -23,7 +23,7 @@ from trainckpt.errors import (
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.resuming.fetch_together import fetch_together
 from trainckpt.lifecycle.resuming.other_copies import find_good_copies
-from trainckpt.lifecycle.resuming.read_shares import Circle, circle, take
+from trainckpt.lifecycle.resuming.read_shares import Circle, circle, fewer_readers, take
 from trainckpt.lifecycle.resuming.read_state import read_state
 from trainckpt.lifecycle.resuming.read_together import offers, read_together
 from trainckpt.lifecycle.run import error_json
@@ -104,6 +104,7 @@ def read_candidate(
             stack.callback(read.warm_memory.end)
             if scope == "near":
                 read.circle = stack.enter_context(circle(part, hosts))
+                stack.enter_context(fewer_readers(tiers, read.circle))
                 fetch_together(
                     opened, ladder, place, part, hosts or [""], name, read.load, read.warm,
                     by_shares=read.circle is not None,

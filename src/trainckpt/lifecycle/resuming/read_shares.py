@@ -19,6 +19,8 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot.fetch import is_shared
 from trainckpt.snapshot.shares import Share
 from trainckpt.tiers import other_memory
+from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.read_file import NUM_READERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.channel import Channel
     from trainckpt.snapshot.restore import Reader
+    from trainckpt.tiers.base import Tier
 
 FROM_BYTES = 8 << 20  # a snapshot that is smaller is read sooner than it is shared
 PROBE_BYTES = 32
+LEAST_READERS = 2  # of a rank: one waits for the disk while another verifies
 
 
 class Circle(NamedTuple):
@@ -44,6 +48,25 @@ class Circle(NamedTuple):
         if total < FROM_BYTES or not is_shared(manifest):
             return None
         return Share(self.number, len(self.ranks), manifest)
+
+
+def readers_each(num_ranks: int) -> int:
+    """Threads with which each of so many ranks of a host reads: as many together as one alone."""
+    return max(LEAST_READERS, NUM_READERS // num_ranks)
+
+
+@contextmanager
+def fewer_readers(tiers: Sequence[Tier], members: Circle | None) -> Iterator[None]:
+    """Inside, each member of a circle reads from a directory with its part of the threads."""
+    directories = [tier for tier in tiers if isinstance(tier, LocalTier)]
+    if members is not None:
+        for tier in directories:
+            tier.num_readers = readers_each(len(members.ranks))
+    try:
+        yield
+    finally:
+        for tier in directories:
+            tier.num_readers = NUM_READERS
 
 
 @contextmanager
