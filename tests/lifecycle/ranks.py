@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
-from trainckpt.lifecycle.resuming import fetch_together
+from trainckpt.lifecycle.resuming import fetch_together, read_shares
+from trainckpt.snapshot import shares
+from trainckpt.tiers import other_memory
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
 WIDTH = 300  # the first matrix is large enough to be cut
@@ -54,8 +56,28 @@ def train(rank, place, world, until, wrap=True, act=None, **options):
     return losses, resumed and resumed.step
 
 
+def train_sharing(rank, place, world, until):
+    """Snapshots of any size are read between the ranks; bytes that this one took of others."""
+    read_shares.FROM_BYTES, took = 1, []
+
+    def read(place, into):
+        took.append(len(into))
+        other_memory_read(place, into)
+
+    other_memory_read, other_memory.read = other_memory.read, read
+    found = train(rank, place, world, until)
+    return *found, sum(size for size in took if size > shares.FROM_BYTES)
+
+
+def _forbidden(place, into):
+    raise PermissionError("not this process's memory")
+
+
 def train_fetching(rank, place, world, until):
-    """Files of any size are brought into memory by one rank for all; which this one brought."""
+    """Where ranks cannot read each other's memory, files of any size are brought into the host's
+    by one rank for all; which this one brought.
+    """
+    other_memory.read = _forbidden
     fetch_together.FETCHED_FROM_BYTES, fetch, came = 1, fetch_together.fetch, []
     fetch_together.fetch = lambda *arguments: came.extend(fetch(*arguments))
     return *train(rank, place, world, until), came

@@ -72,6 +72,16 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_snapshot(finished, tmp_path):
         assert {**first[rank][0], **second[rank][0]} == straight[rank]
 
 
+def test_ranks_of_one_host_read_a_snapshot_between_them(finished, tmp_path):
+    _, straight = finished
+    run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
+    again = run_ranks(ranks.train_sharing, 2, str(tmp_path / "run"), 2, 6)
+    for (losses, step, took), expected in zip(again, straight, strict=True):
+        assert step == 3
+        assert losses == {at: loss for at, loss in expected.items() if at in losses}
+        assert took >= ranks.WIDTH**2 * 4  # about half of weights, moments and gradients
+
+
 def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished, tmp_path):
     _, straight = finished
     run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)

@@ -11,7 +11,6 @@ So each byte is read once, and lies once in the memory of every rank: there is n
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,7 +55,8 @@ class Share:
     def __init__(self, number: int, of: int, manifest: Manifest) -> None:
         self._number, self._of = number, of
         self._manifest = manifest
-        self._slices = of // math.gcd(of, len(manifest.files))  # that a file is read in
+        self._by_file = len(manifest.files) % of == 0
+        self._dealt = [0] * of  # bytes to each rank so far, where files would not be fair
         self._own: list[Load] = []
         self._left: list[Load] = []
         self._table = bytearray()
@@ -67,20 +67,31 @@ class Share:
         return self._left
 
     def puts_off(self, read: Read, load: Load) -> bool:
-        """Whether another rank reads this; else this rank does, and tells where."""
-        layout = self._manifest.tensors[read.tensor].layout
-        if layout is None or layout.num_replicas == 1:
+        """Whether another rank reads this; else this rank does, and tells where.
+
+        What only some of a stored part is wanted of is not what the others want.
+        """
+        region, into = load.place.region, load.into
+        if not self._is_alike(read.tensor) or read.part not in (None, region.box):
             return False
-        if load.into is None or len(load.into) < FROM_BYTES or address(load.into) is None:
+        if into is None or len(into) < FROM_BYTES or address(into) is None:
             return False
-        is_own = self._reader_of(read.file, load.first_byte) == self._number
+        is_own = self._reader_of(read.file, len(into)) == self._number
         (self._own if is_own else self._left).append(load)
         return not is_own
 
-    def _reader_of(self, file: int, first_byte: int) -> int:
-        num_bytes = max(self._manifest.files[file].content.num_bytes, 1)
-        part = min(first_byte * self._slices // num_bytes, self._slices - 1)
-        return (file * self._slices + part) % self._of
+    def _is_alike(self, tensor: str) -> bool:
+        """Whether several ranks want it, as far as a snapshot knows: those that held it did."""
+        layout = self._manifest.tensors[tensor].layout
+        return layout is not None and (layout.num_replicas > 1 or len(self._manifest.files) == 1)
+
+    def _reader_of(self, file: int, num_bytes: int) -> int:
+        """Every rank comes to the same that is asked for the same, in the same order."""
+        if self._by_file:
+            return file % self._of
+        reader = self._dealt.index(min(self._dealt))
+        self._dealt[reader] += num_bytes
+        return reader
 
     def told(self) -> other_memory.Place:
         """Where others find in this process what says where they find what it has read."""

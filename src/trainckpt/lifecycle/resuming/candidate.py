@@ -21,7 +21,7 @@ from trainckpt.errors import (
     UnusableSnapshot,
 )
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
-from trainckpt.lifecycle.resuming.fetch_together import fetch_together
+from trainckpt.lifecycle.resuming.fetch_together import fetch_together, is_directory
 from trainckpt.lifecycle.resuming.other_copies import find_good_copies
 from trainckpt.lifecycle.resuming.read_shares import Circle, circle, fewer_readers, take
 from trainckpt.lifecycle.resuming.read_state import read_state
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
     from trainckpt.ranks.world import World
     from trainckpt.snapshot.restore import Reader
+    from trainckpt.snapshot.shares import Share
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
     from trainckpt.tiers.base import Tier
@@ -243,11 +244,17 @@ class _Read:
         self._reading, self.saved = read_state(
             self._tier, manifest, self._registry, self._world,
             later=self._opened, num_threads=self.num_threads, warm=self.warm_memory,
-            share=self.circle.share(manifest) if self.circle is not None else None,
+            share=self._share(manifest),
         )  # fmt: skip
         exact = self._reading.targets.exact
         told = self._reading.told
         return {"kind": "ok", "exact": exact, "offers": offers(self._reading), "share": told}
+
+    def _share(self, manifest: Manifest) -> Share | None:
+        """Of a directory; a store is asked once for each header, and for what is small."""
+        if self.circle is None or not is_directory(self._ladder, manifest):
+            return None
+        return self.circle.share(manifest)
 
     def take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """What the other ranks of this host have read for it. All ranks were fine so far."""

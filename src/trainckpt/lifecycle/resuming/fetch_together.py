@@ -113,8 +113,8 @@ def fetch_together(
         name: Of the snapshot.
         load: Reads the snapshot's manifest; told of its errors is who reads it afterwards.
         warm: Called before anything is read, if all of it will be in this host's memory.
-        by_shares: The ranks of this host read from its tier between them, and need not bring what
-            is not in their host's memory there.
+        by_shares: The ranks of this host read a directory between them: what is there need not
+            come to their host's memory.
     """
     me = channel.world.rank
     local = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
@@ -128,6 +128,7 @@ def fetch_together(
     if place is not None and len(hosts) > 1:
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
             manifest = _worth_it(ladder, place, load(), len(local) / len(hosts))
+    by_shares = by_shares and manifest is not None and is_directory(ladder, manifest)
     if manifest is not None and (not by_shares or _is_all_there(place, manifest)):
         warm(manifest)
     if len(local) < len(hosts) and _between_hosts(source, ladder, place, channel, hosts, manifest):
@@ -143,7 +144,7 @@ def _worth_it(
 ) -> Manifest | None:
     """`share`: of all ranks, those of this host."""
     total = sum(file.num_bytes for file in manifest.files)
-    least = FETCHED_FROM_BYTES if _is_directory(ladder, manifest) else FROM_A_STORE_BYTES
+    least = FETCHED_FROM_BYTES if is_directory(ladder, manifest) else FROM_A_STORE_BYTES
     if total < least or not is_shared(manifest):
         return None
     training = training_bytes(int(held_bytes(manifest) * share))
@@ -155,7 +156,7 @@ def _is_all_there(place: MemoryPlace | None, manifest: Manifest) -> bool:
     return place is not None and all(is_there(place, manifest, number) for number in numbers)
 
 
-def _is_directory(ladder: Ladder, manifest: Manifest) -> bool:
+def is_directory(ladder: Ladder, manifest: Manifest) -> bool:
     """Whether the first of its files is read from one."""
     key = f"{manifest.name.folder}/{manifest.files[0].name}"
     tier: Tier = ladder.tiers[ladder.number_of(key)]
@@ -177,7 +178,7 @@ def _between_hosts(
         if place is not None and manifest is not None and exchange.is_there():
             numbers = range(len(manifest.files))
             mine["held"] = [n for n in numbers if is_there(place, manifest, n)]
-            mine["can"] = not _is_directory(ladder, manifest)
+            mine["can"] = not is_directory(ladder, manifest)
     told = channel.gather("held", mine, RANKS_TIMEOUT_S)
     if len(hosts) > MAX_RANKS or not all(each["can"] for each in told):
         return False

@@ -45,7 +45,7 @@ class Circle(NamedTuple):
     def share(self, manifest: Manifest) -> Share | None:
         """What this rank reads of a snapshot; None: all that it needs."""
         total = sum(file.content.num_bytes for file in manifest.files)
-        if total < FROM_BYTES or not is_shared(manifest):
+        if total < FROM_BYTES or not (is_shared(manifest) or len(manifest.files) == 1):
             return None
         return Share(self.number, len(self.ranks), manifest)
 

@@ -1,0 +1,133 @@
+"""Ranks of one host read each byte once between them, and verify what they take of each other."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from tests.faults.test_bad_bytes import flip
+from tests.snapshot import layouts
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.layout import replicated
+from trainckpt.snapshot.restore import Reader
+from trainckpt.snapshot.shares import Share
+from trainckpt.state.destination import Destination
+from trainckpt.tiers import other_memory
+from trainckpt.tiers.local import LocalTier
+
+SHAPES = {"a": (700, 300), "b": (64, 1000), "c": (1000, 300), "d": (500, 500), "few": (7,)}
+
+
+class Host:
+    """Ranks of one host, all of them in this process: each other's memory is read as it is."""
+
+    def __init__(self, tier, manifest, num):
+        self.tiers = [layouts.Counting(tier) for _ in range(num)]
+        self.readers = [Reader(each, manifest) for each in self.tiers]
+        self.wanted = dict.fromkeys(manifest.tensors)
+        self.destinations = [Destination(self.wanted) for _ in range(num)]
+        self.manifest = manifest
+        for number, reader in enumerate(self.readers):
+            reader.share = Share(number, num, manifest)
+
+    def read_shares(self):
+        for reader, destination in zip(self.readers, self.destinations, strict=True):
+            reader.read(self.wanted, destination, donor=0)
+        return [reader.share.told() for reader in self.readers]
+
+    def tensors(self, number):
+        types = {name: entry.dtype for name, entry in self.manifest.tensors.items()}
+        return self.destinations[number].finish(types)
+
+
+def saved(tier, world):
+    """By so many ranks that hold the same tensors."""
+    random = Random(1)
+    tensors = {name: layouts.drawn(random, shape) for name, shape in SHAPES.items()}
+    return tensors, layouts.save(tier, world, tensors, dict.fromkeys(SHAPES, replicated(world)))
+
+
+def equal(found, tensors):
+    return all(
+        torch.equal(found[name].view(torch.int32), tensor.view(torch.int32))
+        for name, tensor in tensors.items()
+    )
+
+
+@pytest.mark.parametrize(("then", "now"), [(2, 2), (1, 2), (2, 4), (3, 2), (4, 3)])
+def test_each_byte_is_read_once_by_all_ranks_of_a_host(tmp_path, then, now):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, then)
+    host = Host(tier, manifest, now)
+    told = host.read_shares()
+    read = [tier.num_bytes for tier in host.tiers]
+    assert [reader.take(told) for reader in host.readers] == [0] * now
+    assert [tier.num_bytes for tier in host.tiers] == read  # no more than before
+    assert all(equal(host.tensors(number), tensors) for number in range(now))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    small = 65536 * len(SHAPES) * then  # at most; read by every rank, as headers are
+    assert sum(read) <= total + now * small
+    assert max(read) < 0.75 * total
+
+
+def test_what_another_rank_does_not_have_is_read_after_all(tmp_path):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    told = host.read_shares()
+    left = [sum(len(load.into) for load in reader.share.left) for reader in host.readers]
+    gone = other_memory.Place(told[1].process, 4096, told[1].num_bytes)
+    assert host.readers[0].take([told[0], gone]) == left[0] > 500_000
+    assert host.readers[1].take([told[0]]) == 0
+    assert equal(host.tensors(0), tensors)
+    assert equal(host.tensors(1), tensors)
+
+
+def test_what_has_changed_in_anothers_memory_is_not_believed(tmp_path):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    told = host.read_shares()
+    host.readers[1].share._own[0].into[5] ^= 1
+    length = len(host.readers[1].share._own[0].into)
+    assert host.readers[0].take(told) == length
+    assert equal(host.tensors(0), tensors)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'{"x":3}', b'{"x":[1,2]}', b'{"x":["a",1,2]}', b"\xff"]
+)
+def test_a_table_that_is_none_is_as_if_there_were_none(tmp_path, text):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    host.read_shares()
+    table = bytearray(text or b" ")
+    assert host.readers[0].take([other_memory.place_of(memoryview(table))]) > 500_000
+    assert equal(host.tensors(0), tensors)
+
+
+def test_damage_is_found_by_the_rank_that_reads_it(tmp_path):
+    tier = LocalTier(tmp_path)
+    _, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    file = manifest.files[1]
+    flip(tier.root / manifest.name.folder / file.name, file.num_bytes // 2)
+    host.readers[0].read(host.wanted, host.destinations[0], donor=0)
+    with pytest.raises(UnusableSnapshot, match="rank00001"):
+        host.readers[1].read(host.wanted, host.destinations[1], donor=0)
+
+
+def test_what_each_rank_holds_of_its_own_is_left_to_nobody(tmp_path):
+    tier = LocalTier(tmp_path)
+    random = Random(2)
+    alike = layouts.drawn(random, (300, 300))
+    manifest = layouts.save(
+        tier, 2, {"alike": alike}, {"alike": replicated(2)},
+        own=lambda rank: {"own": torch.full((300, 300), float(rank))},
+    )  # fmt: skip
+    host = Host(tier, manifest, 2)
+    host.read_shares()
+    assert {load.place.region.tensor for r in host.readers for load in r.share.left} == {"alike"}
