@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainckpt.tiers import memory
+from trainckpt.tiers import held, memory
 from trainckpt.tiers.memory import MemoryPlace
 
 FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
@@ -50,6 +50,21 @@ def test_what_is_published_is_found_under_its_snapshots_name(place):
     held = place.held(FOLDER, FILE, 10_000)
     assert bytes(held.data) == b"x" * 10_000
     held.close()
+
+
+def test_what_is_held_is_copied_from_any_byte_on_and_no_further_than_it_goes(place, monkeypatch):
+    monkeypatch.setattr(held, "STEP_BYTES", 3000)
+    data = os.urandom(10_000)
+    arena = filled(place, data)
+    arena.publish(FOLDER, FILE)
+    arena.close()
+    found = place.held(FOLDER, FILE)
+    into = bytearray(9000)
+    found.fill(1000, memoryview(into))
+    assert into == data[1000:]
+    with pytest.raises(OSError, match="ends before byte 10001"):
+        found.fill(1001, memoryview(into))
+    found.close()
 
 
 def test_who_has_locked_an_arenas_pages_hears_of_it_before_they_go(place):
