@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.tiers.direct import at_address
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -116,8 +118,7 @@ class CudaCalls:
 
 
 def _at(address: int, num_bytes: int) -> torch.Tensor:
-    block: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
-    return torch.frombuffer(block, dtype=torch.uint8)
+    return torch.frombuffer(at_address(address, num_bytes), dtype=torch.uint8)
 
 
 def _alone(call: Callable[[], str]) -> str:

@@ -27,6 +27,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.side import Side
+from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -282,5 +283,4 @@ def _chunks(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, int]]:
 
 
 def _digest(address: int, num_bytes: int) -> bytes:
-    data = (ctypes.c_ubyte * num_bytes).from_address(address)
-    return bytes(xxhash.xxh3_128(memoryview(data)).digest())
+    return bytes(xxhash.xxh3_128(at_address(address, num_bytes)).digest())

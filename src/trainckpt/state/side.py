@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from trainckpt.state.cuda_calls import CudaCalls
+from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -287,8 +288,7 @@ def _scratch(num_bytes: int, *, pinned: bool) -> torch.Tensor:
 @torch.no_grad()
 def _copy(target: int, source: torch.Tensor) -> None:
     flat = source.detach().reshape(-1).view(torch.uint8)
-    block: Any = (ctypes.c_ubyte * flat.numel()).from_address(target)
-    torch.frombuffer(block, dtype=torch.uint8).copy_(flat)
+    torch.frombuffer(at_address(target, flat.numel()), dtype=torch.uint8).copy_(flat)
 
 
 def _compare(target: int, source: int, num_bytes: int) -> int:

@@ -26,6 +26,7 @@ from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import VALUES, Captured
 from trainckpt.state.overlap import Piece
 from trainckpt.state.side import Side
+from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -282,9 +283,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     size = plain.numel() * plain.element_size()
     if not size:
         return memoryview(b"")
-    block: Any = (ctypes.c_ubyte * size).from_address(plain.data_ptr())
-    block._owner = plain
-    return memoryview(block).cast("B")
+    return at_address(plain.data_ptr(), size, plain)
 
 
 def _held(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:

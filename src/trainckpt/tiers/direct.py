@@ -13,8 +13,9 @@ import ctypes
 import errno
 import logging
 import mmap
+import sys
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +28,7 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 logger = logging.getLogger("trainckpt")
 
+_ANY_LENGTH = ctypes.c_ubyte * (sys.maxsize >> 1)  # to make a type for each takes 50 times as long
 HUGE_BYTES = 2 << 20  # pages that fewer requests to a disk, and fewer faults, are made of
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
@@ -88,9 +90,11 @@ def address(block: memoryview) -> int | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
 
 
-def at_address(where: int, num_bytes: int) -> memoryview:
-    """The memory that lies there; whoever asks keeps it."""
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(where)).cast("B")
+def at_address(where: int, num_bytes: int, owner: object = None) -> memoryview:
+    """The memory that lies there. The view keeps `owner`; without one whoever asks keeps it."""
+    block: Any = _ANY_LENGTH.from_address(where)
+    block.owner = owner
+    return memoryview(block).cast("B")[:num_bytes]
 
 
 def populate(block: memoryview) -> None:
