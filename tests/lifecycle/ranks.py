@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -56,17 +57,26 @@ def train(rank, place, world, until, wrap=True, act=None, **options):
     return losses, resumed and resumed.step
 
 
-def train_sharing(rank, place, world, until):
-    """Snapshots of any size are read between the ranks; bytes that this one took of others."""
-    read_shares.FROM_BYTES, took = 1, []
+def train_sharing(rank, place, world, until, must_ask=False):
+    """Snapshots of any size are read between the ranks; bytes that this one took of others, and
+    whom it let read its memory.
+
+    With `must_ask` nobody may who was not let, as under Yama.
+    """
+    read_shares.FROM_BYTES, took, let = 1, [], []
+    if must_ask:
+        other_memory._YAMA = Path(place).parent / "ptrace_scope"
+        other_memory._let_debug = let.append
 
     def read(place, into):
+        if must_ask and not (let and let[-1]):
+            raise PermissionError("not this process's memory")
         took.append(len(into))
         other_memory_read(place, into)
 
     other_memory_read, other_memory.read = other_memory.read, read
     found = train(rank, place, world, until)
-    return *found, sum(size for size in took if size > shares.FROM_BYTES)
+    return *found, sum(size for size in took if size > shares.FROM_BYTES), let
 
 
 def _forbidden(place, into):

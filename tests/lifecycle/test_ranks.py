@@ -10,6 +10,7 @@ from tests.faults.test_bad_bytes import flip
 from tests.lifecycle import ranks
 from tests.lifecycle.training import catalog, usable
 from tests.ranks.processes import preload, run_ranks
+from tests.tiers.siblings import must_be_readable
 from trainckpt.format.manifest import RANK, SPLIT
 from trainckpt.snapshot.restore import read_header
 from trainckpt.snapshot.verify import verify
@@ -72,14 +73,18 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_snapshot(finished, tmp_path):
         assert {**first[rank][0], **second[rank][0]} == straight[rank]
 
 
-def test_ranks_of_one_host_read_a_snapshot_between_them(finished, tmp_path):
+@pytest.mark.parametrize("must_ask", [False, True])
+def test_ranks_of_one_host_read_a_snapshot_between_them(finished, tmp_path, must_ask):
+    must_be_readable()
     _, straight = finished
+    (tmp_path / "ptrace_scope").write_text("1\n")
     run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
-    again = run_ranks(ranks.train_sharing, 2, str(tmp_path / "run"), 2, 6)
-    for (losses, step, took), expected in zip(again, straight, strict=True):
+    again = run_ranks(ranks.train_sharing, 2, str(tmp_path / "run"), 2, 6, must_ask)
+    for (losses, step, took, let), expected in zip(again, straight, strict=True):
         assert step == 3
         assert losses == {at: loss for at, loss in expected.items() if at in losses}
         assert took >= ranks.WIDTH**2 * 4  # about half of weights, moments and gradients
+        assert [bool(each) for each in let] == ([True, False] if must_ask else [])
 
 
 def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished, tmp_path):

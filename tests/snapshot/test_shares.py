@@ -10,7 +10,7 @@ import torch
 from tests.faults.test_bad_bytes import flip
 from tests.snapshot import layouts
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.layout import replicated
+from trainckpt.format.layout import Layout, replicated
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.shares import Share
 from trainckpt.state.destination import Destination
@@ -72,6 +72,35 @@ def test_each_byte_is_read_once_by_all_ranks_of_a_host(tmp_path, then, now):
     assert max(read) < 0.75 * total
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_in_any_layout_every_rank_has_all_of_what_it_wants(tmp_path, seed):
+    """Columns, rows and replicas: what is put in pieces, and what others do not want."""
+    random = Random(seed)
+    then = random.choice((1, 2, 4))
+    tensors = {name: layouts.drawn(random, shape) for name, shape in SHAPES.items()}
+    lying = {n: layouts.draw_layout(random, then, t.dim()) for n, t in tensors.items()}
+    tier = LocalTier(tmp_path)
+    manifest = layouts.save(tier, then, tensors, lying)
+    host = Host(tier, manifest, random.choice((2, 3, 4)))
+    told = host.read_shares()
+    for number, reader in enumerate(host.readers):
+        reader.take(told)
+        assert not reader.share.left
+        assert equal(host.tensors(number), tensors)
+
+
+def test_what_rows_were_divided_into_columns_is_put_together_by_each(tmp_path):
+    random = Random(3)
+    lying = {"w": Layout((2, 2), (2, 1), 0, (None, 1), (0, 1))}
+    tensors = {"w": layouts.drawn(random, (600, 600))}
+    tier = LocalTier(tmp_path)
+    manifest = layouts.save(tier, 4, tensors, lying)
+    host = Host(tier, manifest, 2)
+    told = host.read_shares()
+    assert [reader.take(told) for reader in host.readers] == [0, 0]
+    assert all(equal(host.tensors(number), tensors) for number in range(2))
+
+
 def test_what_another_rank_does_not_have_is_read_after_all(tmp_path):
     tier = LocalTier(tmp_path)
     tensors, manifest = saved(tier, 2)
@@ -131,3 +160,15 @@ def test_what_each_rank_holds_of_its_own_is_left_to_nobody(tmp_path):
     host = Host(tier, manifest, 2)
     host.read_shares()
     assert {load.place.region.tensor for r in host.readers for load in r.share.left} == {"alike"}
+
+
+def test_what_is_read_after_the_others_were_asked_is_left_to_nobody(tmp_path):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    told = host.read_shares()
+    host.readers[0].take(told)
+    again = Destination(host.wanted)
+    host.readers[0].read(host.wanted, again, donor=0)
+    assert not host.readers[0].share.left
+    assert equal(again.finish({n: entry.dtype for n, entry in manifest.tensors.items()}), tensors)

@@ -1,4 +1,4 @@
-"""Memory by its address: the very bytes, kept as long as somebody looks, made before it is needed."""
+"""Memory by its address: the very bytes, kept as long as somebody looks, made before its time."""
 
 from __future__ import annotations
 

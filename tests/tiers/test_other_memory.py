@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import errno
-import secrets
-import subprocess
-import sys
+import os
 
 import pytest
 
+from tests.tiers.siblings import SIZE, holder, must_be_readable
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.other_memory import Place
-
-SIZE = 3 << 20
-HOLDER = f"""
-import ctypes, os, sys
-from trainckpt.tiers import other_memory
-data = bytearray(bytes.fromhex(sys.stdin.readline()) * {SIZE // 32})
-with other_memory.open_to_siblings():
-    print(*other_memory.place_of(memoryview(data)), flush=True)
-    sys.stdin.readline()
-"""
 
 
 @pytest.fixture
 def sibling():
-    """Another process: what it holds, where, and its handle."""
-    content = secrets.token_bytes(32)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        process.stdin.write(content.hex() + "\n")
-        process.stdin.flush()
-        place = Place(*map(int, process.stdout.readline().split()))
-        yield content * (SIZE // 32), place, process
-        process.kill()
+    must_be_readable()
+    with holder() as found:
+        yield found
 
 
 def test_bytes_of_another_process_are_read_whole_and_in_parts(sibling):
@@ -73,3 +55,19 @@ def test_memory_of_another_length_is_refused_before_anything_is_written(sibling)
 def test_what_has_no_address_of_its_own_is_not_told():
     with pytest.raises(ValueError, match="no address"):
         other_memory.place_of(memoryview(b"read only"))
+
+
+@pytest.mark.parametrize(
+    ("scope", "asked"), [("0", []), ("1", ["parent", 0]), ("2", []), (None, [])]
+)
+def test_others_are_let_in_only_where_that_helps_and_no_longer_than_needed(
+    tmp_path, monkeypatch, scope, asked
+):
+    yama, calls = tmp_path / "ptrace_scope", []
+    if scope is not None:
+        yama.write_text(scope + "\n")
+    monkeypatch.setattr(other_memory, "_YAMA", yama)
+    monkeypatch.setattr(other_memory, "_let_debug", calls.append)
+    with other_memory.open_to_siblings():
+        assert calls == [os.getppid() for each in asked if each]
+    assert calls == [each and os.getppid() for each in asked]

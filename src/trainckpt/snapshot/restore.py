@@ -123,10 +123,10 @@ class Reader:
                     lent += borrowed
                     continue
                 needed, put = _loads(place, part, destination)
-                is_near = self._is_near(place)
+                stays = put is not None or self.share is None or self._is_near(place)
                 for load in needed:
                     into = load.into
-                    if is_near or into is None or not self._puts_off(read, load):
+                    if stays or into is None or not self._puts_off(read, load):
                         mine.append(load)
                     else:
                         making.submit(partial(populate, into))

@@ -23,7 +23,7 @@ from trainckpt.tiers.direct import address
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from trainckpt.format.digest import Verified
     from trainckpt.format.manifest import Manifest
@@ -47,6 +47,9 @@ class Taken(NamedTuple):
 class Share:
     """What one rank of a host reads of what all of them need; used by one thread.
 
+    Attributes:
+        apart: Tensors of which each rank needs something else now.
+
     Args:
         number, of: The rank's number among so many of its host.
         manifest: Of the snapshot.
@@ -55,10 +58,12 @@ class Share:
     def __init__(self, number: int, of: int, manifest: Manifest) -> None:
         self._number, self._of = number, of
         self._manifest = manifest
+        self.apart: Collection[str] = ()
         self._by_file = len(manifest.files) % of == 0
         self._dealt = [0] * of  # bytes to each rank so far, where files would not be fair
         self._own: list[Load] = []
         self._left: list[Load] = []
+        self._is_over = False
         self._table = bytearray()
 
     @property
@@ -72,7 +77,7 @@ class Share:
         What only some of a stored part is wanted of is not what the others want.
         """
         region, into = load.place.region, load.into
-        if not self._is_alike(read.tensor) or read.part not in (None, region.box):
+        if self._is_over or not self._is_alike(read.tensor) or read.part not in (None, region.box):
             return False
         if into is None or len(into) < FROM_BYTES or address(into) is None:
             return False
@@ -83,6 +88,8 @@ class Share:
     def _is_alike(self, tensor: str) -> bool:
         """Whether several ranks want it, as far as a snapshot knows: those that held it did."""
         layout = self._manifest.tensors[tensor].layout
+        if tensor in self.apart:
+            return False
         return layout is not None and (layout.num_replicas > 1 or len(self._manifest.files) == 1)
 
     def _reader_of(self, file: int, num_bytes: int) -> int:
@@ -104,7 +111,7 @@ class Share:
         return other_memory.place_of(memoryview(self._table))
 
     def take(self, told: Iterable[other_memory.Place], tier: Readable, num_threads: int) -> Taken:
-        """Copy all that was put off from the others, or read it.
+        """Copy all that was put off from the others, or read it; once. Nothing is put off then.
 
         Args:
             told: By each of the others.
@@ -114,6 +121,7 @@ class Share:
         Raises:
             UnusableSnapshot, TierUnavailable: as `Reader.read`, of what was read.
         """
+        self._is_over = True
         there: dict[Key, other_memory.Place] = {}
         for place in told:
             with suppress(OSError, UnusableSnapshot, TypeError, ValueError):

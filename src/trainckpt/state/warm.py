@@ -30,8 +30,9 @@ class WarmMemory:
 
     def __init__(self) -> None:
         self._made: dict[str, memoryview] = {}
-        self._sizes: dict[str, int] = {}  # of what is neither made nor taken
-        self._stop = threading.Event()
+        self._sizes: dict[str, int] = {}
+        self._refused: set[str] = set()  # what was asked for: nobody asks again
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, sizes: Mapping[str, int]) -> None:
@@ -45,29 +46,34 @@ class WarmMemory:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self._made.clear()
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor without content, in memory that was made for it; None if there is none.
 
         Then there will be none: whoever asks makes some.
         """
-        self._sizes.pop(name, None)
-        made = self._made.pop(name, None)
+        with self._lock:
+            self._refused.add(name)
+            made = self._made.pop(name, None)
         if made is None or len(made) != math.prod(shape) * dtype.itemsize:
             return None
         return torch.frombuffer(made, dtype=dtype).view(shape)
 
     def _make(self) -> None:
-        for name in list(self._sizes):
-            num_bytes = self._sizes.pop(name, None)
-            if num_bytes is None:
+        for name, num_bytes in self._sizes.items():
+            if name in self._refused:
                 continue
             fresh = memory(num_bytes)
             for at in range(0, num_bytes, STEP_BYTES):
                 if self._stop.is_set():
                     return
+                if name in self._refused:
+                    break
                 populate(fresh[at : at + STEP_BYTES])
-            self._made[name] = fresh
+            with self._lock:
+                if name not in self._refused:
+                    self._made[name] = fresh
 
 
 def made_anew(registry: Registry, entries: Mapping[str, TensorEntry]) -> dict[str, int]:

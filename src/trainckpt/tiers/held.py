@@ -28,9 +28,15 @@ class Held:
         self._file: Locked | None = mapping
 
     def fill(self, first_byte: int, into: memoryview) -> None:
-        """Copy as many bytes as `into` has. What is only copied is not mapped, page by page."""
+        """Copy as many bytes as `into` has. What is only copied is not mapped, page by page.
+
+        Raises:
+            OSError: it does not have them, it was closed, or as the system reports it.
+        """
         done = 0
-        while self._file is not None and done < len(into):
+        if self._file is None:
+            raise OSError("the file in memory was closed")
+        while done < len(into):
             part = into[done : done + STEP_BYTES]
             populate(part)  # by itself that takes as long as the copy, and inside of it longer
             got = self._file.read_at(first_byte + done, part)

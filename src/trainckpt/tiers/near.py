@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class NearTier:
         if held is None or first_byte + len(into) > len(held.data):
             self._tier.read_into(key, first_byte, into)
         else:
-            held.fill(first_byte, into)
+            _fill(held, key, first_byte, into)
 
     def read_parts(
         self, key: str, parts: Sequence[tuple[int, memoryview]], done: Callable[[int], None]
@@ -65,7 +66,7 @@ class NearTier:
             return
 
         def one(number: int) -> None:
-            held.fill(*parts[number])
+            _fill(held, key, *parts[number])
             done(number)
 
         with Workers(self.num_threads, "trainckpt-read") as workers:
@@ -104,3 +105,10 @@ class NearTier:
                 self.used.append(key)
             self._held[key] = held
         return self._held[key]
+
+
+def _fill(held: Held, key: str, first_byte: int, into: memoryview) -> None:
+    try:
+        held.fill(first_byte, into)
+    except OSError as error:
+        raise UnusableSnapshot(f"{key} in memory cannot be read: {error}") from error

@@ -105,7 +105,6 @@ def read_candidate(
             stack.callback(read.warm_memory.end)
             if scope == "near":
                 read.circle = stack.enter_context(circle(part, hosts))
-                stack.enter_context(fewer_readers(tiers, read.circle))
                 fetch_together(
                     opened, ladder, place, part, hosts or [""], name, read.load, read.warm,
                     by_shares=read.circle is not None,
@@ -241,11 +240,13 @@ class _Read:
 
     def _alone(self) -> dict[str, Any]:
         manifest = self.load()
-        self._reading, self.saved = read_state(
-            self._tier, manifest, self._registry, self._world,
-            later=self._opened, num_threads=self.num_threads, warm=self.warm_memory,
-            share=self._share(manifest),
-        )  # fmt: skip
+        share = self._share(manifest)
+        with fewer_readers(self._ladder.tiers, self.circle if share is not None else None):
+            self._reading, self.saved = read_state(
+                self._tier, manifest, self._registry, self._world,
+                later=self._opened, num_threads=self.num_threads, warm=self.warm_memory,
+                share=share,
+            )  # fmt: skip
         exact = self._reading.targets.exact
         told = self._reading.told
         return {"kind": "ok", "exact": exact, "offers": offers(self._reading), "share": told}

@@ -1,7 +1,8 @@
 """Read shares: the ranks of one host read a snapshot between them, and copy from each other.
 
 every rank   tells where some bytes lie in its memory
-all          those that read each other's as they were told are one circle
+all          those that read each other's as they were told are one circle; where some could not,
+             they let others read (`other_memory.open_to_siblings`), and all try once more
 every rank   reads its share (`snapshot.shares`), and brings where it lies
 members      copy the rest
 all          bring the result, as after any read (`candidate`): memory may change again
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
@@ -73,7 +74,8 @@ def fewer_readers(tiers: Sequence[Tier], members: Circle | None) -> Iterator[Non
 def circle(channel: Channel, hosts: Sequence[str]) -> Iterator[Circle | None]:
     """This rank's circle, open until the context ends; None: it reads alone.
 
-    Every rank calls it, and all members of a circle come to the same.
+    Every rank calls it, and all members of a circle come to the same. A process says whom it lets
+    read only where they cannot without: what was said before, for another purpose, is lost then.
     """
     if max(Counter(hosts).values(), default=1) < 2:
         yield None
@@ -81,12 +83,17 @@ def circle(channel: Channel, hosts: Sequence[str]) -> Iterator[Circle | None]:
     me = channel.world.rank
     here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
     probe = bytearray(secrets.token_bytes(PROBE_BYTES))
-    with other_memory.open_to_siblings():
-        mine = [*other_memory.place_of(memoryview(probe)), probe.hex()]
-        told = channel.gather("probes", mine, RANKS_TIMEOUT_S)
-        can = all(_reads(told[rank]) for rank in here if rank != me)
-        all_can = channel.gather("probed", can, RANKS_TIMEOUT_S)
-        is_one = len(here) > 1 and all(all_can[rank] for rank in here)
+    mine = [*other_memory.place_of(memoryview(probe)), probe.hex()]
+    told = channel.gather("probes", mine, RANKS_TIMEOUT_S)
+    others = [told[rank] for rank in here if rank != me]
+    can = channel.gather("probed", all(map(_reads, others)), RANKS_TIMEOUT_S)
+    with ExitStack() as stack:
+        if not all(can):
+            if not all(can[rank] for rank in here):
+                stack.enter_context(other_memory.open_to_siblings())
+            channel.gather("opened", True, RANKS_TIMEOUT_S)
+            can = channel.gather("probed again", all(map(_reads, others)), RANKS_TIMEOUT_S)
+        is_one = len(here) > 1 and all(can[rank] for rank in here)
         yield Circle(here, here.index(me)) if is_one else None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import StateMismatch
+from trainckpt.errors import StateMismatch, UnusableSnapshot
 from trainckpt.format.layout import Box
 from trainckpt.ranks import exchange
 from trainckpt.snapshot.restore import Reader
@@ -96,9 +96,11 @@ class Reading:
 
         Raises:
             StateMismatch: the script's objects differ from the snapshot; lists every difference.
-            UnusableSnapshot: a part is missing.
+            UnusableSnapshot: a part is missing, or was left to others.
         """
         manifest, targets = self.reader.manifest, self.targets
+        if not self.is_all:
+            raise UnusableSnapshot(f"{manifest.name}: not all that was left to others was read")
         entries = manifest.tensors
         models = self.registry.models
         tensors = self.destination.finish({name: entries[name].dtype for name in targets.wanted})
@@ -175,6 +177,8 @@ def read_state(
     own = made_anew(registry, manifest.tensors)
     destination = Destination(targets.wanted, own=own, warm=warm)
     again = reader.from_tier(later or tier)
+    if share is not None:
+        share.apart = targets.layouts
     reader.share = share
     reading = Reading(
         reader, registry, world, values, targets, destination, again, num_threads,

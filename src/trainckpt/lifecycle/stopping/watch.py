@@ -199,6 +199,8 @@ class _EarlyEars(threading.Thread):
             selector.register(self._woken, selectors.EVENT_READ)
             while not self._stopping.is_set():
                 ready, now_s = selector.select(EARLY_LOOK_S), time.monotonic()
+                if any(key.fileobj is self._woken for key, _ in ready):
+                    self._woken.recv(1)  # of a forked process that has ended, if not by `stop`
                 if any(key.fd == descriptor for key, _ in ready):
                     self._notices += [(now_s, notice) for notice in self._source.poll()]
                 elif self._notices and now_s - self._notices[0][0] > self._limit_s:
