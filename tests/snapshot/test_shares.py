@@ -172,3 +172,14 @@ def test_what_is_read_after_the_others_were_asked_is_left_to_nobody(tmp_path):
     host.readers[0].read(host.wanted, again, donor=0)
     assert not host.readers[0].share.left
     assert equal(again.finish({n: entry.dtype for n, entry in manifest.tensors.items()}), tensors)
+
+
+def test_what_each_rank_needs_otherwise_now_is_read_by_each(tmp_path):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    for reader in host.readers:
+        reader.share.apart = {"a", "b", "c"}
+    host.read_shares()
+    assert {load.place.region.tensor for r in host.readers for load in r.share.left} == {"d"}
+    assert {load.place.region.tensor for r in host.readers for load in r.share._own} == {"d"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import secrets
 import subprocess
@@ -43,7 +44,9 @@ def _are_readable():
     with holder() as (_, place, _):
         try:
             other_memory.read(place, memoryview(bytearray(SIZE)))
-        except PermissionError:
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOSYS, None):
+                raise
             return False
         return True
 

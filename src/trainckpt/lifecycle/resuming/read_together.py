@@ -70,6 +70,7 @@ def read_together(reading: Reading, channel: Channel, everyone: Sequence[Offers]
         logger.warning("each rank reads whole rows of %d tensors: they could not be read together "
                        "with the ranks that hold other columns of them", len(left))  # fmt: skip
         reading.read_alone(left)
+        reading.shared.clear()
     return refusal
 
 
