@@ -176,7 +176,7 @@ def test_what_is_read_after_the_others_were_asked_is_left_to_nobody(tmp_path):
 
 def test_what_each_rank_needs_otherwise_now_is_read_by_each(tmp_path):
     tier = LocalTier(tmp_path)
-    tensors, manifest = saved(tier, 2)
+    _, manifest = saved(tier, 2)
     host = Host(tier, manifest, 2)
     for reader in host.readers:
         reader.share.apart = {"a", "b", "c"}
