@@ -167,7 +167,10 @@ class _Aim:
         if self.stop_.signal == cases.SIGKILL:
             self.attempt.kill()
         else:
-            self.attempt.terminate(self.stop_.target, self.rank)
+            try:
+                self.attempt.terminate(self.stop_.target, self.rank)
+            except ProcessLookupError:
+                return  # it has ended meanwhile
         self.ended.shot = before, self._sight()
         if self.stop_.signal == cases.BOTH:
             time.sleep(self.stop_.mercy_s)

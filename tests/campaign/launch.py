@@ -178,7 +178,10 @@ class Supervised(Torchrun):
 
     def terminate(self, target: str, rank: int) -> None:
         assert target == "one", target
-        send(self.rank_pids()[rank], signal.SIGTERM)
+        pid = self.rank_pids().get(rank)
+        if pid is None:
+            raise ProcessLookupError(f"rank {rank} has ended")
+        send(pid, signal.SIGTERM)
 
 
 def environment() -> dict[str, str]:
