@@ -163,6 +163,8 @@ def _listed(place: other_memory.Place) -> dict[Key, other_memory.Place]:
         raise UnusableSnapshot("what another rank has read is no table")
     found: dict[Key, other_memory.Place] = {}
     for key, loads in table.items():
+        if not all(type(number) is int for number in loads):
+            raise UnusableSnapshot("what another rank has read is no table")
         for first_byte, num_bytes, where in zip(*[iter(loads)] * 3, strict=True):
             found[key, first_byte, num_bytes] = place._replace(address=where, num_bytes=num_bytes)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
 import mmap
 import sys
@@ -97,6 +98,12 @@ def at_address(where: int, num_bytes: int, owner: object = None) -> memoryview:
     return memoryview(block).cast("B")[:num_bytes]
 
 
+@functools.cache
+def libc() -> ctypes.CDLL:
+    """The C library, looked up once: a resume asks it a thousand times."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def populate(block: memoryview) -> None:
     """Have the system make the pages inside this memory now, without the interpreter's lock, so
     that whoever writes to it need not wait. Where that cannot be asked for, the writer waits.
@@ -109,9 +116,8 @@ def populate(block: memoryview) -> None:
     if begin >= end:
         return
     with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None, use_errno=True)
         size = ctypes.c_size_t(end - begin)
-        libc.madvise(ctypes.c_void_p(begin), size, ctypes.c_int(_POPULATE_WRITE))
+        libc().madvise(ctypes.c_void_p(begin), size, ctypes.c_int(_POPULATE_WRITE))
 
 
 def copy(into: memoryview, data: memoryview) -> None:

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainckpt.tiers.direct import address
+from trainckpt.tiers.direct import address, libc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,15 +52,15 @@ def read(place: Place, into: memoryview) -> None:
     done, target = 0, address(into)
     if target is None or len(into) != place.num_bytes:
         raise OSError(f"{place.num_bytes} bytes do not go to memory of {len(into)}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv"):
+    if not hasattr(libc(), "process_vm_readv"):
         raise OSError("this system does not let processes read each other's memory")
-    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    readv = libc().process_vm_readv
+    readv.restype = ctypes.c_ssize_t
     one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
     while done < place.num_bytes:
         left = place.num_bytes - done
         here, there = _Vector(target + done, left), _Vector(place.address + done, left)
-        got = libc.process_vm_readv(
+        got = readv(
             ctypes.c_int(place.process), ctypes.byref(here), one, ctypes.byref(there), one, no_flags
         )
         if got <= 0:
@@ -86,5 +86,4 @@ def open_to_siblings() -> Iterator[None]:
 
 def _let_debug(process: int) -> None:
     """`process` and what it started; 0: nobody. What cannot be had shows when it is read."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(process), 0, 0, 0)
+    libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(process), 0, 0, 0)
