@@ -7,6 +7,7 @@ gradient inside a window. What is not equal on all is saved by each.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from trainckpt.state.stage import bytes_of
 
 PAGE_BYTES = 4096
 PARTS = 32  # a sample holds one of so many parts, in turn
+MOST_NAMES = 1 << 16  # whose spelling is kept from save to save
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -45,25 +47,36 @@ def group_digests(
         number: Of the save.
     """
     states: dict[str, tuple[str, int, Any]] = {}
+    met: dict[tuple[str, int], Any] = {}  # layouts are few, and long to spell
     layouts = captured.layouts(world)
     for name in sorted(layouts):
-        tensor, layout = captured.tensors[name], layouts[name]
-        if layout.num_replicas > 1:
+        layout = layouts[name]
+        if layout.num_replicas == 1:
+            continue
+        tensor, key = captured.tensors[name], (captured.groups[name], id(layout))
+        if key not in met:
             group = group_of(captured, name, layout)
-            if group not in states:
-                states[group] = (*layout.replica_set(rank), xxhash.xxh3_128())
-            states[group][2].update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            if name not in sampled:
-                states[group][2].update(bytes_of(tensor))
-            else:
-                for part in _sample(tensor, number):
-                    states[group][2].update(part)
+            found = (*layout.replica_set(rank), xxhash.xxh3_128())
+            met[key] = states.setdefault(group, found)[2].update
+        update = met[key]
+        update(_facts(name, tensor.dtype, tensor.shape))
+        if name not in sampled:
+            update(bytes_of(tensor))
+        else:
+            for part in _sample(tensor, number):
+                update(part)
     return {group: (name, n, state.hexdigest()) for group, (name, n, state) in states.items()}
 
 
+@lru_cache(MOST_NAMES)
+def _facts(name: str, dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{name} {dtype} {tuple(shape)};".encode()
+
+
 def _sample(tensor: torch.Tensor, number: int) -> list[memoryview]:
-    first = number % PARTS * tensor.nbytes // PARTS
-    end = first + -(-tensor.nbytes // PARTS)
+    num_bytes = tensor.nbytes
+    first = number % PARTS * num_bytes // PARTS
+    end = first + -(-num_bytes // PARTS)
     if tensor.is_cpu:
         data = bytes_of(tensor)
         return [data[:PAGE_BYTES], data[first:end]]

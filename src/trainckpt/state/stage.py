@@ -279,11 +279,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
     The view keeps the tensor's memory alive.
     """
-    plain = tensor.detach().cpu().contiguous()
-    size = plain.numel() * plain.element_size()
-    if not size:
-        return memoryview(b"")
-    return at_address(plain.data_ptr(), size, plain)
+    plain = tensor
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        plain = tensor.detach().cpu().contiguous()
+    size = plain.nbytes
+    return at_address(plain.data_ptr(), size, plain) if size else memoryview(b"")
 
 
 def _held(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:

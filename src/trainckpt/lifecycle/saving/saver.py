@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
 NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save that should be there so soon is waited for so long, once
 HOLD_S = 60.0  # a step waits so long for the state before it to be kept by others
+# The interpreter runs one thread for 5 ms while others wait: what begins beside training lets the
+# thread that trains leave the boundary first.
+AFTER_YOU_S = 0.001
 
 
 class _Skipped(Exception):
@@ -338,6 +341,7 @@ class Saver:
         pending: PendingSave,
     ) -> None:
         # background thread: no collectives here, only the store
+        time.sleep(AFTER_YOU_S)
         try:
             in_memory = self._in_memory
             self._writer.write(manifest, shard, entries, self._finish, in_memory=in_memory)
