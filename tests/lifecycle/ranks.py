@@ -58,8 +58,8 @@ def train(rank, place, world, until, wrap=True, act=None, **options):
 
 
 def train_sharing(rank, place, world, until, must_ask=False):
-    """Snapshots of any size are read between the ranks; bytes that this one took of others, and
-    whom it let read its memory.
+    """Snapshots of any size are read between the ranks; bytes that this one took of others, whom
+    it let read its memory, and the tensors that lay in memory of both.
 
     With `must_ask` nobody may who was not let, as under Yama.
     """
@@ -76,8 +76,30 @@ def train_sharing(rank, place, world, until, must_ask=False):
         other_memory_read(place, into)
 
     other_memory_read, other_memory.read = other_memory.read, read
+    laid, lay_out = set(), shares.Share.lay_out
+
+    def lay_out_noted(share, found, destination):
+        lay_out(share, found, destination)
+        laid.update(share._laid)
+
+    shares.Share.lay_out = lay_out_noted
     found = train(rank, place, world, until)
-    return *found, sum(size for size in took if size > shares.FROM_BYTES), let
+    return *found, sum(size for size in took if size > shares.FROM_BYTES), let, sorted(laid)
+
+
+def train_where_common_memory_goes_bad(rank, place, world, until):
+    """When all have read, rank 1 changes a byte that lies there for both; how often."""
+    read_shares.FROM_BYTES, told, spoiled = 1, shares.Share.told, []
+
+    def told_and_spoiled(share):
+        where = told(share)
+        if rank == 1 and share.has_common:
+            share._in_common[0].into[7] ^= 1
+            spoiled.append(share)
+        return where
+
+    shares.Share.told = told_and_spoiled
+    return *train(rank, place, world, until), len(spoiled)
 
 
 def _forbidden(place, into):

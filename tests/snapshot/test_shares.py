@@ -15,27 +15,44 @@ from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.shares import Share
 from trainckpt.state.destination import Destination
 from trainckpt.tiers import other_memory
+from trainckpt.tiers.common_memory import CommonMemory
 from trainckpt.tiers.local import LocalTier
 
+OWN = ("c", "d")  # as an optimizer's state is
 SHAPES = {"a": (700, 300), "b": (64, 1000), "c": (1000, 300), "d": (500, 500), "few": (7,)}
 
 
 class Host:
     """Ranks of one host, all of them in this process: each other's memory is read as it is."""
 
-    def __init__(self, tier, manifest, num):
+    def __init__(self, tier, manifest, num, own=None, *, common=True):
+        """`own`: of each rank, the tensors that are to become live themselves."""
         self.tiers = [layouts.Counting(tier) for _ in range(num)]
         self.readers = [Reader(each, manifest) for each in self.tiers]
         self.wanted = dict.fromkeys(manifest.tensors)
-        self.destinations = [Destination(self.wanted) for _ in range(num)]
+        own = own or [OWN] * num
+        self.destinations = [Destination(self.wanted, own=own[n]) for n in range(num)]
         self.manifest = manifest
+        first = CommonMemory.make()
+        others = [CommonMemory.opened(str(first.target)) for _ in range(num - 1)]
+        memories = [first, *others] if common else [None] * num
         for number, reader in enumerate(self.readers):
-            reader.share = Share(number, num, manifest)
+            reader.share = Share(number, num, manifest, memories[number])
 
     def read_shares(self):
         for reader, destination in zip(self.readers, self.destinations, strict=True):
             reader.read(self.wanted, destination, donor=0)
         return [reader.share.told() for reader in self.readers]
+
+    def take(self):
+        """What every rank missed, or the error that it found."""
+        told, found = [reader.share.told() for reader in self.readers], []
+        for reader in self.readers:
+            try:
+                found.append(reader.take(told))
+            except UnusableSnapshot as error:
+                found.append(error)
+        return found
 
     def tensors(self, number):
         types = {name: entry.dtype for name, entry in self.manifest.tensors.items()}
@@ -56,11 +73,12 @@ def equal(found, tensors):
     )
 
 
+@pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize(("then", "now"), [(2, 2), (1, 2), (2, 4), (3, 2), (4, 3)])
-def test_each_byte_is_read_once_by_all_ranks_of_a_host(tmp_path, then, now):
+def test_each_byte_is_read_once_by_all_ranks_of_a_host(tmp_path, then, now, common):
     tier = LocalTier(tmp_path)
     tensors, manifest = saved(tier, then)
-    host = Host(tier, manifest, now)
+    host = Host(tier, manifest, now, common=common)
     told = host.read_shares()
     read = [tier.num_bytes for tier in host.tiers]
     assert [reader.take(told) for reader in host.readers] == [0] * now
@@ -72,8 +90,9 @@ def test_each_byte_is_read_once_by_all_ranks_of_a_host(tmp_path, then, now):
     assert max(read) < 0.75 * total
 
 
+@pytest.mark.parametrize("common", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_in_any_layout_every_rank_has_all_of_what_it_wants(tmp_path, seed):
+def test_in_any_layout_every_rank_has_all_of_what_it_wants(tmp_path, seed, common):
     """Columns, rows and replicas: what is put in pieces, and what others do not want."""
     random = Random(seed)
     then = random.choice((1, 2, 4))
@@ -81,7 +100,7 @@ def test_in_any_layout_every_rank_has_all_of_what_it_wants(tmp_path, seed):
     lying = {n: layouts.draw_layout(random, then, t.dim()) for n, t in tensors.items()}
     tier = LocalTier(tmp_path)
     manifest = layouts.save(tier, then, tensors, lying)
-    host = Host(tier, manifest, random.choice((2, 3, 4)))
+    host = Host(tier, manifest, random.choice((2, 3, 4)), common=common)
     told = host.read_shares()
     for number, reader in enumerate(host.readers):
         reader.take(told)
@@ -104,7 +123,7 @@ def test_what_rows_were_divided_into_columns_is_put_together_by_each(tmp_path):
 def test_what_another_rank_does_not_have_is_read_after_all(tmp_path):
     tier = LocalTier(tmp_path)
     tensors, manifest = saved(tier, 2)
-    host = Host(tier, manifest, 2)
+    host = Host(tier, manifest, 2, common=False)
     told = host.read_shares()
     left = [sum(len(load.into) for load in reader.share.left) for reader in host.readers]
     gone = other_memory.Place(told[1].process, 4096, told[1].num_bytes)
@@ -183,3 +202,69 @@ def test_what_each_rank_needs_otherwise_now_is_read_by_each(tmp_path):
     host.read_shares()
     assert {load.place.region.tensor for r in host.readers for load in r.share.left} == {"d"}
     assert {load.place.region.tensor for r in host.readers for load in r.share._own} == {"d"}
+
+
+def test_what_waits_to_be_applied_lies_once_for_all_ranks(tmp_path):
+    tier = LocalTier(tmp_path)
+    _, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    host.read_shares()
+    assert host.take() == [0, 0]
+    first, second = host.tensors(0), host.tensors(1)
+    for name in SHAPES:
+        first[name].view(-1)[3] = 77.0
+        lies_once = name not in (*OWN, "few")
+        assert (second[name].view(-1)[3].item() == 77.0) == lies_once, name
+    assert set(host.destinations[0].borrowed) == {"a", "b"}
+
+
+def test_on_an_accelerator_all_of_the_state_lies_once_for_all_ranks(tmp_path):
+    """There nothing that is read becomes live: each rank would have all of it on its host."""
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 4, own=[()] * 4)
+    host.read_shares()
+    assert host.take() == [0] * 4
+    assert all(equal(host.tensors(number), tensors) for number in range(4))
+    assert all(d.borrowed == {"a", "b", "c", "d"} for d in host.destinations)
+
+
+def test_what_is_bad_in_the_memory_of_all_is_refused_by_all(tmp_path):
+    tier = LocalTier(tmp_path)
+    _, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2)
+    host.read_shares()
+    host.readers[1].share._in_common[-1].into[5] ^= 1
+    assert [type(found) for found in host.take()] == [UnusableSnapshot] * 2
+
+
+def check(host, tensors):
+    """Take; how many ranks have found that it is not good. All others have what was saved."""
+    found = host.take()
+    for number, each in enumerate(found):
+        assert isinstance(each, UnusableSnapshot) or equal(host.tensors(number), tensors)
+    return sum(isinstance(each, UnusableSnapshot) for each in found)
+
+
+@pytest.mark.parametrize("own", [[("a",), ()], [(), ("a",)], [OWN, ()], [("a",), ("d",)]])
+def test_ranks_that_lay_it_out_otherwise_never_go_on_with_what_is_not_so(tmp_path, own):
+    """They are never to: then one writes over what another has read."""
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2, own=own)
+    host.read_shares()
+    assert check(host, tensors) > 0
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_cannot_map_the_memory_of_all_is_found_out(tmp_path, monkeypatch, number):
+    tier = LocalTier(tmp_path)
+    tensors, manifest = saved(tier, 2)
+    host = Host(tier, manifest, 2, own=[()] * 2)
+
+    def refuse(num_bytes):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(host.readers[number].share._common, "mapped", refuse)
+    host.read_shares()
+    assert check(host, tensors) == 1  # the other one; so all read it again

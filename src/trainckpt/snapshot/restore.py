@@ -47,6 +47,12 @@ class Destination(Protocol):
     def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
         """Take `data`, which holds `part`, for the memory itself; False: it has to be copied."""
 
+    def can_lie(self, region: Region) -> bool:
+        """As `shares.Lays`."""
+
+    def lie(self, region: Region, memory: memoryview) -> None:
+        """As `shares.Lays`."""
+
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
 
@@ -114,6 +120,9 @@ class Reader:
             for _, of_file in groupby(reads, key=lambda read: read.file)
             for place, read in self._look_up(list(of_file))
         ]
+        if self.share is not None:
+            far = (each for each in found if not self._is_near(each[0]))
+            self.share.lay_out(far, destination)
         lent: list[Load] = []
         batch, mine, puts = Batch(self._tier), list[Load](), list[Put]()
         with Workers(1, "trainckpt-make") as making:
@@ -128,7 +137,7 @@ class Reader:
                     into = load.into
                     if stays or into is None or not self._puts_off(read, load):
                         mine.append(load)
-                    else:
+                    elif not self._is_laid(read):
                         making.submit(partial(populate, into))
                 puts += [put] if put is not None else []
                 if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
@@ -151,6 +160,9 @@ class Reader:
 
     def _puts_off(self, read: Read, load: Load) -> bool:
         return self.share is not None and self.share.puts_off(read, load)
+
+    def _is_laid(self, read: Read) -> bool:
+        return self.share is not None and self.share.is_laid(read.tensor)
 
     def _is_near(self, place: Found) -> bool:
         """Whether it lies in this host's memory already."""

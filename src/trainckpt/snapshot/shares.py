@@ -6,20 +6,23 @@
                  there, or is not good, it reads from the tier
                  BARRIER  all have: memory may change again
 
-So each byte is read once, and lies once in the memory of every rank: there is none between.
+So each byte is read once, and lies once in the memory of every rank: there is none between. What
+only waits to be applied lies once for all of them, in memory that they have in common: nobody
+writes there once all have read, and each verifies all of it before anything is applied.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.snapshot.blocks import Batch
 from trainckpt.tiers import other_memory
-from trainckpt.tiers.direct import address
+from trainckpt.tiers.direct import PAGE_BYTES, address
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -27,9 +30,11 @@ if TYPE_CHECKING:
 
     from trainckpt.format.digest import Verified
     from trainckpt.format.manifest import Manifest
-    from trainckpt.snapshot.blocks import Load
+    from trainckpt.format.shard_file import Region
+    from trainckpt.snapshot.blocks import Found, Load
     from trainckpt.snapshot.restore_plan import Read
     from trainckpt.tiers.base import Readable
+    from trainckpt.tiers.common_memory import CommonMemory
 
     Key = tuple[str, int, int]  # of a load: its file, first byte in that, number of bytes
 
@@ -44,6 +49,16 @@ class Taken(NamedTuple):
     missed: int
 
 
+class Lays(Protocol):
+    """Where a restore puts what it reads, as far as that may be memory of somebody else."""
+
+    def can_lie(self, region: Region) -> bool:
+        """Whether all of a region's tensor is wanted, and nothing will write to it there."""
+
+    def lie(self, region: Region, memory: memoryview) -> None:
+        """Let the whole tensor lie in this memory."""
+
+
 class Share:
     """What one rank of a host reads of what all of them need; used by one thread.
 
@@ -53,11 +68,16 @@ class Share:
     Args:
         number, of: The rank's number among so many of its host.
         manifest: Of the snapshot.
+        common: Memory of all of them, if there is any; it is mapped once.
     """
 
-    def __init__(self, number: int, of: int, manifest: Manifest) -> None:
+    def __init__(
+        self, number: int, of: int, manifest: Manifest, common: CommonMemory | None = None
+    ) -> None:
         self._number, self._of = number, of
-        self._manifest = manifest
+        self._manifest, self._common = manifest, common
+        self._laid: dict[str, int] = {}  # tensors in common memory, and where
+        self._in_common: list[Load] = []
         self.apart: Collection[str] = ()
         self._by_file = len(manifest.files) % of == 0
         self._dealt = [0] * of  # bytes to each rank so far, where files would not be fair
@@ -68,8 +88,58 @@ class Share:
 
     @property
     def left(self) -> Sequence[Load]:
-        """What was put off so far."""
-        return self._left
+        """What was put off so far, or lies where others write."""
+        return [*self._in_common, *self._left]
+
+    @property
+    def has_common(self) -> bool:
+        """Whether anything lies in memory where others write."""
+        return bool(self._laid)
+
+    def is_laid(self, tensor: str) -> bool:
+        """Whether a tensor lies in memory that the ranks have in common."""
+        return tensor in self._laid
+
+    def lay_out(self, found: Iterable[tuple[Found, Read]], destination: Lays) -> None:
+        """Have what may be in common lie there: by the snapshot, so for every rank alike. Once.
+
+        Args:
+            found: All that is to be read from the tier, and where it is.
+            destination: Of this rank.
+        """
+        if self._common is None or self._is_over:
+            return
+        regions: dict[str, Region] = {}
+        total = 0
+        of_tensor = sorted(found, key=lambda each: each[1].tensor)
+        for tensor, reads in groupby(of_tensor, key=lambda each: each[1].tensor):
+            parts = list(reads)
+            region = parts[0][0].region
+            if self._may_lie(parts) and destination.can_lie(region):
+                regions[tensor], self._laid[tensor] = region, total
+                total += -(-region.whole_bytes // PAGE_BYTES) * PAGE_BYTES
+        common, self._common = self._common, None
+        try:
+            memory = common.mapped(total) if total else memoryview(b"")
+        except OSError:
+            self._laid.clear()
+            return
+        for tensor, region in regions.items():
+            first_byte = self._laid[tensor]
+            destination.lie(region, memory[first_byte : first_byte + region.whole_bytes])
+
+    def _may_lie(self, parts: Sequence[tuple[Found, Read]]) -> bool:
+        """Whether these reads make up a whole tensor, each of them rows of it."""
+        region = parts[0][0].region
+        return (
+            region.whole_bytes >= FROM_BYTES
+            and self._is_alike(region.tensor)
+            and sum(place.region.num_bytes for place, _ in parts) == region.whole_bytes
+            and all(
+                place.region.shape[1:] == region.of[1:] and read.part in (None, place.region.box)
+                for place, read in parts
+            )
+        )
 
     def puts_off(self, read: Read, load: Load) -> bool:
         """Whether another rank reads this; else this rank does, and tells where.
@@ -77,6 +147,9 @@ class Share:
         What only some of a stored part is wanted of is not what the others want.
         """
         region, into = load.place.region, load.into
+        if read.tensor in self._laid and not self._is_over:
+            self._in_common.append(load)
+            return self._reader_of(read.file, load.last - load.first) != self._number
         if self._is_over or not self._is_alike(read.tensor) or read.part not in (None, region.box):
             return False
         if into is None or len(into) < FROM_BYTES or address(into) is None:
@@ -114,12 +187,13 @@ class Share:
         """Copy all that was put off from the others, or read it; once. Nothing is put off then.
 
         Args:
-            told: By each of the others.
+            told: By each of the others. All of them have read what they read.
             tier: What is not there is read from.
             num_threads: That may copy at once.
 
         Raises:
-            UnusableSnapshot, TierUnavailable: as `Reader.read`, of what was read.
+            UnusableSnapshot, TierUnavailable: as `Reader.read`, of what was read. Or what lies in
+                common memory is not good: nobody may write it anew while others have it.
         """
         self._is_over = True
         there: dict[Key, other_memory.Place] = {}
@@ -140,15 +214,22 @@ class Share:
                     return
             missed.append(load)
 
+        def verify(load: Load) -> None:
+            assert load.into is not None
+            load.take(load.into)
+            found.extend([load.verified] if load.verified is not None else [])
+
         with Workers(num_threads, "trainckpt-take") as workers:
             for load in self._left:
                 workers.submit(partial(one, load))
+            for load in self._in_common:  # what this rank has read too: others wrote meanwhile
+                workers.submit(partial(verify, load))
             workers.settle()
         batch = Batch(tier)
         for load in sorted(missed, key=lambda load: (load.place.key, load.first_byte)):
             batch.add(load)
         batch.read()
-        self._left = []
+        self._left, self._in_common = [], []
         return Taken(found + batch.verified, sum(load.last - load.first for load in missed))
 
 

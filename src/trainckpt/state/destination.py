@@ -30,7 +30,7 @@ class Destination:
     """Where a restore puts what it reads: fresh CPU memory for one box of each tensor.
 
     Attributes:
-        borrowed: Tensors that lie where they were found.
+        borrowed: Tensors that lie where they were found, or in memory of others too.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Destination:
         self.borrowed: set[str] = set()
         self._wanted = wanted
         self._tensors = dict(into or {})
+        self._laid: dict[str, memoryview] = {}
         self._true = dict.fromkeys(self._tensors, "")
         self._filled = dict.fromkeys(self._tensors, 0)
 
@@ -68,7 +69,10 @@ class Destination:
             return None
         self._filled[region.tensor] += size
         item = tensor.element_size()
-        return bytes_of(tensor)[first * item : (first + size) * item]
+        whole_ = self._laid.get(region.tensor)
+        return (bytes_of(tensor) if whole_ is None else whole_)[
+            first * item : (first + size) * item
+        ]
 
     def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
         """Take `data` for the tensor's memory if `part` is all of it. Live tensors are filled from
@@ -82,6 +86,22 @@ class Destination:
         self._true[name] = region.true_dtype
         self.borrowed.add(name)
         return True
+
+    def can_lie(self, region: Region) -> bool:
+        """Whether the whole of a tensor is wanted, of which the region is a part, and it need not
+        lie in this rank's own memory.
+        """
+        name, box = region.tensor, self._wanted.get(region.tensor)
+        is_whole = box is None or box == whole(region.of)
+        return is_whole and name not in self._tensors and name not in self._own
+
+    def lie(self, region: Region, memory: memoryview) -> None:
+        """Let the whole tensor lie in this memory. Live tensors are filled from it."""
+        name = region.tensor
+        self._tensors[name] = torch.frombuffer(memory, dtype=TYPES[region.dtype]).view(region.of)
+        self._laid[name], self._filled[name] = memory, 0
+        self._true[name] = region.true_dtype
+        self.borrowed.add(name)
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""

@@ -1,17 +1,12 @@
-"""Held: a shard file in this host's memory, as a reader has it. The mirror of `arena.Arena`.
-
-Processes that are forked meanwhile, such as a loader's workers, do not have it: they would keep a
-file that is soon without a name for as long as they live, and could not be dumped.
-"""
+"""Held: a shard file in this host's memory, as a reader has it. The mirror of `arena.Arena`."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import weakref
 
 from trainckpt.tiers.direct import populate
+from trainckpt.tiers.mapped import Mapped
 
 STEP_BYTES = 1 << 20  # that caches hold from when they are made until they are copied to
 
@@ -49,50 +44,15 @@ class Held:
         self.data, self._file = memoryview(b""), None
 
 
-class Locked(mmap.mmap):
+class Locked(Mapped):
     """A mapping that keeps the lock of its file as long as anybody has a view of it."""
-
-    _descriptor = -1
 
     def __new__(cls, descriptor: int, num_bytes: int) -> Locked:
         """Map a file that this descriptor has locked; it is closed with the mapping."""
-        writable = mmap.PROT_READ | mmap.PROT_WRITE  # else torch warns; privately, so never there
-        mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE, writable)
-        mapping._descriptor = descriptor
-        if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)
-            _mapped.add(mapping)
+        mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE)  # never written to
+        assert isinstance(mapping, cls)
         return mapping
 
     def read_at(self, first_byte: int, into: memoryview) -> int:
         """Read from the file; how many bytes came."""
         return os.preadv(self._descriptor, [into], first_byte)
-
-    def forked(self) -> None:
-        """In a child: let go of the file. Its descriptors, of which the mapping itself has one,
-        become those of nothing, so that closing them closes nobody else's.
-        """
-        file = os.fstat(self._descriptor)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the bare numbers
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(int(name)), file):
-                    os.dup2(nothing, int(name))
-        os.close(nothing)
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-
-_mapped: weakref.WeakSet[Locked] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for mapping in list(_mapped):
-        with contextlib.suppress(OSError):
-            mapping.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)

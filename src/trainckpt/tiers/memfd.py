@@ -118,7 +118,7 @@ def open_file(path: Path, flags: int) -> int:
         if error.errno != errno.ELOOP:
             raise
     target = read_link(path)
-    descriptor = _open(target, flags) if target is not None else None
+    descriptor = open_held(target, flags) if target is not None else None
     if descriptor is None:
         raise Gone(errno.ENOENT, "nobody holds its memory any more", str(path))
     return descriptor
@@ -175,8 +175,8 @@ def taken_by(paths: Iterable[Path]) -> Taken:
     return Taken(sum(t.tmpfs for t in seen.values()), sum(t.memfd for t in seen.values()))
 
 
-def _open(target: Target, flags: int) -> int | None:
-    """None if it is not what the link was made for."""
+def open_held(target: Target, flags: int) -> int | None:
+    """Open what another process of this user holds; None if that is not what it was told for."""
     if not target.is_there:  # to open something else might do something
         return None
     try:

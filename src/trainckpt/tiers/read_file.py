@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.tiers.common_memory import put
 from trainckpt.tiers.direct import (
     FROM_BYTES,
     HUGE_BYTES,
@@ -22,7 +23,6 @@ from trainckpt.tiers.direct import (
     PIECE_BYTES,
     body,
     buffers,
-    copy,
     may_be_huge,
 )
 from trainckpt.tiers.workers import Workers
@@ -120,7 +120,7 @@ class ReadFile:
             pages = -(-(before + wanted) // PAGE_BYTES) * PAGE_BYTES
             got = self._past_cache(first_byte + done - before, self._own.buffer[:pages])
             there = max(min(got - before, wanted), 0)
-            copy(into[done : done + there], self._own.buffer[before : before + there])
+            put(into[done : done + there], self._own.buffer[before : before + there])
             done += there
             if there < wanted:
                 break

@@ -12,6 +12,8 @@ before the first    the random generators once more, after the loader's iterator
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import StateMismatch
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Saved
     from trainckpt.state.kinds.loader import LoaderState
     from trainckpt.state.registry import Registry
+
+
+FREED_FROM_BYTES = 64 << 20  # what is less is given back in no time
+_FREED_AFTER_S = 0.005  # whoever is still in a call with it has left that
 
 
 class Arrival:
@@ -119,4 +125,14 @@ class Arrival:
 
     def _end(self) -> None:
         apply.settled(self._registry)
-        self._saved, self.under_way, self.to_come = None, False, False
+        saved, self._saved, self.under_way, self.to_come = self._saved, None, False, False
+        if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
+            threading.Thread(
+                target=_free, args=([saved],), name="trainckpt-free", daemon=True
+            ).start()
+
+
+def _free(last: list[Saved]) -> None:
+    """Give back what was read, beside training: a large state takes a tenth of a second."""
+    time.sleep(_FREED_AFTER_S)
+    last.clear()

@@ -114,7 +114,7 @@ def read_candidate(
         from_memory = any(r["near"] for r in results)
         if not reasons or scope == "other copies":
             break
-        if from_memory:
+        if from_memory or any(r.get("common") for r in results):
             _say_memory_is_bad(channel, name, tiers[0], reasons)
             continue
         if len(tiers) == 1 or chosen is not None:
@@ -205,6 +205,7 @@ class _Read:
         self._is_admitted = False
         self.saved: Saved | None = None
         self._reading: Reading | None = None
+        self._shared: Share | None = None
         self._tier, self._world, self._registry = tier, world, registry
         self._run, self._name = run, name
 
@@ -240,7 +241,7 @@ class _Read:
 
     def _alone(self) -> dict[str, Any]:
         manifest = self.load()
-        share = self._share(manifest)
+        self._shared = share = self._share(manifest)
         with fewer_readers(self._ladder.tiers, self.circle if share is not None else None):
             self._reading, self.saved = read_state(
                 self._tier, manifest, self._registry, self._world,
@@ -258,8 +259,12 @@ class _Read:
         return self.circle.share(manifest)
 
     def take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the other ranks of this host have read for it. All ranks were fine so far."""
-        return self._result(lambda: self._take(results))
+        """What the other ranks of this host have read for it. All ranks were fine so far.
+
+        Where it is found bad in memory that all of them wrote, it is read again by each.
+        """
+        has_common = self._shared is not None and self._shared.has_common
+        return {**self._result(lambda: self._take(results)), "common": has_common}
 
     def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._reading is not None

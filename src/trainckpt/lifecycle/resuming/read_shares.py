@@ -1,6 +1,6 @@
 """Read shares: the ranks of one host read a snapshot between them, and copy from each other.
 
-every rank   tells where some bytes lie in its memory
+every rank   tells where some bytes lie in its memory; one, of memory to have in common
 all          those that read each other's as they were told are one circle; where some could not,
              they let others read (`other_memory.open_to_siblings`), and all try once more
 every rank   reads its share (`snapshot.shares`), and brings where it lies
@@ -20,11 +20,12 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot.fetch import is_shared
 from trainckpt.snapshot.shares import Share
 from trainckpt.tiers import other_memory
+from trainckpt.tiers.common_memory import CommonMemory
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.read_file import NUM_READERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
@@ -38,17 +39,22 @@ LEAST_READERS = 2  # of a rank: one waits for the disk while another verifies
 
 
 class Circle(NamedTuple):
-    """Ranks of one host that can read each other's memory, and this one's number among them."""
+    """Ranks of one host that can read each other's memory, and this one's number among them.
+
+    Attributes:
+        common: Memory for all of them; None: not all can open it.
+    """
 
     ranks: Sequence[int]
     number: int
+    common: CommonMemory | None = None
 
     def share(self, manifest: Manifest) -> Share | None:
         """What this rank reads of a snapshot; None: all that it needs."""
         total = sum(file.content.num_bytes for file in manifest.files)
         if total < FROM_BYTES or not (is_shared(manifest) or len(manifest.files) == 1):
             return None
-        return Share(self.number, len(self.ranks), manifest)
+        return Share(self.number, len(self.ranks), manifest, self.common)
 
 
 def readers_each(num_ranks: int) -> int:
@@ -83,18 +89,26 @@ def circle(channel: Channel, hosts: Sequence[str]) -> Iterator[Circle | None]:
     me = channel.world.rank
     here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
     probe = bytearray(secrets.token_bytes(PROBE_BYTES))
-    mine = [*other_memory.place_of(memoryview(probe)), probe.hex()]
-    told = channel.gather("probes", mine, RANKS_TIMEOUT_S)
-    others = [told[rank] for rank in here if rank != me]
-    can = channel.gather("probed", all(map(_reads, others)), RANKS_TIMEOUT_S)
     with ExitStack() as stack:
+        common = _common(CommonMemory.make, stack) if me == here[0] else None
+        mine = {"place": other_memory.place_of(memoryview(probe)), "holds": probe.hex(),
+                "common": str(common.target) if common is not None else ""}  # fmt: skip
+        told = channel.gather("probes", mine, RANKS_TIMEOUT_S)
+        others = [told[rank] for rank in here if rank != me]
+        if me != here[0]:
+            common = _common(lambda: CommonMemory.opened(told[here[0]]["common"]), stack)
+        both = [all(map(_reads, others)), common is not None]
+        answers = channel.gather("probed", both, RANKS_TIMEOUT_S)
+        can = [reads for reads, _ in answers]
+        if not all(answers[rank][1] for rank in here):
+            common = None
         if not all(can):
             if not all(can[rank] for rank in here):
                 stack.enter_context(other_memory.open_to_siblings())
             channel.gather("opened", True, RANKS_TIMEOUT_S)
             can = channel.gather("probed again", all(map(_reads, others)), RANKS_TIMEOUT_S)
         is_one = len(here) > 1 and all(can[rank] for rank in here)
-        yield Circle(here, here.index(me)) if is_one else None
+        yield Circle(here, here.index(me), common) if is_one else None
 
 
 def take(
@@ -119,11 +133,20 @@ def take(
                     "read by each", missed / 1e6, name)  # fmt: skip
 
 
-def _reads(told: Sequence[Any]) -> bool:
-    *place, expected = told
+def _common(get: Callable[[], CommonMemory], stack: ExitStack) -> CommonMemory | None:
+    """Closed with `stack`."""
+    try:
+        found = get()
+    except OSError:
+        return None
+    stack.callback(found.close)
+    return found
+
+
+def _reads(told: Mapping[str, Any]) -> bool:
     found = bytearray(PROBE_BYTES)
     try:
-        other_memory.read(other_memory.Place(*place), memoryview(found))
+        other_memory.read(other_memory.Place(*told["place"]), memoryview(found))
     except OSError:
         return False
-    return bool(found.hex() == expected)
+    return bool(found.hex() == told["holds"])

@@ -1,0 +1,61 @@
+"""Mapped: a mapping that has its file to itself: it closes it, and no forked process keeps it.
+
+Processes that are forked meanwhile, such as a loader's workers, have neither: they would keep a
+file that is soon without a name for as long as they live, and could not be dumped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import weakref
+
+
+class Mapped(mmap.mmap):
+    """A mapping that keeps a descriptor of its file as long as anybody has a view of it."""
+
+    _descriptor = -1
+
+    def __new__(cls, descriptor: int, num_bytes: int, flags: int) -> Mapped:
+        """Map a file; this descriptor of it is closed with the mapping. Errors as `mmap`'s, and
+        then whoever called has the descriptor.
+        """
+        writable = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of memory that is not
+        mapping = super().__new__(cls, descriptor, num_bytes, flags, writable)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            mapping.madvise(mmap.MADV_DONTFORK)
+            _mapped.add(mapping)
+        mapping._descriptor = descriptor
+        return mapping
+
+    def forked(self) -> None:
+        """In a child: let go of the file. Its descriptors, of which the mapping itself has one,
+        become those of nothing, so that closing them closes nobody else's.
+        """
+        file = os.fstat(self._descriptor)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the bare numbers
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(int(name)), file):
+                    os.dup2(nothing, int(name))
+        os.close(nothing)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(BufferError):
+            self.close()  # other threads run meanwhile, as they do not where it is only forgotten
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+_mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for mapping in list(_mapped):
+        with contextlib.suppress(OSError):
+            mapping.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
