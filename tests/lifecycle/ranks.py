@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle.resuming import fetch_together, read_shares
-from trainckpt.snapshot import shares
+from trainckpt.snapshot import blocks, shares
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
@@ -87,18 +87,37 @@ def train_sharing(rank, place, world, until, must_ask=False):
     return *found, sum(size for size in took if size > shares.FROM_BYTES), let, sorted(laid)
 
 
-def train_where_common_memory_goes_bad(rank, place, world, until):
-    """When all have read, rank 1 changes a byte that lies there for both; how often."""
-    read_shares.FROM_BYTES, told, spoiled = 1, shares.Share.told, []
+def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
+    """A byte that lies there for both is changed: when all have read, or before rank 1 has verified
+    what it read; how often.
+    """
+    read_shares.FROM_BYTES, spoiled = 1, []
+    told, puts_off = shares.Share.told, shares.Share.puts_off
+
+    def spoil(load):
+        if rank == 1 and not spoiled:
+            load.into[7] ^= 1
+            spoiled.append(load)
 
     def told_and_spoiled(share):
         where = told(share)
-        if rank == 1 and share.has_common:
-            share._in_common[0].into[7] ^= 1
-            spoiled.append(share)
+        if share.has_common:
+            spoil(share._in_common[0])
         return where
 
-    shares.Share.told = told_and_spoiled
+    def spoiled_when_verified(share, read, load):
+        is_left = puts_off(share, read, load)
+        if share.is_laid(read.tensor) and not is_left:
+            take = blocks.Load.take
+            blocks.Load.take = lambda load, data: (
+                spoil(load) if load.into is data else None, take(load, data)
+            )  # fmt: skip
+        return is_left
+
+    if at_once:
+        shares.Share.puts_off = spoiled_when_verified
+    else:
+        shares.Share.told = told_and_spoiled
     return *train(rank, place, world, until), len(spoiled)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 
@@ -89,11 +90,13 @@ def test_ranks_of_one_host_read_a_snapshot_between_them(finished, tmp_path, must
         assert [bool(each) for each in let] == ([True, False] if must_ask else [])
 
 
-def test_what_is_bad_in_the_memory_of_all_is_read_again_by_each(finished, tmp_path):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_is_bad_in_the_memory_of_all_is_read_again_by_each(finished, tmp_path, at_once):
     must_be_readable()
     _, straight = finished
     run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
-    again = run_ranks(ranks.train_where_common_memory_goes_bad, 2, str(tmp_path / "run"), 2, 6)
+    program = partial(ranks.train_where_common_memory_goes_bad, at_once=at_once)
+    again = run_ranks(program, 2, str(tmp_path / "run"), 2, 6)
     assert [spoiled for _, _, spoiled in again] == [0, 1]
     for (losses, step, _), expected in zip(again, straight, strict=True):
         assert step == 3

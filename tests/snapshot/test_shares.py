@@ -218,6 +218,33 @@ def test_what_waits_to_be_applied_lies_once_for_all_ranks(tmp_path):
     assert set(host.destinations[0].borrowed) == {"a", "b"}
 
 
+def test_ranks_that_want_their_own_parts_lie_what_is_whole_on_all_alike(tmp_path):
+    """As in a resume of HSDP in its own layout: "row" is whole on two ranks, and not on others."""
+    random = Random(5)
+    hsdp = Layout((2, 2), (2, 1), 0, (None, 0), (0, 1))
+    shapes = {"row": (1, 40_000), "rows": (600, 300), "whole": (300, 400)}
+    tensors = {name: layouts.drawn(random, shape) for name, shape in shapes.items()}
+    lying = {"row": hsdp, "rows": hsdp, "whole": replicated(4)}
+    tier = LocalTier(tmp_path)
+    manifest = layouts.save(tier, 4, tensors, lying)
+    host = Host(tier, manifest, 4, own=[()] * 4)
+    boxes = []
+    for rank, reader in enumerate(host.readers):
+        wanted = {n: at.box(shapes[n], at.coordinate(rank)) for n, at in lying.items()}
+        host.destinations[rank] = Destination(wanted)
+        reader.read(wanted, host.destinations[rank], donor=rank)
+        boxes.append(wanted)
+    assert host.take() == [0] * 4
+    assert [d.borrowed for d in host.destinations] == [{"whole"}] * 4
+    for rank, wanted in enumerate(boxes):
+        found = host.tensors(rank)
+        for name, box in wanted.items():
+            part = tensors[name]
+            for d, (first, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+                part = part.narrow(d, first, size)
+            assert torch.equal(found[name].view(torch.int32), part.contiguous().view(torch.int32))
+
+
 def test_on_an_accelerator_all_of_the_state_lies_once_for_all_ranks(tmp_path):
     """There nothing that is read becomes live: each rank would have all of it on its host."""
     tier = LocalTier(tmp_path)

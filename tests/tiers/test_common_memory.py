@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.tiers import common_memory, mapped
 from trainckpt.tiers.common_memory import CommonMemory, put
 
 SIZE = 3 << 20
@@ -65,6 +68,37 @@ def test_nobody_makes_it_shorter_than_another_thinks_it_is(common):
     put(long[SIZE - 1 :], b"z")
     put(short[:1], b"a")
     assert (long[0], long[SIZE - 1]) == (ord("a"), ord("z"))
+
+
+def test_memory_that_cannot_be_had_is_no_fault_of_the_file_that_is_read(common):
+    memory = common.mapped(SIZE)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), memory.obj._descriptor)
+    with pytest.raises(UnusableSnapshot, match="for all ranks of this host cannot be had"):
+        put(memory[:3], b"abc")
+
+
+def test_where_memory_must_be_set_aside_there_is_none(monkeypatch, tmp_path):
+    (tmp_path / "overcommit_memory").write_text("2\n")
+    monkeypatch.setattr(common_memory, "_OVERCOMMIT", tmp_path / "overcommit_memory")
+    with pytest.raises(OSError, match="no pages to spare"):
+        CommonMemory.make()
+
+
+def test_what_a_forked_process_forgets_is_not_unmapped_there(common):
+    """Something else may lie there by then."""
+    memory = common.mapped(SIZE)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        del memory
+        gc.collect()
+        os.write(writing, bytes([len(mapped._kept)]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    (kept,) = os.read(reading, 1)
+    for descriptor in (reading, writing):
+        os.close(descriptor)
+    assert kept >= 1
 
 
 def test_a_forked_process_keeps_none_of_it(common):

@@ -81,6 +81,7 @@ class Share:
         self.apart: Collection[str] = ()
         self._by_file = len(manifest.files) % of == 0
         self._dealt = [0] * of  # bytes to each rank so far, where files would not be fair
+        self._dealt_in_common = [0] * of  # of what is the same for every rank
         self._own: list[Load] = []
         self._left: list[Load] = []
         self._is_over = False
@@ -129,11 +130,14 @@ class Share:
             destination.lie(region, memory[first_byte : first_byte + region.whole_bytes])
 
     def _may_lie(self, parts: Sequence[tuple[Found, Read]]) -> bool:
-        """Whether these reads make up a whole tensor, each of them rows of it."""
+        """Whether these reads make up a whole tensor that all hold, each of them rows of it."""
         region = parts[0][0].region
+        layout = self._manifest.tensors[region.tensor].layout
+        is_of_all = layout is not None and layout.num_replicas == self._manifest.world
         return (
             region.whole_bytes >= FROM_BYTES
-            and self._is_alike(region.tensor)
+            and region.tensor not in self.apart
+            and is_of_all
             and sum(place.region.num_bytes for place, _ in parts) == region.whole_bytes
             and all(
                 place.region.shape[1:] == region.of[1:] and read.part in (None, place.region.box)
@@ -149,12 +153,13 @@ class Share:
         region, into = load.place.region, load.into
         if read.tensor in self._laid and not self._is_over:
             self._in_common.append(load)
-            return self._reader_of(read.file, load.last - load.first) != self._number
+            size = load.last - load.first
+            return self._reader_of(read.file, size, self._dealt_in_common) != self._number
         if self._is_over or not self._is_alike(read.tensor) or read.part not in (None, region.box):
             return False
         if into is None or len(into) < FROM_BYTES or address(into) is None:
             return False
-        is_own = self._reader_of(read.file, len(into)) == self._number
+        is_own = self._reader_of(read.file, len(into), self._dealt) == self._number
         (self._own if is_own else self._left).append(load)
         return not is_own
 
@@ -165,12 +170,12 @@ class Share:
             return False
         return layout is not None and (layout.num_replicas > 1 or len(self._manifest.files) == 1)
 
-    def _reader_of(self, file: int, num_bytes: int) -> int:
+    def _reader_of(self, file: int, num_bytes: int, dealt: list[int]) -> int:
         """Every rank comes to the same that is asked for the same, in the same order."""
         if self._by_file:
             return file % self._of
-        reader = self._dealt.index(min(self._dealt))
-        self._dealt[reader] += num_bytes
+        reader = dealt.index(min(dealt))
+        dealt[reader] += num_bytes
         return reader
 
     def told(self) -> other_memory.Place:

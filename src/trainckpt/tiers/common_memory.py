@@ -1,18 +1,22 @@
 """Common memory: a memfd that several processes of one user map; each writes a part, all read.
 
-It has no file system, no name, and no limit but that of memory. Others open it by what one of them
-tells (`memfd.Target`), as long as that one has it open. It is written rather than mapped where
-large pieces come: pages that are written whole are not cleared first.
+It has no file system and no name, and pages are made as they are written. Others open it by what
+one of them tells (`memfd.Target`), as long as that one has it open. It is written rather than
+mapped where large pieces come: pages that are written whole are not cleared first.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import memfd
 from trainckpt.tiers.direct import address, copy
 from trainckpt.tiers.mapped import Mapped
+
+_OVERCOMMIT, _NEVER = Path("/proc/sys/vm/overcommit_memory"), "2"
 
 
 class CommonMemory:
@@ -29,8 +33,8 @@ class CommonMemory:
     @classmethod
     def make(cls) -> CommonMemory:
         """A new one; raises `OSError` as the system reports it."""
-        if not memfd.is_available():
-            raise OSError("this system has no memory without a file system")
+        if not memfd.is_available() or _is_accounted_strictly():
+            raise OSError("this system has no memory without a file system, or no pages to spare")
         descriptor, token = memfd.make()
         return cls(descriptor, memfd.Target(token, os.getpid(), descriptor))
 
@@ -74,15 +78,27 @@ class _Common(Mapped):
         whole = memoryview(self)
         at = (address(into) or 0) - (address(whole) or 0)
         while len(data):
-            done = os.pwrite(self._descriptor, data, at)
+            try:
+                done = os.pwrite(self._descriptor, data, at)
+            except OSError as error:  # no fault of the file that is being read
+                what = f"memory for all ranks of this host cannot be had: {error.strerror}"
+                raise UnusableSnapshot(what) from error
             at, data = at + done, data[done:]
+
+
+def _is_accounted_strictly() -> bool:
+    """Whether memory is only there that is set aside: to touch other pages ends the process."""
+    try:
+        return _OVERCOMMIT.read_text(encoding="ascii").strip() == _NEVER
+    except OSError:
+        return True
 
 
 def put(into: memoryview, data: memoryview) -> None:
     """`into[:] = data`, the quickest way there is to that memory, while other threads run.
 
     Raises:
-        OSError: there is not so much memory, if that is common.
+        UnusableSnapshot: there is not so much memory, if that is common.
     """
     memory = into.obj
     if isinstance(memory, _Common) and len(into) == len(data):

@@ -49,10 +49,12 @@ class Mapped(mmap.mmap):
 
 
 _mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
+_kept: list[Mapped] = []  # by a forked process
 
 
 def _forked() -> None:
     for mapping in list(_mapped):
+        _kept.append(mapping)  # to unmap it here would unmap what lies there by now
         with contextlib.suppress(OSError):
             mapping.forked()
 

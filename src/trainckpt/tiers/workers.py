@@ -52,8 +52,7 @@ class Workers:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._asked - self._done <= left)
-        if self._errors:
-            raise self._errors[min(self._errors)]
+        self._raise()
 
     @property
     def num_asked(self) -> int:
@@ -64,8 +63,17 @@ class Workers:
         """Return when the first so many calls are made, or raise as `settle`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._left or min(self._left) >= number)
+        self._raise()
+
+    def _raise(self) -> None:
         if self._errors:
-            raise self._errors[min(self._errors)]
+            error = self._errors[min(self._errors)]
+            try:
+                raise error
+            finally:
+                del (
+                    error
+                )  # and `_errors` at the end: it has this frame, and all memory of the calls
 
     def __enter__(self) -> Workers:
         return self
@@ -81,6 +89,7 @@ class Workers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        self._errors.clear()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:

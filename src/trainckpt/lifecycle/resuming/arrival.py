@@ -12,6 +12,7 @@ before the first    the random generators once more, after the loader's iterator
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -127,9 +128,11 @@ class Arrival:
         apply.settled(self._registry)
         saved, self._saved, self.under_way, self.to_come = self._saved, None, False, False
         if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
-            threading.Thread(
+            freeing = threading.Thread(
                 target=_free, args=([saved],), name="trainckpt-free", daemon=True
-            ).start()
+            )
+            with contextlib.suppress(RuntimeError):  # no thread: then it is given back here
+                freeing.start()
 
 
 def _free(last: list[Saved]) -> None:

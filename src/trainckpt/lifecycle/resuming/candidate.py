@@ -114,7 +114,7 @@ def read_candidate(
         from_memory = any(r["near"] for r in results)
         if not reasons or scope == "other copies":
             break
-        if from_memory or any(r.get("common") for r in results):
+        if from_memory or any(r["common"] for r in results):
             _say_memory_is_bad(channel, name, tiers[0], reasons)
             continue
         if len(tiers) == 1 or chosen is not None:
@@ -259,12 +259,8 @@ class _Read:
         return self.circle.share(manifest)
 
     def take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the other ranks of this host have read for it. All ranks were fine so far.
-
-        Where it is found bad in memory that all of them wrote, it is read again by each.
-        """
-        has_common = self._shared is not None and self._shared.has_common
-        return {**self._result(lambda: self._take(results)), "common": has_common}
+        """What the other ranks of this host have read for it. All ranks were fine so far."""
+        return self._result(lambda: self._take(results))
 
     def _take(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._reading is not None
@@ -288,7 +284,9 @@ class _Read:
             raise
         except TrainckptError as error:
             result = _failed(error, self._world.rank)
-        return {**result, "near": bool(self._tier.used)}
+        # What is found bad in memory that other ranks wrote, each reads again by itself.
+        has_common = self._shared is not None and self._shared.has_common
+        return {**result, "near": bool(self._tier.used), "common": has_common}
 
 
 def _failed(error: TrainckptError, rank: int) -> dict[str, Any]:
