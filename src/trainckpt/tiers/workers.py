@@ -71,9 +71,7 @@ class Workers:
             try:
                 raise error
             finally:
-                del (
-                    error
-                )  # and `_errors` at the end: it has this frame, and all memory of the calls
+                del error  # it has this frame, so both would keep all memory of the calls
 
     def __enter__(self) -> Workers:
         return self
