@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, TypeVar
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers import exclusive, uploads
 from trainckpt.tiers.calls import Calls, Limits
-from trainckpt.tiers.clients import open_client
 from trainckpt.tiers.own_random import give_own_randomness
 from trainckpt.tiers.redacted import redacted
 from trainckpt.tiers.refusals import BEYOND, TAKEN, meaning
@@ -50,6 +49,8 @@ def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier
     Raises:
         ConfigurationError: no such kind of store, or its package is not installed.
     """
+    from trainckpt.tiers.clients import open_client  # imports fsspec, for a store alone
+
     name, client, root = open_client(url)
     give_own_randomness()
     shown = redacted(url)

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsspec.core import split_protocol
-
 from trainckpt.errors import ConfigurationError
 from trainckpt.format import names
 from trainckpt.lifecycle.places.stored_notices import StoredNotices
@@ -49,10 +47,8 @@ def open_place(run: str | os.PathLike[str] | None) -> Place:
 
 def open_other_place(run: str | os.PathLike[str]) -> Place:
     """The tier at `run`, as `open_place`; also in a proof, which moves only the proven run."""
-    protocol, path = split_protocol(os.fspath(run))
-    if protocol is not None and "/" in protocol:  # a path, of strange names
-        protocol, path = None, os.fspath(run)
-    if protocol not in (None, "file", "local"):
+    protocol, path = _split_protocol(os.fspath(run))
+    if protocol not in ("", "file", "local"):
         return open_object_store(os.fspath(run))
     if not path:
         raise ConfigurationError("the run's place is empty", hint="name a directory")
@@ -61,10 +57,16 @@ def open_other_place(run: str | os.PathLike[str]) -> Place:
 
 def seen_from(folder: Path, url: str) -> str:
     """What a command that works in `folder` means by this URL: a path may be relative to there."""
-    protocol, _ = split_protocol(url)
-    if (protocol is not None and "/" not in protocol) or url.startswith("~"):
+    if _split_protocol(url)[0] or url.startswith("~"):
         return url
     return str(folder / url)
+
+
+def _split_protocol(url: str) -> tuple[str, str]:
+    """The protocol, "" for a path, and what follows. As fsspec, which takes long to import."""
+    protocol, mark, path = url.partition("://")
+    is_one = mark and len(protocol) > 1 and "/" not in protocol  # else a path, of strange names
+    return (protocol, path) if is_one else ("", url)
 
 
 def open_directory(path: str) -> LocalTier:
