@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -91,13 +92,16 @@ def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
     """A byte that lies there for both is changed: when all have read, or before rank 1 has verified
     what it read; how often.
     """
-    read_shares.FROM_BYTES, spoiled = 1, []
+    read_shares.FROM_BYTES, spoiled, mine, take = 1, [], [], blocks.Load.take
     told, puts_off = shares.Share.told, shares.Share.puts_off
 
+    turn = threading.Lock()
+
     def spoil(load):
-        if rank == 1 and not spoiled:
-            load.into[7] ^= 1
-            spoiled.append(load)
+        with turn:
+            if rank == 1 and not spoiled:
+                spoiled.append(load)
+                load.into[7] ^= 1
 
     def told_and_spoiled(share):
         where = told(share)
@@ -108,14 +112,16 @@ def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
     def spoiled_when_verified(share, read, load):
         is_left = puts_off(share, read, load)
         if share.is_laid(read.tensor) and not is_left:
-            take = blocks.Load.take
-            blocks.Load.take = lambda load, data: (
-                spoil(load) if load.into is data else None, take(load, data)
-            )  # fmt: skip
+            mine.append(load)
         return is_left
 
+    def take_spoiled(load, data):
+        if any(load is each for each in mine):
+            spoil(load)
+        take(load, data)
+
     if at_once:
-        shares.Share.puts_off = spoiled_when_verified
+        shares.Share.puts_off, blocks.Load.take = spoiled_when_verified, take_spoiled
     else:
         shares.Share.told = told_and_spoiled
     return *train(rank, place, world, until), len(spoiled)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -11,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.tiers import common_memory, mapped
+from trainckpt.tiers import common_memory
 from trainckpt.tiers.common_memory import CommonMemory, put
+from trainckpt.tiers.direct import address, at_address, libc
 
 SIZE = 3 << 20
 WRITER = f"""
@@ -84,41 +87,67 @@ def test_where_memory_must_be_set_aside_there_is_none(monkeypatch, tmp_path):
         CommonMemory.make()
 
 
-def test_what_a_forked_process_forgets_is_not_unmapped_there(common):
-    """Something else may lie there by then."""
-    memory = common.mapped(SIZE)
+def in_a_child(act):
+    """What it says in a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        del memory
-        gc.collect()
-        os.write(writing, bytes([len(mapped._kept)]))
-        os._exit(0)
+        try:
+            os.write(writing, repr(act()).encode())
+        except BaseException as error:  # it must not go on as a second test run
+            os.write(writing, repr(error).encode())
+        finally:
+            os._exit(0)
     os.waitpid(child, 0)
-    (kept,) = os.read(reading, 1)
+    said = os.read(reading, 1000).decode()
     for descriptor in (reading, writing):
         os.close(descriptor)
-    assert kept >= 1
+    return said
+
+
+def test_what_a_forked_process_forgets_is_not_unmapped_there(common):
+    """Something else may lie there by then."""
+    memory = [common.mapped(SIZE)]
+
+    def forget():
+        libc().mmap.restype = ctypes.c_void_p
+        where, fixed = address(memory[0]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+        libc().mmap(ctypes.c_void_p(where), ctypes.c_size_t(SIZE), 3, fixed, -1, ctypes.c_long(0))
+        other = at_address(where, SIZE)
+        other[5] = 7
+        memory.clear()
+        gc.collect()
+        return other[5]
+
+    assert in_a_child(forget) == "7"
 
 
 def test_a_forked_process_keeps_none_of_it(common):
     memory = common.mapped(SIZE)
     put(memory[:1], b"a")
     mine = os.fstat(memory.obj._descriptor).st_ino
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def look():
         names = Path("/proc/self/fd").iterdir()
         held = sum(name.stat().st_ino == mine for name in names if name.exists())
-        mapped = "memfd:trainckpt-" in Path("/proc/self/maps").read_text()
-        os.write(writing, bytes([held, mapped]))
-        os._exit(0)
-    os.waitpid(child, 0)
-    held, mapped = os.read(reading, 2)
-    for descriptor in (reading, writing):
-        os.close(descriptor)
-    assert (held, mapped) == (0, 0)
+        return held, "memfd:trainckpt-" in Path("/proc/self/maps").read_text()
+
+    assert in_a_child(look) == "(0, False)"
     assert memory[0] == ord("a")
+
+
+def test_what_forked_processes_write_to_nothing_still_goes_there(common):
+    """Descriptors are let go of by becoming those of /dev/null."""
+    memory = [common.mapped(SIZE), common.mapped(SIZE)]  # of one file
+    nothing = os.open(os.devnull, os.O_WRONLY)
+
+    def write():
+        return os.write(nothing, b"gone")
+
+    assert in_a_child(write) == "4"
+    assert in_a_child(lambda: in_a_child(write)) == repr("4")
+    os.close(nothing)
+    memory.clear()
 
 
 def test_other_memory_is_copied_to():

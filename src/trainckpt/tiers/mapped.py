@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import stat
 import weakref
 
 
@@ -34,6 +35,8 @@ class Mapped(mmap.mmap):
         become those of nothing, so that closing them closes nobody else's.
         """
         file = os.fstat(self._descriptor)
+        if stat.S_ISCHR(file.st_mode):
+            return  # with another mapping of the same file
         nothing = os.open(os.devnull, os.O_RDONLY)
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - the bare numbers
             with contextlib.suppress(OSError):
@@ -55,6 +58,7 @@ _kept: list[Mapped] = []  # by a forked process
 def _forked() -> None:
     for mapping in list(_mapped):
         _kept.append(mapping)  # to unmap it here would unmap what lies there by now
+        _mapped.discard(mapping)  # what this process forks has nothing of it
         with contextlib.suppress(OSError):
             mapping.forked()
 

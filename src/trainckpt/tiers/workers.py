@@ -41,8 +41,13 @@ class Workers:
         self._asked += 1
         if len(self._threads) < min(self._num, self._asked - self._done):
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more: those there are do it
+                if not self._threads:
+                    raise
+            else:
+                self._threads.append(thread)
 
     def settle(self, left: int = 0) -> None:
         """Return when all calls are made, or raise what failed: of several, what came first.

@@ -63,7 +63,9 @@ def seen_from(folder: Path, url: str) -> str:
 
 
 def _split_protocol(url: str) -> tuple[str, str]:
-    """The protocol, "" for a path, and what follows. As fsspec, which takes long to import."""
+    """The protocol, "" for a path, and what follows. As fsspec, which takes long to import, but for
+    what begins with `data:`.
+    """
     protocol, mark, path = url.partition("://")
     is_one = mark and len(protocol) > 1 and "/" not in protocol  # else a path, of strange names
     return (protocol, path) if is_one else ("", url)

@@ -115,7 +115,7 @@ def read_candidate(
         if not reasons or scope == "other copies":
             break
         if from_memory or any(r["common"] for r in results):
-            _say_memory_is_bad(channel, name, tiers[0], reasons)
+            _say_it_is_read_again(channel, name, tiers[0], reasons, from_memory=from_memory)
             continue
         if len(tiers) == 1 or chosen is not None:
             break
@@ -130,12 +130,13 @@ def read_candidate(
     return Candidate(read.manifest, read.saved, read.reader, reasons)
 
 
-def _say_memory_is_bad(
-    channel: Channel, name: SnapshotName, tier: Tier, reasons: Sequence[str]
+def _say_it_is_read_again(
+    channel: Channel, name: SnapshotName, tier: Tier, reasons: Sequence[str], *, from_memory: bool
 ) -> None:
     if channel.world.rank == 0:
-        logger.warning("%s in memory is not good, reading it from %s: %s", name, tier.url,
-                       "; ".join(reasons)[:500])  # fmt: skip
+        what = "in memory is not good, reading it" if from_memory \
+            else "was not good as the ranks of a host read it together, each reads it"  # fmt: skip
+        logger.warning("%s %s from %s: %s", name, what, tier.url, "; ".join(reasons)[:500])
 
 
 def _say_from_where(name: SnapshotName, ladder: Ladder, *, from_memory: bool) -> None:
