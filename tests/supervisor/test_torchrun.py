@@ -172,6 +172,10 @@ def test_a_signal_after_construction_stops_at_the_first_boundary_and_quietly(run
 
     def act():
         sigterm()
+        until = time.monotonic() + LIMIT_S
+        while "SIGTERM: stopping" not in (folder / "log").read_text():  # else they may be through
+            assert time.monotonic() < until
+            time.sleep(0.01)
         (folder / "go").touch()
 
     ended = run(train(wait), 2, when=["made0", "made1"], act=act, max_restarts=2)
