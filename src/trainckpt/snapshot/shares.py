@@ -214,8 +214,7 @@ class Share:
             with suppress(OSError, UnusableSnapshot):
                 if place is not None:
                     other_memory.read(place, load.into)
-                    load.take(load.into)
-                    found.extend([load.verified] if load.verified is not None else [])
+                    verify(load)
                     return
             missed.append(load)
 

@@ -81,10 +81,8 @@ class Destination:
         name, box = region.tensor, self._wanted.get(region.tensor) or whole(region.of)
         if name in self._tensors or name in self._own or part != box:
             return False
-        self._tensors[name] = torch.frombuffer(data, dtype=TYPES[region.dtype]).view(box.shape)
+        self._lies_in(data, region, box.shape)
         self._filled[name] = self._tensors[name].numel()
-        self._true[name] = region.true_dtype
-        self.borrowed.add(name)
         return True
 
     def can_lie(self, region: Region) -> bool:
@@ -97,9 +95,12 @@ class Destination:
 
     def lie(self, region: Region, memory: memoryview) -> None:
         """Let the whole tensor lie in this memory. Live tensors are filled from it."""
+        self._lies_in(memory, region, region.of)
+        self._laid[region.tensor], self._filled[region.tensor] = memory, 0
+
+    def _lies_in(self, data: memoryview, region: Region, shape: tuple[int, ...]) -> None:
         name = region.tensor
-        self._tensors[name] = torch.frombuffer(memory, dtype=TYPES[region.dtype]).view(region.of)
-        self._laid[name], self._filled[name] = memory, 0
+        self._tensors[name] = torch.frombuffer(data, dtype=TYPES[region.dtype]).view(shape)
         self._true[name] = region.true_dtype
         self.borrowed.add(name)
 
