@@ -19,8 +19,7 @@ from tests.campaign.one_rank import ITEMS
 LONG = [42, 489, 2324]  # what they hit, others or tests of torchrun hit too
 SEEDS = [19, 38, 76, 83, 160, 208, 213, 319, 427, 800, 2943]
 SEEDS += [pytest.param(seed, marks=pytest.mark.long) for seed in LONG]
-TRIES = 3
-ONE_RANK_SEEDS = [18]  # hit at its second micro-batch of 24: a late signal still finds it running
+ONE_RANK_SEEDS = [18]
 # fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2, and by tp; ddp
 # from the first step on, continued by tp, of whose ranks two draw alike
 OTHER_LAYOUTS = [
@@ -46,11 +45,7 @@ def test_a_run_stopped_at_random_instants_is_the_run_that_was_not(running, seed)
     ids=lambda seed: f"seed {seed}: {families.draw(families.ONE_RANK, seed).words}",
 )  # fmt: skip
 def test_one_rank_that_hears_of_a_stop_stops_all_at_its_micro_batch_with_75(running, seed):
-    for _ in range(TRIES):
-        line, logs = running.run(seed, family=families.ONE_RANK)
-        ended = [stop["ended"] for stop in line["stops"]]
-        if ended and "finished" not in ended:  # hit in time: on a busy machine a signal may be late
-            break
+    line, logs = running.run(seed, family=families.ONE_RANK)
 
     again = f"python -m tests.campaign --family one-rank --replay {seed}"
     assert line["ok"], f"{line['why']}\nagain: {again}\n{logs}"

@@ -118,6 +118,8 @@ def attempt_of(case: Case, stop: Stop | None, server: Server, scene: Scene, log:
     try:
         if stop is not None:
             _Aim(case, stop, attempt, scene, ended, deadline).stop()
+        if isinstance(attempt, Supervised):
+            attempt.open_gate()
         _see_off(attempt, ended, deadline)
     finally:
         attempt.kill()

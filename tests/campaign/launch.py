@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from tests.campaign.gate import GATE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TRAINCKPT_CAMPAIGN_MARK"
 COMMIT = "CAMPAIGN_COMMIT"
+LAST = 4  # micro-batches behind the gate: a stop needs some to come
 SHUTDOWN_S = 10  # torchrun's patience with ranks that wait for one that died
 
 
@@ -115,17 +118,23 @@ class Torchrun:
     def __init__(self, settings: Settings, argv: list[str], log: Path) -> None:
         self._settings, self._log = settings, log
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        own = {MARK: self._mark} | self._variables
+        own = {MARK: self._mark} | self._variables | self._more_variables()
         command = [
             *(sys.executable, "-m", *self._module, "--nproc-per-node", str(settings.ranks)),
             *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--"),
-            *(str(ROOT / "examples" / f"{settings.model}.py"), *argv),
+            *(*self._script(), *argv),
         ]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
                 command, env=environment() | own, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=out, start_new_session=True,
             )  # fmt: skip
+
+    def _script(self) -> list[str]:
+        return [str(ROOT / "examples" / f"{self._settings.model}.py")]
+
+    def _more_variables(self) -> dict[str, str]:
+        return {}
 
     def rank_pids(self) -> dict[int, int]:
         """The children of torchrun that have become Python; loader workers have other parents."""
@@ -158,14 +167,25 @@ class Torchrun:
 
 
 class Supervised(Torchrun):
-    """`trainckpt run`, its torchrun, and the ranks of that."""
+    """`trainckpt run`, its torchrun, and the ranks of that, which stay until `open_gate`."""
 
     _module = ("trainckpt.cli.main", "run")
     _variables: ClassVar = {}
 
     def __init__(self, settings: Settings, argv: list[str], log: Path) -> None:
+        self._gate = log.with_suffix(".gate")
         super().__init__(settings, argv, log)
         self._ranks: dict[int, int] = {}
+
+    def open_gate(self) -> None:
+        """The signal was sent, or none is to be: the run may end."""
+        self._gate.touch()
+
+    def _script(self) -> list[str]:
+        return [str(ROOT / "tests" / "campaign" / "gate.py"), *super()._script()]
+
+    def _more_variables(self) -> dict[str, str]:
+        return {GATE: f"{self._settings.micro_batches - LAST},{self._gate}"}
 
     def rank_pids(self) -> dict[int, int]:
         """Of the ranks that live; looked for until all have been seen once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from random import Random
 
 from tests.campaign.cases import MICRO_BATCH, SIGTERM, START_UP, Case, Settings, Stop
+from tests.campaign.launch import LAST
 
 SUPERVISED = "trainckpt run"
 ITEMS = 93  # of an epoch
@@ -17,7 +18,6 @@ RANKS = (2, 4, 2, 8, 2, 4, 2, 4, 2, 8)
 START_UP_SHARE = 0.12
 START_UP_S = {2: 3.5, 4: 7.0, 8: 14.0}  # from a rank's process to its first micro-batch, about
 MICRO_BATCH_S = 0.012  # times ranks: 2 cores share them
-LAST = 4  # a stop needs some micro-batches to come
 
 #              model, ranks, accumulate, workers, dropout, save every, batch
 TABLE = tuple(
