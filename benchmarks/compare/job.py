@@ -168,6 +168,7 @@ class Job:
             self.training = self._new(fresh=True)
             before = bytes_read()
             seconds = timed(partial(self._restored, system, memory=memory))
+            system.restored()
             if self.training.digest() != expected:
                 raise AssertionError("what was restored is not what was saved")
             if memory and slowest(bytes_read() - before) > self.num_bytes / 10:

@@ -6,6 +6,7 @@ layouts.py   another: FSDP, HSDP, tensor parallel on 1 to 4 ranks
 reshard.py   another: a run that goes on in other layouts, again and again
 families.py  which families there are
 server.py    a process that has torch loaded, from which ranks fork
+gate.py      ranks that wait until they were hit
 launch.py    one attempt of a case: forked ranks, the real torchrun, or `trainckpt run`
 watch.py     what can be seen of an attempt from outside: trace, snapshots, workers
 drive.py     run a case: launch, stop, launch again until the run is finished

@@ -96,8 +96,11 @@ class System:
         del self.training
 
     def restore(self, training: Training, *, memory: bool) -> None:
-        """Read the newest save into `training`."""
+        """Read the newest save into `training`, which can go on then."""
         raise NotImplementedError
+
+    def restored(self) -> None:
+        """What `restore` returned from was measured: let go of it, as a run does that ends."""
 
     def empty_memory(self) -> None:
         """Rank 0: delete what `restore(memory=True)` reads."""

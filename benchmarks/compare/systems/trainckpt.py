@@ -62,10 +62,13 @@ class Trainckpt(System):
         super().end()
 
     def restore(self, training: Training, *, memory: bool) -> None:
-        checkpointer = self._attach(training, "required")
-        checkpointer.resume()
-        checkpointer.boundary()  # here the last of the state is applied
-        checkpointer.__exit__(InterruptedError, InterruptedError("it was read"), None)
+        self.checkpointer = self._attach(training, "required")
+        self.checkpointer.resume()
+        self.checkpointer.boundary()  # here the last of the state is applied
+
+    def restored(self) -> None:
+        self.checkpointer.__exit__(InterruptedError, InterruptedError("it was read"), None)
+        del self.checkpointer
 
     def empty_memory(self) -> None:
         place = MemoryPlace.found(str(self.folder))
