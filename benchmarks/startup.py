@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -178,6 +177,8 @@ def main() -> None:
     if given.job:
         job(given)
         return
+    from benchmarks.machine import words
+
     shared = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(prefix="trainckpt-startup-", dir=Path.cwd()) as folder,
@@ -190,9 +191,8 @@ def main() -> None:
     for one in rows:
         print(json.dumps(one))
     if given.json:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores"
         command = f"python -m benchmarks.startup --gigabytes {given.gigabytes}"
-        result = {"machine": machine, "command": command, "rows": rows}
+        result = {"machine": words(), "command": command, "rows": rows}
         given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 from benchmarks.compare.rows import medians, row, table
 from benchmarks.compare.systems import ROOMS
+from benchmarks.machine import words
 
 OFF_CPU, BUSY = "off-cpu", "busy"
 
@@ -121,7 +122,7 @@ def job_rows(
     found = json.loads((folder / "found.json").read_text())
     job = {
         **found["job"], "ranks": ranks, "threads": threads, "left_out": found["left_out"],
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {found['versions']}",
+        "machine": f"{words()}, {found['versions']}",
         "command": shlex.join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
     }  # fmt: skip
     floors = medians(found["floors"])

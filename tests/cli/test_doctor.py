@@ -18,7 +18,7 @@ from trainckpt.tiers import capabilities
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
-           "signals", "memory", "shared memory", "cores", "encryption",
+           "signals", "memory", "large pages", "shared memory", "cores", "encryption",
            "process dumps", "dumps of GPU state"]  # fmt: skip
 PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
          "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
@@ -46,6 +46,27 @@ def told(capsys, *arguments, code=0) -> dict[str, dict]:
         assert item["value"]
         assert item["ok"] or item["cure"], item
     return {item["name"]: item for item in found["items"]}
+
+
+@pytest.mark.parametrize(
+    ("general", "middle", "ok", "value"),
+    [
+        ("never", "madvise", True, "from 64 KiB on"),
+        ("always", "never", True, "2 MiB, for everybody"),
+        ("never", "never", False, "none"),
+    ],
+)
+def test_the_large_pages_of_a_machine_are_told_with_how_to_have_more(
+    tmp_path, general, middle, ok, value
+):
+    (tmp_path / "enabled").write_text(f"[{general}]\n")
+    for size, who in (("2048", "inherit"), ("64", middle)):
+        folder = tmp_path / f"hugepages-{size}kB"
+        folder.mkdir()
+        (folder / "enabled").write_text(f"[{who}]\n")
+    found = machine.large_pages_of(tmp_path)
+    assert (found.ok, found.value, found.needed) == (ok, value, False)
+    assert ok or f"echo madvise > {tmp_path}/hugepages-64kB/enabled" in found.cure
 
 
 def test_this_machine_has_all_that_is_needed(capsys):

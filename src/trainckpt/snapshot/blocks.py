@@ -18,7 +18,7 @@ from trainckpt.format.digest import Verified
 from trainckpt.tiers.direct import FROM_BYTES, PAGE_BYTES, address, copy, memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from trainckpt.format.shard_file import Region
     from trainckpt.tiers.base import Readable
@@ -128,9 +128,10 @@ class Batch:
         verified: What was read straight to its place, and is large.
     """
 
-    def __init__(self, tier: Readable) -> None:
+    def __init__(self, tier: Readable, on_taken: Callable[[Load], None] | None = None) -> None:
+        """`on_taken`: is told of each load that was read and verified, on any thread."""
         self.verified: list[Verified] = []
-        self._tier = tier
+        self._tier, self._on_taken = tier, on_taken
         self._key = ""
         self._parts: list[tuple[int, memoryview]] = []
         self._loads: list[list[tuple[Load, int]]] = []  # of each part, with its place in that
@@ -172,6 +173,8 @@ class Batch:
                 load.take(data if size == len(data) else data[at : at + size])
                 if (verified := load.verified) is not None:
                     self.verified.append(verified)
+                if self._on_taken is not None:
+                    self._on_taken(load)
 
         if parts:
             self._tier.read_parts(self._key, parts, take)

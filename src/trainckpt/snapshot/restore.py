@@ -124,7 +124,8 @@ class Reader:
             far = (each for each in found if not self._is_near(each[0]))
             self.share.lay_out(far, destination)
         lent: list[Load] = []
-        batch, mine, puts = Batch(self._tier), list[Load](), list[Put]()
+        on_taken = self.share.there if self.share is not None else None
+        batch, mine, puts = Batch(self._tier, on_taken), list[Load](), list[Put]()
         with Workers(1, "trainckpt-make") as making:
             for place, read in found:
                 part = read.part or place.region.box
@@ -142,6 +143,8 @@ class Reader:
                 puts += [put] if put is not None else []
                 if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
                     _read(batch, mine, puts, destination)
+            if self.share is not None:
+                self.share.begin_taking()
             _read(batch, mine, puts, destination)
         self._verify(lent)
         self.verified += batch.verified

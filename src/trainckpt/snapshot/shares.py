@@ -1,6 +1,7 @@
 """Shares: what all ranks of a host need of a snapshot, each reads a part of and takes the rest.
 
-    every rank   reads its share to where it belongs, verifies it, and tells where that is
+    every rank   reads its share to where it belongs, verifies it, and tells where that is;
+                 what others say that they have read, it copies meanwhile (`board`), and verifies
                  BARRIER  all have
     every rank   copies the rest from the others' memory, and verifies it. What it does not find
                  there, or is not good, it reads from the tier
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.snapshot.blocks import Batch
+from trainckpt.snapshot.board import Copying
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.direct import PAGE_BYTES, address
 from trainckpt.tiers.workers import Workers
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.shard_file import Region
     from trainckpt.snapshot.blocks import Found, Load
+    from trainckpt.snapshot.board import Board
     from trainckpt.snapshot.restore_plan import Read
     from trainckpt.tiers.base import Readable
     from trainckpt.tiers.common_memory import CommonMemory
@@ -69,12 +72,23 @@ class Share:
         number, of: The rank's number among so many of its host.
         manifest: Of the snapshot.
         common: Memory of all of them, if there is any; it is mapped once.
+        board: Where it says what it has read; None: only at the end.
+        boards: Those of the others.
     """
 
     def __init__(
-        self, number: int, of: int, manifest: Manifest, common: CommonMemory | None = None
+        self,
+        number: int,
+        of: int,
+        manifest: Manifest,
+        common: CommonMemory | None = None,
+        board: Board | None = None,
+        boards: Sequence[other_memory.Place] = (),
     ) -> None:
         self._number, self._of = number, of
+        self._board, self._boards = board, boards
+        self._copying: Copying | None = None
+        self._to_be_said: set[tuple[str, int]] = set()
         self._manifest, self._common = manifest, common
         self._laid: dict[str, int] = {}  # tensors in common memory, and where
         self._in_common: list[Load] = []
@@ -161,7 +175,24 @@ class Share:
             return False
         is_own = self._reader_of(read.file, len(into), self._dealt) == self._number
         (self._own if is_own else self._left).append(load)
+        if is_own:
+            self._to_be_said.add((load.place.key, load.first_byte))
         return not is_own
+
+    def begin_taking(self) -> None:
+        """All that is to be read was asked for: take what others say that they have read."""
+        if self._copying is None and self._left and self._boards:
+            self._copying = Copying(self._left, self._boards)
+
+    def there(self, load: Load) -> None:
+        """A load was read and verified, by any thread."""
+        if self._board is not None and (load.place.key, load.first_byte) in self._to_be_said:
+            self._board.say(load)
+
+    def end(self) -> None:
+        """Nothing is taken any more."""
+        if self._copying is not None:
+            self._copying.end()
 
     def _is_alike(self, tensor: str) -> bool:
         """Whether several ranks want it, as far as a snapshot knows: those that held it did."""
@@ -201,12 +232,13 @@ class Share:
                 common memory is not good: nobody may write it anew while others have it.
         """
         self._is_over = True
+        early = self._copying.end() if self._copying is not None else []
         there: dict[Key, other_memory.Place] = {}
         for place in told:
             with suppress(OSError, UnusableSnapshot, TypeError, ValueError):
                 there.update(_listed(place))
         missed: list[Load] = []
-        found: list[Verified] = []
+        found = [load.verified for load in early if load.verified is not None]
 
         def one(load: Load) -> None:
             assert load.into is not None
@@ -224,7 +256,8 @@ class Share:
             found.extend([load.verified] if load.verified is not None else [])
 
         with Workers(num_threads, "trainckpt-take") as workers:
-            for load in self._left:
+            copied = {id(load) for load in early}
+            for load in (load for load in self._left if id(load) not in copied):
                 workers.submit(partial(one, load))
             for load in self._in_common:  # what this rank has read too: others wrote meanwhile
                 workers.submit(partial(verify, load))

@@ -18,6 +18,7 @@ from trainckpt.state.stage import TYPES, bytes_of, private_memory
 from trainckpt.state.values import DTYPES
 from trainckpt.state.warm import WarmMemory
 from trainckpt.tiers.direct import FROM_BYTES
+from trainckpt.tiers.large_pages import large_pages
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -163,8 +164,9 @@ def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch
     before = (first_byte - element * dtype.itemsize) % shard_file.PAGE_BYTES
     if num_bytes < FROM_BYTES or before % dtype.itemsize:
         return torch.empty(box.shape, dtype=dtype)
-    flat = private_memory(before + num_bytes)[before:]
-    return torch.frombuffer(flat, dtype=dtype).view(box.shape)
+    flat = private_memory(before + num_bytes)
+    large_pages().prepare(flat)
+    return torch.frombuffer(flat[before:], dtype=dtype).view(box.shape)
 
 
 def _inside(region: Region, part: Box, data: memoryview) -> torch.Tensor:

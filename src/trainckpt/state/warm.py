@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainckpt.tiers.direct import memory, populate
+from trainckpt.tiers.direct import memory
+from trainckpt.tiers.large_pages import large_pages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ class WarmMemory:
                     return
                 if name in self._refused:
                     break
-                populate(fresh[at : at + STEP_BYTES])
+                large_pages().make(fresh[at : at + STEP_BYTES])
             with self._lock:
                 if name not in self._refused:
                     self._made[name] = fresh

@@ -102,7 +102,7 @@ def read_candidate(
         part = channel.scoped(scope)
         with ExitStack() as stack:
             stack.callback(near.close)
-            stack.callback(read.warm_memory.end)
+            stack.callback(read.end)
             if scope == "near":
                 read.circle = stack.enter_context(circle(part, hosts))
                 fetch_together(
@@ -213,6 +213,12 @@ class _Read:
     def warm(self, manifest: Manifest) -> None:
         """What is read comes to the host's memory: have this rank's own made meanwhile."""
         self.warm_memory.begin(made_anew(self._registry, manifest.tensors))
+
+    def end(self) -> None:
+        """Neither make memory any more, nor take what others have read."""
+        self.warm_memory.end()
+        if self._shared is not None:
+            self._shared.end()
 
     def load(self) -> Manifest:
         """The manifest, proven; read once."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.snapshot.board import Board
 from trainckpt.snapshot.fetch import is_shared
 from trainckpt.snapshot.shares import Share
 from trainckpt.tiers import other_memory
@@ -43,18 +44,23 @@ class Circle(NamedTuple):
 
     Attributes:
         common: Memory for all of them; None: not all can open it.
+        board: Where this rank says what it has read.
+        boards: Where the others do.
     """
 
     ranks: Sequence[int]
     number: int
     common: CommonMemory | None = None
+    board: Board | None = None
+    boards: Sequence[other_memory.Place] = ()
 
     def share(self, manifest: Manifest) -> Share | None:
         """What this rank reads of a snapshot; None: all that it needs."""
         total = sum(file.content.num_bytes for file in manifest.files)
         if total < FROM_BYTES or not (is_shared(manifest) or len(manifest.files) == 1):
             return None
-        return Share(self.number, len(self.ranks), manifest, self.common)
+        each = self.number, len(self.ranks)
+        return Share(*each, manifest, self.common, self.board, self.boards)
 
 
 def readers_each(num_ranks: int) -> int:
@@ -88,11 +94,12 @@ def circle(channel: Channel, hosts: Sequence[str]) -> Iterator[Circle | None]:
         return
     me = channel.world.rank
     here = [rank for rank, host in enumerate(hosts) if host == hosts[me]]
-    probe = bytearray(secrets.token_bytes(PROBE_BYTES))
+    probe, board = bytearray(secrets.token_bytes(PROBE_BYTES)), Board()
     with ExitStack() as stack:
         common = _common(CommonMemory.make, stack) if me == here[0] else None
         mine = {"place": other_memory.place_of(memoryview(probe)), "holds": probe.hex(),
-                "common": str(common.target) if common is not None else ""}  # fmt: skip
+                "common": str(common.target) if common is not None else "",
+                "board": board.place}  # fmt: skip
         told = channel.gather("probes", mine, RANKS_TIMEOUT_S)
         others = [told[rank] for rank in here if rank != me]
         if me != here[0]:
@@ -108,7 +115,8 @@ def circle(channel: Channel, hosts: Sequence[str]) -> Iterator[Circle | None]:
             channel.gather("opened", True, RANKS_TIMEOUT_S)
             can = channel.gather("probed again", all(map(_reads, others)), RANKS_TIMEOUT_S)
         is_one = len(here) > 1 and all(can[rank] for rank in here)
-        yield Circle(here, here.index(me), common) if is_one else None
+        boards = [other_memory.Place(*other["board"]) for other in others]
+        yield Circle(here, here.index(me), common, board, boards) if is_one else None
 
 
 def take(

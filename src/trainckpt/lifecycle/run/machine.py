@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.tiers import host_memory, memfd
+from trainckpt.tiers import host_memory, large_pages, memfd
+from trainckpt.tiers.direct import HUGE_BYTES, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ SHM = Path("/dev/shm")  # noqa: S108 - only looked at
 LEAST_SHM_BYTES = 512_000_000  # containers start with 64 MB
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 WAIT_S = 5.0
+TRIED_PAGES = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def examine(size: Callable[[int], str]) -> list[Item]:
     found = [_python(), _torch()]
     if found[-1].ok:
         found += [_distributed(), _store(), _own_connection(), _devices()]
-    return [*found, _signals(), _memory(size), _shared_memory(size), _cores()]
+    return [*found, _signals(), _memory(size), large_pages_of(), _shared_memory(size), _cores()]
 
 
 def _python() -> Item:
@@ -164,6 +166,23 @@ def _memory(size: Callable[[int], str]) -> Item:
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     value = f"{size(limit)}, by the cgroup, of {size(host)}" if limit < host else size(host)
     return Item("memory", ok=True, value=value, needed=False)
+
+
+def large_pages_of(settings: Path = large_pages.SETTINGS) -> Item:
+    """Of what a restore makes its fresh memory; those of 2 MiB are tried."""
+    name, found = "large pages", large_pages.given(settings)
+    middle = min((size for size in found if size < HUGE_BYTES), default=None)
+    if middle is not None:
+        return Item(name, ok=True, value=f"from {middle >> 10} KiB on", needed=False)
+    value, pages = "none", large_pages.LargePages(settings)
+    if pages.huge:
+        pages.prepare(memory(TRIED_PAGES * HUGE_BYTES))
+        value = "2 MiB, which come slowly here" if pages.is_slow else "2 MiB"
+    elif HUGE_BYTES in found:
+        value = "2 MiB, for everybody"
+    cure = f"as root: echo madvise > {settings}/hugepages-64kB/enabled (Linux 6.8 and later)"
+    ok = HUGE_BYTES in found and not pages.is_slow
+    return Item(name, ok, value, cure, needed=False)
 
 
 def _shared_memory(size: Callable[[int], str]) -> Item:

@@ -1,0 +1,165 @@
+"""Large pages: asked for where the system gives them to who asks, while they come quickly."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from trainckpt.tiers.direct import HUGE_BYTES, PAGE_BYTES, address, memory
+from trainckpt.tiers.large_pages import LargePages, given
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages to be asked for"
+)
+GENERAL = "always [madvise] never"
+
+
+def settings(folder, general=GENERAL, **sizes):
+    """As in /sys: `k64="[always] inherit madvise never"`, and so on."""
+    (folder / "enabled").write_text(f"{general}\n")
+    (folder / "hpage_pmd_size").write_text(f"{HUGE_BYTES}\n")
+    for size, text in sizes.items():
+        (folder / f"hugepages-{size[1:]}kB").mkdir()
+        (folder / f"hugepages-{size[1:]}kB" / "enabled").write_text(f"{text}\n")
+    return folder
+
+
+def chosen(word):
+    return " ".join(f"[{w}]" if w == word else w for w in ("always", "inherit", "madvise", "never"))
+
+
+@pytest.mark.parametrize(
+    ("general", "sizes", "huge", "between"),
+    [
+        ("madvise", {}, True, False),  # Linux before 6.8
+        ("always", {}, False, False),  # everybody has them: there is nothing to ask for
+        ("never", {}, False, False),
+        ("madvise", {"k2048": "inherit", "k64": "never"}, True, False),
+        ("madvise", {"k2048": "inherit", "k64": "madvise"}, True, True),
+        ("madvise", {"k2048": "never", "k64": "inherit", "k32": "never"}, False, True),
+        ("always", {"k2048": "inherit", "k64": "madvise"}, False, True),
+        ("never", {"k2048": "inherit", "k64": "always"}, False, False),
+        ("never", {"k2048": "madvise", "k64": "never"}, True, False),
+        ("madvise", {"k32768": "madvise"}, False, False),  # on other processors
+    ],
+)
+def test_what_is_given_to_who_asks_is_read_from_the_system(tmp_path, general, sizes, huge, between):
+    words = {size: chosen(word) for size, word in sizes.items()}
+    pages = LargePages(settings(tmp_path, chosen(general), **words))
+    assert (pages.huge, pages.between) == (huge, between)
+
+
+def test_a_system_that_tells_nothing_has_none(tmp_path):
+    assert given(tmp_path / "missing") == {}
+    pages = LargePages(tmp_path / "missing")
+    block = memory(2 * HUGE_BYTES)
+    pages.make(block)
+    assert asked(block) == 0
+
+
+class Clock:
+    """Says that each page took so many seconds, the last of them for all that follow."""
+
+    def __init__(self, *seconds):
+        self.seconds, self.now, self.calls = list(seconds), 0.0, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+        return self.now
+
+
+def parts(block):
+    """(bytes of it, bytes that are there, flags) of each mapping that a block lies in."""
+    begin, end = address(block), address(block) + len(block)
+    found, inside = [], 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(text, 16) for text in first.split("-"))
+            inside, there = max(0, min(high, end) - max(low, begin)), 0
+        elif first == "Rss:" and inside:
+            there = int(line.split()[1]) << 10
+        elif first == "VmFlags:" and inside:
+            found.append((inside, there, line.split()[1:]))
+    return found
+
+
+def asked(block):
+    """For how many bytes large pages were asked for."""
+    return sum(num_bytes for num_bytes, _, flags in parts(block) if "hg" in flags)
+
+
+def aligned(num):
+    """So many times 2 MiB."""
+    whole = memory((num + 1) * HUGE_BYTES)
+    first = -address(whole) % HUGE_BYTES
+    return whole[first : first + num * HUGE_BYTES]
+
+
+def test_pages_that_come_quickly_are_all_made(tmp_path):
+    block = aligned(4)
+    pages = LargePages(settings(tmp_path), Clock(0.0))
+    pages.prepare(block)
+    assert not pages.is_slow
+    assert asked(block) == len(block)
+    assert sum(there for _, there, _ in parts(block)) >= len(block)
+    assert not any(block)
+
+
+def test_the_first_slow_page_is_the_last_for_a_while(tmp_path):
+    first, second = aligned(4), aligned(2)
+    pages = LargePages(settings(tmp_path), Clock(0.0, 0.005))
+    pages.prepare(first)
+    assert pages.is_slow
+    assert asked(first) == 2 * HUGE_BYTES
+    pages.prepare(second)
+    assert asked(second) == 0
+    pages.make(second)
+    assert sum(there for _, there, _ in parts(second)) >= len(second)
+
+
+def test_pages_between_are_asked_for_and_made_by_who_writes(tmp_path):
+    block = memory(5 * HUGE_BYTES + 12345)[777:]
+    sizes = {"k2048": chosen("never"), "k64": chosen("madvise")}
+    LargePages(settings(tmp_path, **sizes)).prepare(block)
+    assert asked(block) >= len(block) - 2 * PAGE_BYTES
+    assert sum(there for _, there, _ in parts(block)) <= HUGE_BYTES
+    assert not any(block[:PAGE_BYTES])
+
+
+def test_behind_a_slow_page_those_between_are_kept_from_being_2_mib(tmp_path):
+    """One small page is there in each: where something is, the system makes none as large."""
+    block = aligned(6)
+    sizes = {"k2048": chosen("inherit"), "k64": chosen("madvise")}
+    LargePages(settings(tmp_path, **sizes), Clock(0.005)).prepare(block)
+    assert asked(block) == len(block)
+    rest = block[HUGE_BYTES:]
+    present = [page_is_there(rest, at) for at in range(0, len(rest), HUGE_BYTES)]
+    assert all(present)
+    assert not page_is_there(rest, HUGE_BYTES // 2)
+
+
+def page_is_there(block, at):
+    where = (address(block) + at) // PAGE_BYTES
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(where * 8)
+        return bool(int.from_bytes(pages.read(8), "little") >> 63)
+
+
+def test_memory_keeps_what_is_written_wherever_it_begins(tmp_path):
+    sizes = {"k2048": chosen("inherit"), "k64": chosen("madvise")}
+    pages = LargePages(settings(tmp_path, **sizes))
+    for first, length in ((0, 10), (1, 3 * HUGE_BYTES), (PAGE_BYTES - 1, HUGE_BYTES + 2), (5, 0)):
+        whole = memory(4 * HUGE_BYTES)
+        whole[first : first + length] = bytes([7]) * length
+        pages.make(whole[first : first + length])
+        assert whole[first : first + length] == bytes([7]) * length
+        assert not any(whole[first + length :][:PAGE_BYTES])
+
+
+def test_what_cannot_be_written_to_is_left_alone(tmp_path):
+    LargePages(settings(tmp_path)).make(memoryview(b"read only" * HUGE_BYTES)[:HUGE_BYTES])
