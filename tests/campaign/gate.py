@@ -1,6 +1,6 @@
 """An example whose ranks stay before the run's last micro-batches until the signal was sent.
 
-    GATE=24,FILE python tests/campaign/gate.py examples/char_gpt.py ARGUMENT...
+    CAMPAIGN_GATE=24,FILE python tests/campaign/gate.py examples/char_gpt.py ARGUMENT...
 
 On a busy machine a driver may look at a short run too late to hit it. Here a rank that has trained
 24 micro-batches of the run waits in its trace until FILE is there; no other moment is changed.

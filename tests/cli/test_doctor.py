@@ -14,7 +14,7 @@ from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.run import heartbeat, machine
 from trainckpt.snapshot import attempts
-from trainckpt.tiers import capabilities
+from trainckpt.tiers import capabilities, large_pages
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
@@ -67,6 +67,19 @@ def test_the_large_pages_of_a_machine_are_told_with_how_to_have_more(
     found = machine.large_pages_of(tmp_path)
     assert (found.ok, found.value, found.needed) == (ok, value, False)
     assert ok or f"echo madvise > {tmp_path}/hugepages-64kB/enabled" in found.cure
+
+
+@pytest.mark.parametrize(
+    ("slow_s", "ok", "value"),
+    [(60.0, True, "2 MiB"), (-1.0, False, "2 MiB, which come slowly here")],
+)
+def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value):
+    monkeypatch.setattr(large_pages, "SLOW_S", slow_s)
+    monkeypatch.setattr(large_pages, "STALLED_S", 60.0)
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    (tmp_path / "hpage_pmd_size").write_text(f"{2 << 20}\n")
+    found = machine.large_pages_of(tmp_path)
+    assert (found.ok, found.value) == (ok, value)
 
 
 def test_this_machine_has_all_that_is_needed(capsys):

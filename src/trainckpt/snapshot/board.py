@@ -12,6 +12,7 @@ is verified.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 NUM_ENTRIES = 1 << 16  # what is read beyond that is not said; pages are made as it is
 _ENTRY_BYTES = 16
-_LOOK_S = 0.002  # between two looks at boards where nothing new stands
+_LOOK_S = 0.002  # at least, between two looks at boards where nothing new stands
+_REST = 20  # times as long as a look took, so that many ranks do not keep the cores busy with it
 
 
 class Board:
@@ -82,9 +84,11 @@ class Copying:
 
     def _run(self) -> None:
         while self._wanted and not self._stop.is_set():
+            began_s = time.monotonic()
             news = [self._look(board) for board in self._boards]
             if not any(news):
-                self._stop.wait(_LOOK_S)
+                looked_s = time.monotonic() - began_s
+                self._stop.wait(max(_LOOK_S, _REST * looked_s))
 
     def _look(self, board: _Board) -> bool:
         """Whether anything was new on a board."""

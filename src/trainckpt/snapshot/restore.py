@@ -17,6 +17,7 @@ from trainckpt.format import digest, names, shard_file
 from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, Load, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory, populate
+from trainckpt.tiers.large_pages import large_pages
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class Destination(Protocol):
 
     def lie(self, region: Region, memory: memoryview) -> None:
         """As `shares.Lays`."""
+
+    def fresh(self) -> Iterable[memoryview]:
+        """Memory that it has made since it was asked last, and that is worth large pages."""
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
         """Copy `part`: `data` begins with its first element and goes on as `region` does."""
@@ -133,6 +137,8 @@ class Reader:
                     lent += borrowed
                     continue
                 needed, put = _loads(place, part, destination)
+                for fresh in destination.fresh():
+                    making.submit(partial(large_pages().prepare, fresh))
                 stays = put is not None or self.share is None or self._is_near(place)
                 for load in needed:
                     into = load.into

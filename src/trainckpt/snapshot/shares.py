@@ -186,7 +186,9 @@ class Share:
 
     def there(self, load: Load) -> None:
         """A load was read and verified, by any thread."""
-        if self._board is not None and (load.place.key, load.first_byte) in self._to_be_said:
+        if self._board is None or self._is_over or load.into is None:
+            return
+        if (load.place.key, load.first_byte) in self._to_be_said:
             self._board.say(load)
 
     def end(self) -> None:

@@ -18,7 +18,6 @@ from trainckpt.state.stage import TYPES, bytes_of, private_memory
 from trainckpt.state.values import DTYPES
 from trainckpt.state.warm import WarmMemory
 from trainckpt.tiers.direct import FROM_BYTES
-from trainckpt.tiers.large_pages import large_pages
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -57,6 +56,12 @@ class Destination:
         self._laid: dict[str, memoryview] = {}
         self._true = dict.fromkeys(self._tensors, "")
         self._filled = dict.fromkeys(self._tensors, 0)
+        self._fresh: list[memoryview] = []
+
+    def fresh(self) -> list[memoryview]:
+        """Memory to which nothing was written yet, and which will be live; each once."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def memory_for(self, region: Region, part: Box, first_byte: int = 0) -> memoryview | None:
         """The bytes that `part` fills, lying as those from `first_byte` of a file do, if possible.
@@ -140,6 +145,8 @@ class Destination:
                 fresh = self._warm.take(name, box.shape, TYPES[region.dtype])
                 if fresh is None:
                     fresh = _lying(box, TYPES[region.dtype], first_byte, _reach(box, part)[0])
+                    if name in self._own and fresh.nbytes >= FROM_BYTES:
+                        self._fresh.append(bytes_of(fresh))
             except (RuntimeError, OSError, OverflowError) as error:  # more than there is
                 raise UnusableSnapshot(f"{name[:100]}: {str(error)[:200]}") from error
             self._tensors[name], self._filled[name] = fresh, 0
@@ -165,7 +172,6 @@ def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch
     if num_bytes < FROM_BYTES or before % dtype.itemsize:
         return torch.empty(box.shape, dtype=dtype)
     flat = private_memory(before + num_bytes)
-    large_pages().prepare(flat)
     return torch.frombuffer(flat[before:], dtype=dtype).view(box.shape)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import threading
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainckpt.tiers.direct import memory
+from trainckpt.tiers.direct import HUGE_BYTES, address, memory
 from trainckpt.tiers.large_pages import large_pages
 
 if TYPE_CHECKING:
@@ -66,12 +67,15 @@ class WarmMemory:
             if name in self._refused:
                 continue
             fresh = memory(num_bytes)
-            for at in range(0, num_bytes, STEP_BYTES):
+            first = -(address(fresh) or 0) % HUGE_BYTES  # no large page is cut in two
+            for at, end in pairwise(
+                [0, *range(first or STEP_BYTES, num_bytes, STEP_BYTES), num_bytes]
+            ):
                 if self._stop.is_set():
                     return
                 if name in self._refused:
                     break
-                large_pages().make(fresh[at : at + STEP_BYTES])
+                large_pages().make(fresh[at:end])
             with self._lock:
                 if name not in self._refused:
                     self._made[name] = fresh

@@ -104,9 +104,10 @@ def libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def populate(block: memoryview) -> None:
+def populate(block: memoryview) -> bool:
     """Have the system make the pages inside this memory now, without the interpreter's lock, so
-    that whoever writes to it need not wait. Where that cannot be asked for, the writer waits.
+    that whoever writes to it need not wait. Where that cannot be asked for (False), the writer
+    waits.
     """
     where = address(block) or 0
     begin, end = (
@@ -114,10 +115,12 @@ def populate(block: memoryview) -> None:
         (where + len(block)) // PAGE_BYTES * PAGE_BYTES,
     )
     if begin >= end:
-        return
+        return True
     with contextlib.suppress(AttributeError, OSError):
         size = ctypes.c_size_t(end - begin)
-        libc().madvise(ctypes.c_void_p(begin), size, ctypes.c_int(_POPULATE_WRITE))
+        made = libc().madvise(ctypes.c_void_p(begin), size, ctypes.c_int(_POPULATE_WRITE))
+        return bool(made == 0)
+    return False
 
 
 def copy(into: memoryview, data: memoryview) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 SLOW_S = 0.001  # of one that was made: pages of 4 KiB would not have taken longer
+STALLED_S = 0.02  # by the clock on the wall: what this thread slept for, it had no core for
 AGAIN_S = 60.0  # until one is tried again
 _KIB = 1024
 
@@ -83,11 +84,12 @@ class LargePages:
         if self.is_slow:
             return first
         while first + HUGE_BYTES <= end:
-            began = self._clock()
+            began, began_s = self._clock(), time.monotonic()
             _advise(first, HUGE_BYTES)
-            populate(at_address(first, HUGE_BYTES))
+            is_made = populate(at_address(first, HUGE_BYTES))  # before 5.14 it is not, nor measured
             first += HUGE_BYTES
-            if self._clock() - began > SLOW_S:
+            is_slow = self._clock() - began > SLOW_S or time.monotonic() - began_s > STALLED_S
+            if is_slow or not is_made:
                 self._not_until = time.monotonic() + AGAIN_S
                 break
         return first
@@ -127,7 +129,11 @@ def given(settings: Path = SETTINGS) -> dict[int, str]:
         if not sizes:
             sizes = {_whole(settings / "hpage_pmd_size"): "inherit"}  # before 6.8 there was one
     found = {size: general if who == "inherit" else who for size, who in sizes.items()}
-    return {size: who for size, who in found.items() if who in ("always", "madvise")}
+    return {
+        size: who
+        for size, who in found.items()
+        if size > PAGE_BYTES and who in ("always", "madvise")
+    }
 
 
 def _chosen(setting: Path) -> str:

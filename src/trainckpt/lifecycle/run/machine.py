@@ -169,7 +169,7 @@ def _memory(size: Callable[[int], str]) -> Item:
 
 
 def large_pages_of(settings: Path = large_pages.SETTINGS) -> Item:
-    """Of what a restore makes its fresh memory; those of 2 MiB are tried."""
+    """Of what a restore makes its fresh memory; those of 2 MiB are tried if there are no others."""
     name, found = "large pages", large_pages.given(settings)
     middle = min((size for size in found if size < HUGE_BYTES), default=None)
     if middle is not None:
