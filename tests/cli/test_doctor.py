@@ -75,7 +75,7 @@ def test_the_large_pages_of_a_machine_are_told_with_how_to_have_more(
 )
 def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value):
     monkeypatch.setattr(large_pages, "SLOW_S", slow_s)
-    monkeypatch.setattr(large_pages, "STALLED_S", 60.0)
+    monkeypatch.setattr(large_pages, "STALLED_S", 600.0)
     (tmp_path / "enabled").write_text("always [madvise] never\n")
     (tmp_path / "hpage_pmd_size").write_text(f"{2 << 20}\n")
     found = machine.large_pages_of(tmp_path)

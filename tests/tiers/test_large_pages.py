@@ -16,6 +16,12 @@ real = pytest.mark.skipif(
 GENERAL = "always [madvise] never"
 
 
+@pytest.fixture(autouse=True)
+def however_busy(monkeypatch):
+    """The clock on the wall says nothing of pages where other tests have the cores."""
+    monkeypatch.setattr(large_pages, "STALLED_S", 600.0)
+
+
 def settings(folder, general=GENERAL, **sizes):
     """As in /sys: `k64="[always] inherit madvise never"`, and so on."""
     (folder / "enabled").write_text(f"{general}\n")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 SLOW_S = 0.001  # of one that was made: pages of 4 KiB would not have taken longer
-STALLED_S = 0.02  # by the clock on the wall: what this thread slept for, it had no core for
+STALLED_S = 0.1  # by the clock on the wall: what this thread slept for, it had no core for
 AGAIN_S = 60.0  # until one is tried again
 _KIB = 1024
 
