@@ -135,7 +135,7 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
 
         run.resume()
         second = dumped_at_a_boundary(run, hold)
-        assert "~2." in second["snapshot"], "its snapshots are of attempt 2"
+        assert "~2." in second["snapshot"], run.said()  # its snapshots are of attempt 2
         for path in (Path(run.run) / "snapshots" / second["snapshot"]).glob("*.safetensors"):
             with path.open("r+b") as file:
                 file.seek(path.stat().st_size // 2)
