@@ -171,8 +171,8 @@ def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch
     before = (first_byte - element * dtype.itemsize) % shard_file.PAGE_BYTES
     if num_bytes < FROM_BYTES or before % dtype.itemsize:
         return torch.empty(box.shape, dtype=dtype)
-    flat = private_memory(before + num_bytes)
-    return torch.frombuffer(flat[before:], dtype=dtype).view(box.shape)
+    flat = private_memory(before + num_bytes)[before:]
+    return torch.frombuffer(flat, dtype=dtype).view(box.shape)
 
 
 def _inside(region: Region, part: Box, data: memoryview) -> torch.Tensor:
