@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
+from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.direct import address, memory
 
@@ -70,6 +71,7 @@ class Copying:
         self._wanted = {_name(load): load for load in loads}
         self._boards = [_Board(place) for place in boards]
         self._taken: list[Load] = []
+        self._taker = Taker()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainckpt-take", daemon=True)
         with suppress(RuntimeError):  # no thread: all of it is taken at the end
@@ -100,9 +102,7 @@ class Copying:
                 continue
             assert load.into is not None
             with suppress(OSError, UnusableSnapshot):
-                place = other_memory.Place(board.process, where, len(load.into))
-                other_memory.read(place, load.into)
-                load.take(load.into)
+                self._taker.take(load, other_memory.Place(board.process, where, len(load.into)))
                 self._taken.append(load)
         return is_new
 

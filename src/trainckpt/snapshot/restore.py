@@ -17,6 +17,7 @@ from trainckpt.format import digest, names, shard_file
 from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, Load, hull, loads
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory, populate
+from trainckpt.tiers.fresh_memory import is_fresh
 from trainckpt.tiers.large_pages import large_pages
 from trainckpt.tiers.workers import Workers
 
@@ -144,7 +145,7 @@ class Reader:
                     into = load.into
                     if stays or into is None or not self._puts_off(read, load):
                         mine.append(load)
-                    elif not self._is_laid(read):
+                    elif not self._is_laid(read) and not is_fresh(into):
                         making.submit(partial(populate, into))
                 puts += [put] if put is not None else []
                 if sum(len(put.data) for put in puts) > SCRATCH_BYTES:

@@ -23,6 +23,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import strict
 from trainckpt.snapshot.blocks import Batch
 from trainckpt.snapshot.board import Copying
+from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.direct import PAGE_BYTES, address
 from trainckpt.tiers.workers import Workers
@@ -240,6 +241,7 @@ class Share:
             with suppress(OSError, UnusableSnapshot, TypeError, ValueError):
                 there.update(_listed(place))
         missed: list[Load] = []
+        taker = Taker()
         found = [load.verified for load in early if load.verified is not None]
 
         def one(load: Load) -> None:
@@ -247,14 +249,17 @@ class Share:
             place = there.get((load.place.key, load.first_byte, len(load.into)))
             with suppress(OSError, UnusableSnapshot):
                 if place is not None:
-                    other_memory.read(place, load.into)
-                    verify(load)
+                    taker.take(load, place)
+                    told_of(load)
                     return
             missed.append(load)
 
         def verify(load: Load) -> None:
             assert load.into is not None
             load.take(load.into)
+            told_of(load)
+
+        def told_of(load: Load) -> None:
             found.extend([load.verified] if load.verified is not None else [])
 
         with Workers(num_threads, "trainckpt-take") as workers:

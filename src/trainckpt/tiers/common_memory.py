@@ -13,7 +13,8 @@ from pathlib import Path
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import memfd
-from trainckpt.tiers.direct import address, copy
+from trainckpt.tiers.direct import address
+from trainckpt.tiers.fresh_memory import fill
 from trainckpt.tiers.mapped import Mapped
 
 _OVERCOMMIT, _NEVER = Path("/proc/sys/vm/overcommit_memory"), "2"
@@ -104,4 +105,4 @@ def put(into: memoryview, data: memoryview) -> None:
     if isinstance(memory, _Common) and len(into) == len(data):
         memory.bring(into, data)
     else:
-        copy(into, data)
+        fill(into, data)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 
-from trainckpt.tiers.direct import populate
+from trainckpt.tiers.direct import memory, populate
+from trainckpt.tiers.fresh_memory import fill, is_fresh
 from trainckpt.tiers.mapped import Mapped
 
 STEP_BYTES = 1 << 20  # that caches hold from when they are made until they are copied to
+_own = threading.local()
 
 
 class Held:
@@ -33,15 +36,27 @@ class Held:
             raise OSError("the file in memory was closed")
         while done < len(into):
             part = into[done : done + STEP_BYTES]
-            populate(part)  # by itself that takes as long as the copy, and inside of it longer
-            got = self._file.read_at(first_byte + done, part)
+            fresh = is_fresh(part)
+            if not fresh:
+                populate(part)  # by itself that takes as long as the copy, and inside of it longer
+            got = self._file.read_at(first_byte + done, _buffer(len(part)) if fresh else part)
             if not got:
                 raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
+            if fresh:
+                fill(part[:got], _buffer(got))
             done += got
 
     def close(self) -> None:
         """Let it be written again, once nobody has a view of it any more."""
         self.data, self._file = memoryview(b""), None
+
+
+def _buffer(num_bytes: int) -> memoryview:
+    """Of this thread."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = memory(STEP_BYTES)
+    found: memoryview = _own.buffer
+    return found[:num_bytes]
 
 
 class Locked(Mapped):

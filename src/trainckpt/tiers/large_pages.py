@@ -36,6 +36,7 @@ class LargePages:
     Attributes:
         huge: Whether it gives pages of 2 MiB to who asks, and only then.
         between: Whether it gives smaller ones to who asks.
+        always: Whether it gives any to everybody.
 
     Args:
         settings: Where the system tells that.
@@ -46,7 +47,9 @@ class LargePages:
         self, settings: Path = SETTINGS, clock: Callable[[], float] = time.thread_time
     ) -> None:
         self._clock, self._not_until = clock, 0.0
-        sizes = [size for size, who in given(settings).items() if who == "madvise"]
+        everywhere = given(settings)
+        sizes = [size for size, who in everywhere.items() if who == "madvise"]
+        self.always = "always" in everywhere.values()
         self.huge = HUGE_BYTES in sizes
         self.between = any(PAGE_BYTES < size < HUGE_BYTES for size in sizes)
 

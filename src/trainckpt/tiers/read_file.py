@@ -25,6 +25,7 @@ from trainckpt.tiers.direct import (
     buffers,
     may_be_huge,
 )
+from trainckpt.tiers.fresh_memory import is_fresh
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class ReadFile:
             else:
                 self._through_cache(first_byte, into[: pages.begin])
                 inside = into[pages.begin : pages.end]
-                way = self._past_cache if may_be_huge(inside) else self._by_way_of_a_buffer
+                straight = may_be_huge(inside) and not is_fresh(inside)
+                way = self._past_cache if straight else self._by_way_of_a_buffer
                 done = pages.begin + way(first_byte + pages.begin, inside)
         self._through_cache(first_byte + done, into[done:])
 
