@@ -14,12 +14,12 @@ from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.run import heartbeat, machine
 from trainckpt.snapshot import attempts
-from trainckpt.tiers import capabilities, large_pages
+from trainckpt.tiers import capabilities, fresh_memory, large_pages
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
-           "signals", "memory", "large pages", "shared memory", "cores", "encryption",
-           "process dumps", "dumps of GPU state"]  # fmt: skip
+           "signals", "memory", "large pages", "fresh memory", "shared memory", "cores",
+           "encryption", "process dumps", "dumps of GPU state"]  # fmt: skip
 PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
          "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
 
@@ -80,6 +80,22 @@ def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value
     (tmp_path / "hpage_pmd_size").write_text(f"{2 << 20}\n")
     found = machine.large_pages_of(tmp_path)
     assert (found.ok, found.value) == (ok, value)
+
+
+@pytest.mark.parametrize(
+    ("available", "large", "ok", "value"),
+    [
+        (True, False, True, "is made with what is read (userfaultfd)"),
+        (False, True, True, "is made of large pages"),
+        (False, False, False, "is made a page at a time"),
+    ],
+)
+def test_how_fresh_memory_is_filled_is_told(monkeypatch, available, large, ok, value):
+    monkeypatch.setattr(fresh_memory, "is_available", lambda: available)
+    monkeypatch.setattr(fresh_memory, "comes_large", lambda: large)
+    found = machine.fresh_memory_of()
+    assert (found.ok, found.value, found.needed) == (ok, value, False)
+    assert ok or "userfaultfd" in found.cure
 
 
 def test_this_machine_has_all_that_is_needed(capsys):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.process_dump.example import Example, dumped_at_a_boundary
+from tests.process_dump.numbers import with_number
 from tests.process_dump.test_refusals import pretend
 from trainckpt.format.dump import DumpRecord
 from trainckpt.process_dump import criu
@@ -20,7 +20,6 @@ from trainckpt.tiers import memfd
 pytestmark = pytest.mark.long
 
 WITHOUT = ("setpriv", "--bounding-set=-sys_admin,-checkpoint_restore", "--inh-caps=-all")
-LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
 
 def no_criu(run, record):
@@ -67,18 +66,6 @@ def a_cut_image(run, record):
 
 FAULTS = (no_criu, an_old_one, one_that_fails, no_privileges, a_changed_library, a_taken_number,
           a_cut_image)  # fmt: skip
-
-
-def with_number(pid):
-    """A process of this number."""
-    for _ in range(1000):
-        LAST_PID.write_text(str(pid - 1))
-        process = subprocess.Popen(["sleep", "600"])
-        if process.pid == pid:
-            return process
-        process.kill()
-        process.wait()
-    raise AssertionError(f"{pid} is not to be had")
 
 
 def test_whatever_is_wrong_with_the_dump_the_snapshot_is_used(criu_here, tmp_path):

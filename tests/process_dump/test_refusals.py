@@ -19,6 +19,7 @@ from threading import Thread
 import pytest
 
 from tests.process_dump.campaign import Run, wait_for
+from tests.process_dump.numbers import with_number
 from tests.process_dump.test_dump_choice import asleep
 from trainckpt.cli import asking, doctor_dumps
 from trainckpt.cli.main import main
@@ -285,6 +286,23 @@ def test_whatever_is_wrong_with_a_dump_is_said_and_once_it_is_right_again_it_is_
     counting.restore(record)
     assert counting.counts_on()
     assert (counting.supervisor / "more").read_text() == "text"
+
+
+def test_a_number_that_is_taken_as_criu_begins_is_waited_for(counting, monkeypatch):
+    record, real, said = counting.dump(), criu.restore, []
+
+    def restored(*arguments):
+        other = with_number(record.root) if not said else None
+        said.append(real(*arguments))
+        if other is not None:
+            other.kill()
+            other.wait()
+        return said[-1]
+
+    monkeypatch.setattr(criu, "restore", restored)
+    counting.restore(record)
+    assert counting.counts_on()
+    assert (criu.is_number_taken(said[0]), said[1:]) == (True, [""]), said
 
 
 def test_a_dump_that_fails_leaves_the_processes_as_they_were(counting, tmp_path, monkeypatch):

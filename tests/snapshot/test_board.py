@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.snapshot.test_shares import Host, equal, saved
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.snapshot import board as boards
 from trainckpt.snapshot.blocks import Found, Load
 from trainckpt.snapshot.board import Board, Copying
@@ -59,7 +60,9 @@ def two(tmp_path):
 def test_what_another_has_read_is_taken_before_it_is_asked_for(two, common):
     tensors, host = two(common=common)
     host.read(0)
-    left = host.read(1)._left
+    share = host.read(1)
+    left = [*share._left, *share._in_common]
+    assert bool(share._in_common) == common
     assert {id(load) for load in host.early(1)} == {id(load) for load in left}
     assert sum(len(load.into) for load in left) > 500_000
     told = [reader.share.told() for reader in host.readers]
@@ -70,6 +73,32 @@ def test_what_another_has_read_is_taken_before_it_is_asked_for(two, common):
 
 
 PAGE = 4096  # an address where nothing is
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_was_verified_early_is_once_more_unless_nobody_can_have_written_there(two, agreed):
+    _, host = two(common=True)
+    host.read(0)
+    share = host.read(1)
+    assert {*map(id, share._in_common)} <= {*map(id, host.early(1))}
+    share._in_common[0].into[5] ^= 1
+    told = [reader.share.told() for reader in host.readers]
+    if agreed:
+        assert host.readers[1].take(told, agreed=True) == 0
+    else:
+        with pytest.raises(UnusableSnapshot, match="does not match its digest"):
+            host.readers[1].take(told, agreed=False)
+
+
+def test_what_is_bad_in_the_memory_of_all_is_found_although_its_board_says_it_is_there(two):
+    _, host = two(common=True)
+    bad = host.read(0)._own_in_common[0]
+    bad.into[5] ^= 1
+    share = host.read(1)
+    assert len(host.early(1)) == len(share._left) + len(share._in_common) - 1
+    told = [reader.share.told() for reader in host.readers]
+    with pytest.raises(UnusableSnapshot, match="does not match its digest"):
+        host.readers[1].take(told, agreed=True)
 
 
 def test_what_is_not_as_it_should_be_is_taken_by_nobody(two):

@@ -44,12 +44,14 @@ class Host:
             reader.read(self.wanted, destination, donor=0)
         return [reader.share.told() for reader in self.readers]
 
-    def take(self):
+    def take(self, *, agreed=None):
         """What every rank missed, or the error that it found."""
         told, found = [reader.share.told() for reader in self.readers], []
+        if agreed is None:
+            agreed = len({reader.share.dealt for reader in self.readers}) == 1
         for reader in self.readers:
             try:
-                found.append(reader.take(told))
+                found.append(reader.take(told, agreed=agreed))
             except UnusableSnapshot as error:
                 found.append(error)
         return found
@@ -256,13 +258,16 @@ def test_on_an_accelerator_all_of_the_state_lies_once_for_all_ranks(tmp_path):
     assert all(d.borrowed == {"a", "b", "c", "d"} for d in host.destinations)
 
 
-def test_what_is_bad_in_the_memory_of_all_is_refused_by_all(tmp_path):
+@pytest.mark.parametrize("agreed", [True, False])
+def test_what_is_bad_in_the_memory_of_all_is_found_by_whoever_has_not_read_it(tmp_path, agreed):
+    """And by all, if they do not mean the same by who writes what."""
     tier = LocalTier(tmp_path)
     _, manifest = saved(tier, 2)
     host = Host(tier, manifest, 2)
     host.read_shares()
     host.readers[1].share._in_common[-1].into[5] ^= 1
-    assert [type(found) for found in host.take()] == [UnusableSnapshot] * 2
+    found = [isinstance(each, UnusableSnapshot) for each in host.take(agreed=agreed)]
+    assert found == [not agreed, True]
 
 
 def check(host, tensors):
@@ -280,6 +285,7 @@ def test_ranks_that_lay_it_out_otherwise_never_go_on_with_what_is_not_so(tmp_pat
     tensors, manifest = saved(tier, 2)
     host = Host(tier, manifest, 2, own=own)
     host.read_shares()
+    assert len({reader.share.dealt for reader in host.readers}) == 2
     assert check(host, tensors) > 0
 
 
@@ -294,4 +300,5 @@ def test_a_rank_that_cannot_map_the_memory_of_all_is_found_out(tmp_path, monkeyp
 
     monkeypatch.setattr(host.readers[number].share._common, "mapped", refuse)
     host.read_shares()
+    assert len({reader.share.dealt for reader in host.readers}) == 2
     assert check(host, tensors) == 1  # the other one; so all read it again

@@ -36,6 +36,7 @@ FLAGS = (
 COLLECT_WITHIN_S = 60
 _VERSION = re.compile(r"^Version: (\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE)
 _ERROR = re.compile(r"Error \([^)]*\): (.*)")
+_TAKEN = re.compile(r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected")
 MOST_ERRORS, MOST_CHARACTERS = 3, 300
 
 
@@ -136,6 +137,11 @@ def restore(program: Path, images: Path) -> str:
         What CRIU says against it; then nothing of the tree is left. "" once it runs.
     """
     return _tell(program, "restore", images, ["--restore-detached", "--restore-sibling"])
+
+
+def is_number_taken(said: str) -> bool:
+    """Whether a restore ended because another task has a number of the tree's."""
+    return bool(_TAKEN.search(said))
 
 
 def said(log: str) -> str:

@@ -12,7 +12,8 @@
       6. CRIU       the tree runs again, its root a child of this process
       7. GPUs       what was on them is put back; until then whoever uses them waits
 
-A restore that fails leaves no process of the tree, and the dump is not tried again.
+A restore that fails leaves no process of the tree, and the dump is not tried again; only where
+another process took a number of the tree's meanwhile CRIU is asked once more.
 """
 
 from __future__ import annotations
@@ -134,7 +135,11 @@ class Whole:
             _put_folder(record, more)
         except OSError as error:
             raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        if said := criu.restore(self.program, self.images):
+        said = criu.restore(self.program, self.images)
+        if criu.is_number_taken(said):  # since it was looked: nothing of the tree has run yet
+            kill(record)
+            said = _why_taken(record) or criu.restore(self.program, self.images)
+        if said:
             kill(record)
             raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
         if self.gpus is not None:

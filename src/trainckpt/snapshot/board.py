@@ -65,10 +65,17 @@ class Copying:
     Args:
         loads: That others read.
         boards: Of those others.
+        there: Loads that others bring to memory which this process has too: those are verified.
     """
 
-    def __init__(self, loads: Iterable[Load], boards: Sequence[other_memory.Place]) -> None:
-        self._wanted = {_name(load): load for load in loads}
+    def __init__(
+        self,
+        loads: Iterable[Load],
+        boards: Sequence[other_memory.Place],
+        there: Iterable[Load] = (),
+    ) -> None:
+        self._there = {_name(load): load for load in there}
+        self._wanted = {_name(load): load for load in loads} | self._there
         self._boards = [_Board(place) for place in boards]
         self._taken: list[Load] = []
         self._taker = Taker()
@@ -102,7 +109,11 @@ class Copying:
                 continue
             assert load.into is not None
             with suppress(OSError, UnusableSnapshot):
-                self._taker.take(load, other_memory.Place(board.process, where, len(load.into)))
+                if name in self._there:
+                    load.take(load.into)
+                else:
+                    place = other_memory.Place(board.process, where, len(load.into))
+                    self._taker.take(load, place)
                 self._taken.append(load)
         return is_new
 

@@ -156,15 +156,15 @@ class Reader:
         self._verify(lent)
         self.verified += batch.verified
 
-    def take(self, told: Iterable[Place]) -> int:
-        """Take what was left to the other ranks of this host, who tell where it is.
+    def take(self, told: Iterable[Place], *, agreed: bool = False) -> int:
+        """Take what was left to the other ranks of this host, who tell where it is; see `Share`.
 
         Returns:
             Bytes that were not there, and were read after all; errors as `read`.
         """
         if self.share is None:
             return 0
-        taken = self.share.take(told, self._tier, self._num_threads)
+        taken = self.share.take(told, self._tier, self._num_threads, agreed=agreed)
         self.verified += taken.verified
         return taken.missed
 

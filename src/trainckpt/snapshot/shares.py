@@ -9,7 +9,7 @@
 
 So each byte is read once, and lies once in the memory of every rank: there is none between. What
 only waits to be applied lies once for all of them, in memory that they have in common: nobody
-writes there once all have read, and each verifies all of it before anything is applied.
+writes there once all have read, and each verifies what others wrote before anything is applied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import strict
+from trainckpt.format import digest, strict
 from trainckpt.snapshot.blocks import Batch
 from trainckpt.snapshot.board import Copying
 from trainckpt.snapshot.taker import Taker
@@ -92,11 +92,13 @@ class Share:
         self._to_be_said: set[tuple[str, int]] = set()
         self._manifest, self._common = manifest, common
         self._laid: dict[str, int] = {}  # tensors in common memory, and where
-        self._in_common: list[Load] = []
+        self._in_common: list[Load] = []  # that others read
+        self._own_in_common: list[Load] = []
         self.apart: Collection[str] = ()
         self._by_file = len(manifest.files) % of == 0
         self._dealt = [0] * of  # bytes to each rank so far, where files would not be fair
         self._dealt_in_common = [0] * of  # of what is the same for every rank
+        self._who_writes: list[tuple[int, str, int, int, int]] = []  # where in common memory
         self._own: list[Load] = []
         self._left: list[Load] = []
         self._is_over = False
@@ -105,7 +107,7 @@ class Share:
     @property
     def left(self) -> Sequence[Load]:
         """What was put off so far, or lies where others write."""
-        return [*self._in_common, *self._left]
+        return [*self._own_in_common, *self._in_common, *self._left]
 
     @property
     def has_common(self) -> bool:
@@ -167,9 +169,15 @@ class Share:
         """
         region, into = load.place.region, load.into
         if read.tensor in self._laid and not self._is_over:
-            self._in_common.append(load)
             size = load.last - load.first
-            return self._reader_of(read.file, size, self._dealt_in_common) != self._number
+            reader = self._reader_of(read.file, size, self._dealt_in_common)
+            self._who_writes.append((self._laid[read.tensor], load.place.key, load.first_byte, size,
+                                     reader))  # fmt: skip
+            is_own = reader == self._number
+            (self._own_in_common if is_own else self._in_common).append(load)
+            if is_own:
+                self._to_be_said.add((load.place.key, load.first_byte))
+            return not is_own
         if self._is_over or not self._is_alike(read.tensor) or read.part not in (None, region.box):
             return False
         if into is None or len(into) < FROM_BYTES or address(into) is None:
@@ -182,8 +190,8 @@ class Share:
 
     def begin_taking(self) -> None:
         """All that is to be read was asked for: take what others say that they have read."""
-        if self._copying is None and self._left and self._boards:
-            self._copying = Copying(self._left, self._boards)
+        if self._copying is None and self.left and self._boards:
+            self._copying = Copying(self._left, self._boards, self._in_common)
 
     def there(self, load: Load) -> None:
         """A load was read and verified, by any thread."""
@@ -212,6 +220,11 @@ class Share:
         dealt[reader] += num_bytes
         return reader
 
+    @property
+    def dealt(self) -> str:
+        """Of who writes what in common memory: equal on all ranks that mean the same."""
+        return digest.digest(strict.canonical(self._who_writes))
+
     def told(self) -> other_memory.Place:
         """Where others find in this process what says where they find what it has read."""
         found: dict[str, list[int]] = {}
@@ -222,27 +235,32 @@ class Share:
         self._table = bytearray(strict.canonical(found))
         return other_memory.place_of(memoryview(self._table))
 
-    def take(self, told: Iterable[other_memory.Place], tier: Readable, num_threads: int) -> Taken:
+    def take(
+        self,
+        told: Iterable[other_memory.Place],
+        tier: Readable,
+        num_threads: int,
+        *,
+        agreed: bool = False,
+    ) -> Taken:
         """Copy all that was put off from the others, or read it; once. Nothing is put off then.
 
         Args:
             told: By each of the others. All of them have read what they read.
             tier: What is not there is read from.
             num_threads: That may copy at once.
+            agreed: All mean the same by who writes what in common memory (`dealt`), so nobody has
+                written where this rank has, and what it verified there is as it was.
 
         Raises:
             UnusableSnapshot, TierUnavailable: as `Reader.read`, of what was read. Or what lies in
                 common memory is not good: nobody may write it anew while others have it.
         """
         self._is_over = True
-        early = self._copying.end() if self._copying is not None else []
-        there: dict[Key, other_memory.Place] = {}
-        for place in told:
-            with suppress(OSError, UnusableSnapshot, TypeError, ValueError):
-                there.update(_listed(place))
+        taken = list(self._copying.end()) if self._copying is not None else []
+        done, there = {id(load) for load in taken}, _all_listed(told)
         missed: list[Load] = []
         taker = Taker()
-        found = [load.verified for load in early if load.verified is not None]
 
         def one(load: Load) -> None:
             assert load.into is not None
@@ -250,31 +268,45 @@ class Share:
             with suppress(OSError, UnusableSnapshot):
                 if place is not None:
                     taker.take(load, place)
-                    told_of(load)
+                    taken.append(load)
                     return
             missed.append(load)
 
         def verify(load: Load) -> None:
             assert load.into is not None
             load.take(load.into)
-            told_of(load)
-
-        def told_of(load: Load) -> None:
-            found.extend([load.verified] if load.verified is not None else [])
+            taken.append(load)
 
         with Workers(num_threads, "trainckpt-take") as workers:
-            copied = {id(load) for load in early}
-            for load in (load for load in self._left if id(load) not in copied):
+            for load in (load for load in self._left if id(load) not in done):
                 workers.submit(partial(one, load))
-            for load in self._in_common:  # what this rank has read too: others wrote meanwhile
+            for load in self._in_doubt(done, agreed=agreed):
                 workers.submit(partial(verify, load))
             workers.settle()
         batch = Batch(tier)
         for load in sorted(missed, key=lambda load: (load.place.key, load.first_byte)):
             batch.add(load)
         batch.read()
-        self._left, self._in_common = [], []
-        return Taken(found + batch.verified, sum(load.last - load.first for load in missed))
+        self._left, self._in_common, self._own_in_common = [], [], []
+        verified = [load.verified for load in taken if load.verified is not None]
+        return Taken(verified + batch.verified, sum(load.last - load.first for load in missed))
+
+    def _in_doubt(self, done: Collection[int], *, agreed: bool) -> list[Load]:
+        """What of common memory is to be verified; unless all agree, somebody may have written
+        since where it was verified already.
+        """
+        if not agreed:
+            return [*self._in_common, *self._own_in_common]
+        return [load for load in self._in_common if id(load) not in done]
+
+
+def _all_listed(told: Iterable[other_memory.Place]) -> dict[Key, other_memory.Place]:
+    """What those ranks say that they have whose lists can be read."""
+    there: dict[Key, other_memory.Place] = {}
+    for place in told:
+        with suppress(OSError, UnusableSnapshot, TypeError, ValueError):
+            there.update(_listed(place))
+    return there
 
 
 def _listed(place: other_memory.Place) -> dict[Key, other_memory.Place]:

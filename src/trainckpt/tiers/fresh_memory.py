@@ -8,6 +8,7 @@ given into its charge for the time of one copy only, and nobody else may touch i
 
     is_fresh    whether that can be done with this memory, and pays
     fill        copy to it; to any other memory too
+    filling     around many of those: the system is asked for its service once
 
 Where the system refuses (a container may forbid the call), and for pages that are there already,
 it is a copy like any other.
@@ -20,9 +21,14 @@ import functools
 import os
 import platform
 import sys
+import threading
+from typing import TYPE_CHECKING
 
 from trainckpt.tiers.direct import PAGE_BYTES, address, copy, libc
 from trainckpt.tiers.large_pages import large_pages
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 FROM_BYTES = 64 << 10  # what is less is written sooner than asked for
 _CALLS = {"x86_64": 323, "aarch64": 282}  # numbers of userfaultfd
@@ -61,10 +67,15 @@ _UNREGISTER = _request(0x01, ctypes.sizeof(_Range), returns=False)
 _COPY = _request(0x03, ctypes.sizeof(_Copy))
 
 
+def comes_large() -> bool:
+    """Whether fresh memory comes in larger pages as it is written to: `fill` makes small ones."""
+    return large_pages().between or large_pages().always
+
+
 @functools.cache
 def is_available() -> bool:
     """Whether this system makes pages with content, and has no larger ones to give instead."""
-    if large_pages().between or large_pages().always:
+    if comes_large():
         return False
     descriptor = _open()
     if descriptor is not None:
@@ -109,20 +120,62 @@ def _pages(where: int, num_bytes: int) -> tuple[int, int]:
 
 def _make(where: int, source: int, num_bytes: int) -> int:
     """Make pages of what lies at `source`; how many bytes, fewer where one is there already."""
-    # Not kept open: a forked process would have it too, and no dump could hold it.
-    descriptor = _open()
-    if descriptor is None:
-        return 0
-    try:
+    with filling():
+        descriptor = _service.descriptor
         charge = _Register(_Range(where, num_bytes), _MISSING, 0)
-        if _ask(descriptor, _REGISTER, charge):
+        if descriptor is None or _ask(descriptor, _REGISTER, charge):
             return 0
-        made = _Copy(where, source, num_bytes, 0, 0)
-        is_done = _ask(descriptor, _COPY, made) == 0
+        done = 0
+        while done < num_bytes:
+            made = _Copy(where + done, source + done, num_bytes - done, 0, 0)
+            if _ask(descriptor, _COPY, made) == 0:
+                done = num_bytes
+            elif made.copied > 0:  # interrupted
+                done += made.copied
+            else:
+                break
         _ask(descriptor, _UNREGISTER, charge.range)
-        return num_bytes if is_done else max(made.copied, 0)
-    finally:
-        os.close(descriptor)  # now or at the latest nobody has to serve its faults any more
+        return done
+
+
+class _Service:
+    """The system's, while anybody uses it: no dump could hold it, and no forked process may."""
+
+    def __init__(self) -> None:
+        self.descriptor: int | None = None
+        self._users, self._lock = 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self.descriptor = _open()
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._close()
+
+    def forked(self) -> None:
+        """In a child, where it would still be the parent's memory that is filled."""
+        self._close()
+        self._users, self._lock = 0, threading.Lock()
+
+    def _close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_service = _Service()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_service.forked)
+
+
+def filling() -> AbstractContextManager[None]:
+    """Inside, `fill` need not ask for the system's service each time; on any thread."""
+    return _service
 
 
 def _open() -> int | None:

@@ -33,6 +33,7 @@ from trainckpt.snapshot import catalog
 from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.verify import files_of
 from trainckpt.state.warm import WarmMemory, made_anew
+from trainckpt.tiers.fresh_memory import filling
 from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
 
@@ -101,6 +102,7 @@ def read_candidate(
         read.num_threads = near.num_threads = copy_threads(here)
         part = channel.scoped(scope)
         with ExitStack() as stack:
+            stack.enter_context(filling())
             stack.callback(near.close)
             stack.callback(read.end)
             if scope == "near":
@@ -256,8 +258,8 @@ class _Read:
                 share=share,
             )  # fmt: skip
         exact = self._reading.targets.exact
-        told = self._reading.told
-        return {"kind": "ok", "exact": exact, "offers": offers(self._reading), "share": told}
+        told = {"share": self._reading.told, "dealt": share.dealt if share is not None else ""}
+        return {"kind": "ok", "exact": exact, "offers": offers(self._reading), **told}
 
     def _share(self, manifest: Manifest) -> Share | None:
         """Of a directory; a store is asked once for each header, and for what is small."""

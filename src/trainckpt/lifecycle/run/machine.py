@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.tiers import host_memory, large_pages, memfd
+from trainckpt.tiers import fresh_memory, host_memory, large_pages, memfd
 from trainckpt.tiers.direct import HUGE_BYTES, memory
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def examine(size: Callable[[int], str]) -> list[Item]:
     found = [_python(), _torch()]
     if found[-1].ok:
         found += [_distributed(), _store(), _own_connection(), _devices()]
-    return [*found, _signals(), _memory(size), large_pages_of(), _shared_memory(size), _cores()]
+    pages = large_pages_of(), fresh_memory_of()
+    return [*found, _signals(), _memory(size), *pages, _shared_memory(size), _cores()]
 
 
 def _python() -> Item:
@@ -183,6 +184,17 @@ def large_pages_of(settings: Path = large_pages.SETTINGS) -> Item:
     cure = f"as root: echo madvise > {settings}/hugepages-64kB/enabled (Linux 6.8 and later)"
     ok = HUGE_BYTES in found and not pages.is_slow
     return Item(name, ok, value, cure, needed=False)
+
+
+def fresh_memory_of() -> Item:
+    """How a restore fills what it makes of small pages."""
+    name = "fresh memory"
+    if fresh_memory.is_available():
+        return Item(name, ok=True, value="is made with what is read (userfaultfd)", needed=False)
+    if fresh_memory.comes_large():
+        return Item(name, ok=True, value="is made of large pages", needed=False)
+    cure = "let programs call userfaultfd (Linux 5.11 and later; a container's seccomp profile)"
+    return Item(name, ok=False, value="is made a page at a time", cure=cure, needed=False)
 
 
 def _shared_memory(size: Callable[[int], str]) -> Item:
