@@ -85,6 +85,7 @@ def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value
 @pytest.mark.parametrize(
     ("available", "large", "ok", "value"),
     [
+        (True, True, True, "is made of large pages"),
         (True, False, True, "is made with what is read (userfaultfd)"),
         (False, True, True, "is made of large pages"),
         (False, False, False, "is made a page at a time"),
@@ -92,7 +93,7 @@ def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value
 )
 def test_how_fresh_memory_is_filled_is_told(monkeypatch, available, large, ok, value):
     monkeypatch.setattr(fresh_memory, "is_available", lambda: available)
-    monkeypatch.setattr(fresh_memory, "comes_large", lambda: large)
+    monkeypatch.setattr(large_pages.LargePages, "come_by_themselves", large)
     found = machine.fresh_memory_of()
     assert (found.ok, found.value, found.needed) == (ok, value, False)
     assert ok or "userfaultfd" in found.cure

@@ -15,6 +15,7 @@ from trainckpt.snapshot.blocks import Found, loads
 from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import fresh_memory
 from trainckpt.tiers.direct import memory
+from trainckpt.tiers.large_pages import LargePages
 from trainckpt.tiers.other_memory import Place, place_of
 
 SIZE = 3_000_000
@@ -34,11 +35,13 @@ def load_to(into, data):
 
 
 @pytest.fixture(params=["fresh", "touched", "not to be made"])
-def room(request, monkeypatch):
+def room(request, tmp_path, monkeypatch):
     """Memory for all of it, which does not begin at a page."""
     if request.param == "not to be made":
         monkeypatch.setattr(fresh_memory, "_CALLS", {})
         fresh_memory.is_available.cache_clear()
+    pages = LargePages(tmp_path)  # none
+    monkeypatch.setattr(fresh_memory, "large_pages", lambda: pages)
     found = memory(SIZE, 1000)
     if request.param == "touched":
         found[:] = bytes(SIZE)

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import fresh_memory
 from trainckpt.tiers.direct import PAGE_BYTES, address, copy, libc, memory
 from trainckpt.tiers.fresh_memory import FROM_BYTES, fill, filling, is_fresh
+from trainckpt.tiers.large_pages import LargePages
 
 SIZE = 300_000
 made_here = pytest.mark.skipif(
@@ -42,6 +44,14 @@ def services():
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             found += "userfaultfd" in os.readlink(path)  # noqa: PTH115 - text, not a path
+    return found
+
+
+@pytest.fixture(autouse=True)
+def pages(tmp_path, monkeypatch):
+    """This system has small pages alone, whatever it has."""
+    found = LargePages(tmp_path)
+    monkeypatch.setattr(fresh_memory, "large_pages", lambda: found)
     return found
 
 
@@ -107,9 +117,8 @@ def test_memory_that_may_not_be_read_is_not_made_of(made):
         ctypes.c_void_p((address(memoryview(source)) or 0) + 40 * PAGE_BYTES),
         ctypes.c_size_t(PAGE_BYTES), ctypes.c_int(0),
     )  # fmt: skip
-    assert fresh_memory._make(address(room), address(memoryview(source)), 70 * PAGE_BYTES) <= (
-        40 * PAGE_BYTES
-    )
+    done = fresh_memory._make(address(room), address(memoryview(source)), 70 * PAGE_BYTES)
+    assert 0 < done <= 40 * PAGE_BYTES
     room[60 * PAGE_BYTES] = 1  # nobody waits
 
 
@@ -131,6 +140,44 @@ def test_threads_fill_their_parts_of_one_memory_while_its_service_is_kept(made):
     assert services() == 0
 
 
+@made_here
+def test_memory_that_the_system_keeps_in_its_charge_is_touched_by_nobody(made, monkeypatch):
+    """Whoever did would wait for what nobody brings."""
+    ask = fresh_memory._ask
+
+    def refused(descriptor, request, about):
+        return -1 if request is fresh_memory._UNREGISTER else ask(descriptor, request, about)
+
+    monkeypatch.setattr(fresh_memory, "_ask", refused)
+    room = memory(SIZE)
+    room[20 * PAGE_BYTES] = 7
+    with filling(), pytest.raises(UnusableSnapshot, match="cannot be filled"):
+        fill(room, content())
+    room[60 * PAGE_BYTES] = 7  # with the service, its charge has ended
+    whole = memory(SIZE)
+    fill(whole, content())
+    assert whole == content(), "there is nothing left to be touched"
+
+
+@made_here
+def test_an_interrupt_leaves_no_memory_in_its_charge(made, monkeypatch):
+    ask = fresh_memory._ask
+
+    def interrupted(descriptor, request, about):
+        if request is fresh_memory._COPY:
+            raise KeyboardInterrupt
+        return ask(descriptor, request, about)
+
+    room = memory(SIZE)
+    with filling():
+        with monkeypatch.context() as patch:
+            patch.setattr(fresh_memory, "_ask", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                fill(room, content())
+        room[5 * PAGE_BYTES] = 7
+    assert services() == 0
+
+
 FORKS = """
 import os, sys
 from trainckpt.tiers.direct import memory
@@ -145,6 +192,12 @@ with filling():
         os._exit(0 if bytes(room) == bytes(data) else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bytes(room) == bytes(1 << 20), "the child has filled this process's memory"
+    child = os.fork()
+if not child:  # it has left what it never entered
+    with filling():
+        assert len(os.listdir("/proc/self/fd")) == before
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
@@ -177,15 +230,12 @@ def test_where_the_system_refuses_it_is_a_copy_like_any_other(refused, made):
 
 
 @pytest.mark.parametrize("what", ["between", "always"])
-def test_where_larger_pages_are_given_they_are_not_made_small(monkeypatch, made, what):
-    monkeypatch.setattr(fresh_memory.large_pages(), what, True)
-    fresh_memory.is_available.cache_clear()
+def test_where_larger_pages_are_given_they_are_not_made_small(pages, made, what):
+    setattr(pages, what, True)
     room, data = memory(SIZE), content()
     assert not is_fresh(room)
     fill(room, data)
     assert (room, made) == (data, [])
-    monkeypatch.undo()
-    fresh_memory.is_available.cache_clear()
 
 
 def test_what_is_small_and_what_has_no_address_is_copied(made):

@@ -120,6 +120,29 @@ def test_pages_that_come_quickly_are_all_made(tmp_path):
     assert not any(block)
 
 
+@pytest.mark.parametrize(
+    ("general", "sizes", "seconds", "come"),
+    [
+        ("always", {}, 0.0, True),
+        ("never", {"k64": "madvise"}, 0.0, True),
+        ("never", {}, 0.0, False),
+        pytest.param("madvise", {}, 0.0, True, marks=real),
+        pytest.param("madvise", {}, 0.005, False, marks=real),
+    ],
+)
+def test_whether_fresh_memory_comes_large_is_tried_where_it_is_not_known(
+    tmp_path, general, sizes, seconds, come
+):
+    words = {size: chosen(word) for size, word in sizes.items()}
+    clock = Clock(seconds)
+    pages = LargePages(settings(tmp_path, chosen(general), **words), clock)
+    assert pages.come_by_themselves == come
+    tried = clock.calls
+    assert bool(tried) == (general == "madvise")
+    assert pages.come_by_themselves == come
+    assert clock.calls == tried, "for a while it is known"
+
+
 @real
 def test_the_first_slow_page_is_the_last_for_a_while(tmp_path):
     first, second = aligned(4), aligned(2)

@@ -140,7 +140,7 @@ def restore(program: Path, images: Path) -> str:
 
 
 def is_number_taken(said: str) -> bool:
-    """Whether a restore ended because another task has a number of the tree's."""
+    """Whether a restore ended because another process has one of the tree's numbers."""
     return bool(_TAKEN.search(said))
 
 

@@ -135,15 +135,19 @@ class Whole:
             _put_folder(record, more)
         except OSError as error:
             raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        said = criu.restore(self.program, self.images)
-        if criu.is_number_taken(said):  # since it was looked: nothing of the tree has run yet
-            kill(record)
-            said = _why_taken(record) or criu.restore(self.program, self.images)
+        said = self._restore()
+        if criu.is_number_taken(said) and not _why_taken(record):
+            said = self._restore()  # of the first time nothing has run
         if said:
-            kill(record)
             raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
         if self.gpus is not None:
             _put_back(self.gpus, record)
+
+    def _restore(self) -> str:
+        """As `criu.restore`; of what cannot be nothing is left."""
+        if said := criu.restore(self.program, self.images):
+            kill(self.record)
+        return said
 
 
 @contextlib.contextmanager

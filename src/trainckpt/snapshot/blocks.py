@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
 from trainckpt.format.digest import Verified
+from trainckpt.tiers.common_memory import put
 from trainckpt.tiers.direct import FROM_BYTES, PAGE_BYTES, address, copy, memory
-from trainckpt.tiers.fresh_memory import fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,7 +90,7 @@ class Load(NamedTuple):
                 f"{self.place.key}: {region.key[:100]} does not match its digest"
             )
         if self.into is not None and data is not self.into:
-            fill(self.into, data)
+            put(self.into, data)
         elif self.wanted is not None:
             begin, into = self.wanted
             copy(into, data[begin - self.first : begin - self.first + len(into)])

@@ -98,7 +98,8 @@ class Share:
         self._by_file = len(manifest.files) % of == 0
         self._dealt = [0] * of  # bytes to each rank so far, where files would not be fair
         self._dealt_in_common = [0] * of  # of what is the same for every rank
-        self._who_writes: list[tuple[int, str, int, int, int]] = []  # where in common memory
+        self._common_at = 0  # address
+        self._who_writes: list[tuple[int, int, int]] = []  # rank, and which bytes of common memory
         self._own: list[Load] = []
         self._left: list[Load] = []
         self._is_over = False
@@ -142,6 +143,7 @@ class Share:
         except OSError:
             self._laid.clear()
             return
+        self._common_at = address(memory) or 0
         for tensor, region in regions.items():
             first_byte = self._laid[tensor]
             destination.lie(region, memory[first_byte : first_byte + region.whole_bytes])
@@ -171,8 +173,8 @@ class Share:
         if read.tensor in self._laid and not self._is_over:
             size = load.last - load.first
             reader = self._reader_of(read.file, size, self._dealt_in_common)
-            self._who_writes.append((self._laid[read.tensor], load.place.key, load.first_byte, size,
-                                     reader))  # fmt: skip
+            where = address(into) if into is not None else None
+            self._who_writes.append((reader, (where or 0) - self._common_at, size))
             is_own = reader == self._number
             (self._own_in_common if is_own else self._in_common).append(load)
             if is_own:

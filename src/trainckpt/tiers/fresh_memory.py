@@ -24,6 +24,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers.direct import PAGE_BYTES, address, copy, libc
 from trainckpt.tiers.large_pages import large_pages
 
@@ -34,6 +35,7 @@ FROM_BYTES = 64 << 10  # what is less is written sooner than asked for
 _CALLS = {"x86_64": 323, "aarch64": 282}  # numbers of userfaultfd
 _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0) | 1  # UFFD_USER_MODE_ONLY: needs no privilege
 _VERSION = 0xAA
+_SIGBUS = 1 << 7  # UFFD_FEATURE_SIGBUS: whoever touched it all the same would end, not wait forever
 _MISSING = 1  # UFFDIO_REGISTER_MODE_MISSING
 
 
@@ -67,26 +69,17 @@ _UNREGISTER = _request(0x01, ctypes.sizeof(_Range), returns=False)
 _COPY = _request(0x03, ctypes.sizeof(_Copy))
 
 
-def comes_large() -> bool:
-    """Whether fresh memory comes in larger pages as it is written to: `fill` makes small ones."""
-    return large_pages().between or large_pages().always
-
-
 @functools.cache
 def is_available() -> bool:
-    """Whether this system makes pages with content, and has no larger ones to give instead."""
-    if comes_large():
-        return False
-    descriptor = _open()
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
+    """Whether this system makes pages with content."""
+    with _service:
+        return _service.descriptor is not None
 
 
 def is_fresh(block: memoryview) -> bool:
     """Whether nobody has touched the first page of this memory, and `fill` will make pages."""
     begin, end = _pages(address(block) or 0, len(block))
-    if end - begin < FROM_BYTES or not is_available():
+    if end - begin < FROM_BYTES or not is_available() or large_pages().come_by_themselves:
         return False
     found = (ctypes.c_ubyte * 1)()
     size = ctypes.c_size_t(PAGE_BYTES)
@@ -100,6 +93,9 @@ def fill(into: memoryview, data: memoryview) -> None:
     Args:
         into: Nobody else touches it meanwhile.
         data: Best still in a cache.
+
+    Raises:
+        UnusableSnapshot: the system keeps memory in that charge, so nobody may touch it.
     """
     source = address(data)
     if source is None or len(into) != len(data) or not is_fresh(into):
@@ -126,15 +122,19 @@ def _make(where: int, source: int, num_bytes: int) -> int:
         if descriptor is None or _ask(descriptor, _REGISTER, charge):
             return 0
         done = 0
-        while done < num_bytes:
-            made = _Copy(where + done, source + done, num_bytes - done, 0, 0)
-            if _ask(descriptor, _COPY, made) == 0:
-                done = num_bytes
-            elif made.copied > 0:  # interrupted
-                done += made.copied
-            else:
-                break
-        _ask(descriptor, _UNREGISTER, charge.range)
+        try:
+            while done < num_bytes:
+                made = _Copy(where + done, source + done, num_bytes - done, 0, 0)
+                if _ask(descriptor, _COPY, made) == 0:
+                    done = num_bytes
+                elif made.copied > 0:  # interrupted
+                    done += made.copied
+                else:
+                    break
+        finally:
+            is_kept = _ask(descriptor, _UNREGISTER, charge.range) != 0
+        if is_kept and done < num_bytes:
+            raise UnusableSnapshot(f"{num_bytes} bytes of memory cannot be filled")
         return done
 
 
@@ -143,7 +143,7 @@ class _Service:
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
-        self._users, self._lock = 0, threading.Lock()
+        self._users, self._lock = 0, threading.RLock()
 
     def __enter__(self) -> None:
         with self._lock:
@@ -153,14 +153,22 @@ class _Service:
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._users -= 1
+            self._users = max(self._users - 1, 0)  # a forked process begins with none
             if not self._users:
                 self._close()
+
+    def before_fork(self) -> None:
+        """A child knows of all descriptors that it gets."""
+        self._lock.acquire()
+
+    def after_fork(self) -> None:
+        """In the parent."""
+        self._lock.release()
 
     def forked(self) -> None:
         """In a child, where it would still be the parent's memory that is filled."""
         self._close()
-        self._users, self._lock = 0, threading.Lock()
+        self._users, self._lock = 0, threading.RLock()
 
     def _close(self) -> None:
         descriptor, self.descriptor = self.descriptor, None
@@ -170,7 +178,11 @@ class _Service:
 
 _service = _Service()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_service.forked)
+    os.register_at_fork(
+        before=_service.before_fork,
+        after_in_parent=_service.after_fork,
+        after_in_child=_service.forked,
+    )
 
 
 def filling() -> AbstractContextManager[None]:
@@ -185,7 +197,7 @@ def _open() -> int | None:
     descriptor = int(libc().syscall(ctypes.c_long(number), ctypes.c_int(_FLAGS)))
     if descriptor < 0:
         return None
-    if _ask(descriptor, _API, _Api(_VERSION, 0, 0)):
+    if _ask(descriptor, _API, _Api(_VERSION, _SIGBUS, 0)):
         os.close(descriptor)
         return None
     return descriptor

@@ -18,7 +18,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.tiers.direct import HUGE_BYTES, PAGE_BYTES, address, at_address, libc, populate
+from trainckpt.tiers.direct import (
+    HUGE_BYTES,
+    PAGE_BYTES,
+    address,
+    at_address,
+    libc,
+    memory,
+    populate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +54,7 @@ class LargePages:
     def __init__(
         self, settings: Path = SETTINGS, clock: Callable[[], float] = time.thread_time
     ) -> None:
-        self._clock, self._not_until = clock, 0.0
+        self._clock, self._not_until, self._known_until = clock, 0.0, 0.0
         everywhere = given(settings)
         sizes = [size for size, who in everywhere.items() if who == "madvise"]
         self.always = "always" in everywhere.values()
@@ -57,6 +65,19 @@ class LargePages:
     def is_slow(self) -> bool:
         """Whether none of 2 MiB is asked for, because the last one took long."""
         return time.monotonic() < self._not_until
+
+    @property
+    def come_by_themselves(self) -> bool:
+        """Whether fresh memory that was prepared is of large pages: no small ones are to be made.
+
+        What is not known of those of 2 MiB is tried.
+        """
+        if self.always or self.between or not self.huge or self.is_slow:
+            return self.always or self.between
+        if time.monotonic() >= self._known_until:
+            self._known_until = time.monotonic() + AGAIN_S
+            self.prepare(memory(2 * HUGE_BYTES))  # one page, wherever it begins
+        return not self.is_slow
 
     def prepare(self, block: memoryview) -> None:
         """Have what can be of large pages made of them, before anybody writes to this memory.

@@ -135,7 +135,8 @@ def take(
     """
     ranks = members.ranks if members is not None else ()
     told = [results[rank].get("share") for rank in ranks]
-    agreed = len({results[rank].get("dealt") for rank in ranks}) == 1
+    dealt = {results[rank]["dealt"] for rank in ranks}
+    agreed = len(dealt) == 1 and dealt != {""}
     missed = reader.take([other_memory.Place(*place) for place in told if place], agreed=agreed)
     if missed:
         logger.info("%.1f MB of %s were not in the memory of this host's other ranks, and were "

@@ -189,10 +189,10 @@ def large_pages_of(settings: Path = large_pages.SETTINGS) -> Item:
 def fresh_memory_of() -> Item:
     """How a restore fills what it makes of small pages."""
     name = "fresh memory"
+    if large_pages.large_pages().come_by_themselves:
+        return Item(name, ok=True, value="is made of large pages", needed=False)
     if fresh_memory.is_available():
         return Item(name, ok=True, value="is made with what is read (userfaultfd)", needed=False)
-    if fresh_memory.comes_large():
-        return Item(name, ok=True, value="is made of large pages", needed=False)
     cure = "let programs call userfaultfd (Linux 5.11 and later; a container's seccomp profile)"
     return Item(name, ok=False, value="is made a page at a time", cure=cure, needed=False)
 
