@@ -89,11 +89,11 @@ def train_sharing(rank, place, world, until, must_ask=False):
 
 
 def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
-    """A byte that lies there for both is changed: when all have read, or before rank 1 has verified
-    what it read; how often.
+    """A byte that lies there for both is changed: when rank 1 has verified what it read, or before;
+    how often.
     """
     read_shares.FROM_BYTES, spoiled, mine, take = 1, [], [], blocks.Load.take
-    told, puts_off = shares.Share.told, shares.Share.puts_off
+    there, puts_off = shares.Share.there, shares.Share.puts_off
 
     turn = threading.Lock()
 
@@ -103,13 +103,12 @@ def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
                 spoiled.append(load)
                 load.into[7] ^= 1
 
-    def told_and_spoiled(share):
-        where = told(share)
-        if share.has_common:
-            spoil(share._in_common[0])
-        return where
+    def there_and_spoiled(share, load):
+        if any(load is each for each in mine):
+            spoil(load)
+        there(share, load)
 
-    def spoiled_when_verified(share, read, load):
+    def noted(share, read, load):
         is_left = puts_off(share, read, load)
         if share.is_laid(read.tensor) and not is_left:
             mine.append(load)
@@ -120,10 +119,11 @@ def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
             spoil(load)
         take(load, data)
 
+    shares.Share.puts_off = noted
     if at_once:
-        shares.Share.puts_off, blocks.Load.take = spoiled_when_verified, take_spoiled
+        blocks.Load.take = take_spoiled
     else:
-        shares.Share.told = told_and_spoiled
+        shares.Share.there = there_and_spoiled
     return *train(rank, place, world, until), len(spoiled)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.process_dump.example import Example, dumped_at_a_boundary
-from tests.process_dump.numbers import with_number
+from tests.process_dump.taken_pid import with_number
 from tests.process_dump.test_refusals import pretend
 from trainckpt.format.dump import DumpRecord
 from trainckpt.process_dump import criu

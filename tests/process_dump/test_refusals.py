@@ -19,7 +19,7 @@ from threading import Thread
 import pytest
 
 from tests.process_dump.campaign import Run, wait_for
-from tests.process_dump.numbers import with_number
+from tests.process_dump.taken_pid import with_number
 from tests.process_dump.test_dump_choice import asleep
 from trainckpt.cli import asking, doctor_dumps
 from trainckpt.cli.main import main
