@@ -1,4 +1,4 @@
-"""Threads that talk to other ranks, and the end of the interpreter.
+"""Threads that talk to other ranks, or free tensors, and the end of the interpreter.
 
 They make calls into torch. One that comes back from such a call while the interpreter ends is
 ended by it in a place where C++ allows no end: the process is aborted (134), however well the run
@@ -22,7 +22,7 @@ _talking: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def thread(target: Callable[..., object], name: str, *args: Any) -> threading.Thread:
-    """A daemon thread, not started yet, that calls torch's stores or groups."""
+    """A daemon thread, not started yet, that calls torch's stores or groups, or drops tensors."""
     made = threading.Thread(target=target, name=name, args=args, daemon=True)
     _talking.add(made)
     return made

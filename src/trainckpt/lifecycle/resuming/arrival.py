@@ -13,13 +13,13 @@ before the first    the random generators once more, after the loader's iterator
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
 from trainckpt.format.cursor import Cursor
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.ranks import talking
 from trainckpt.state import apply
 from trainckpt.state.capture import LOADERS
 
@@ -128,14 +128,22 @@ class Arrival:
         apply.settled(self._registry)
         saved, self._saved, self.under_way, self.to_come = self._saved, None, False, False
         if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
-            freeing = threading.Thread(
-                target=_free, args=([saved],), name="trainckpt-free", daemon=True
-            )
-            with contextlib.suppress(RuntimeError):  # no thread: then it is given back here
-                freeing.start()
+            free([saved])
 
 
-def _free(last: list[Saved]) -> None:
-    """Give back what was read, beside training: a large state takes a tenth of a second."""
+def free(last: list[Any]) -> None:
+    """Give back the memory of tensors beside training: a large state takes a tenth of a second.
+
+    The process waits for it when it ends: a thread that is ended there would abort it.
+
+    Args:
+        last: Has the last references; it is empty then.
+    """
+    freeing = talking.thread(_free, "trainckpt-free", last)
+    with contextlib.suppress(RuntimeError):  # no thread: then it is given back here
+        freeing.start()
+
+
+def _free(last: list[Any]) -> None:
     time.sleep(_FREED_AFTER_S)
     last.clear()
