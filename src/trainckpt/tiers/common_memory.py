@@ -1,8 +1,9 @@
 """Common memory: a memfd that several processes of one user map; each writes a part, all read.
 
 It has no file system and no name, and pages are made as they are written. Others open it by what
-one of them tells (`memfd.Target`), as long as that one has it open. It is written rather than
-mapped where large pieces come: pages that are written whole are not cleared first.
+one of them tells (`memfd.Target`), as long as that one has it open. Its pages are made with their
+content where the system does that (`fresh_memory`), else it is written rather than mapped: pages
+that are written whole are not cleared first, but only one process at a time writes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import memfd
 from trainckpt.tiers.direct import address
-from trainckpt.tiers.fresh_memory import fill
+from trainckpt.tiers.fresh_memory import fill, make
 from trainckpt.tiers.mapped import Mapped
 
 _OVERCOMMIT, _NEVER = Path("/proc/sys/vm/overcommit_memory"), "2"
@@ -76,6 +77,9 @@ class _Common(Mapped):
         return mapping
 
     def bring(self, into: memoryview, data: memoryview) -> None:
+        make(into, data, self._write)
+
+    def _write(self, into: memoryview, data: memoryview) -> None:
         whole = memoryview(self)
         at = (address(into) or 0) - (address(whole) or 0)
         while len(data):

@@ -6,8 +6,9 @@ them instead, many at a time (userfaultfd, UFFDIO_COPY, which its manual pages d
 0.21 s per GB in place of 0.37. It serves processes that handle their own faults, so memory is
 given into its charge for the time of one copy only, and nobody else may touch it meanwhile.
 
-    is_fresh    whether that can be done with this memory, and pays
+    is_fresh    whether that can be done with this process's own memory, and pays
     fill        copy to it; to any other memory too
+    make        the same of memory that is known to be fresh, and may be mapped by others too
     filling     around many of those: the system is asked for its service once
 
 Where the system refuses (a container may forbid the call), and for pages that are there already,
@@ -29,6 +30,7 @@ from trainckpt.tiers.direct import PAGE_BYTES, address, copy, libc
 from trainckpt.tiers.large_pages import large_pages
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 FROM_BYTES = 64 << 10  # what is less is written sooner than asked for
@@ -97,15 +99,25 @@ def fill(into: memoryview, data: memoryview) -> None:
     Raises:
         UnusableSnapshot: the system keeps memory in that charge, so nobody may touch it.
     """
-    source = address(data)
-    if source is None or len(into) != len(data) or not is_fresh(into):
+    if len(into) == len(data) and is_fresh(into):
+        make(into, data, copy)
+    else:
         copy(into, data)
-        return
+
+
+def make(
+    into: memoryview, data: memoryview, rest: Callable[[memoryview, memoryview], None]
+) -> None:
+    """As `fill`; what is no whole page, or was not made, `rest` writes."""
     where = address(into) or 0
     begin, end = _pages(where, len(into))
+    source = address(data) if end - begin >= FROM_BYTES and is_available() else None
+    if source is None:
+        rest(into, data)
+        return
     done = begin - where + _make(begin, source + begin - where, end - begin)
-    copy(into[: begin - where], data[: begin - where])
-    copy(into[done:], data[done:])
+    rest(into[: begin - where], data[: begin - where])
+    rest(into[done:], data[done:])
 
 
 def _pages(where: int, num_bytes: int) -> tuple[int, int]:
