@@ -14,7 +14,7 @@ from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.run import heartbeat, machine
 from trainckpt.snapshot import attempts
-from trainckpt.tiers import capabilities, fresh_memory, large_pages
+from trainckpt.tiers import capabilities, large_pages, userfault
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
@@ -92,7 +92,7 @@ def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value
     ],
 )
 def test_how_fresh_memory_is_filled_is_told(monkeypatch, available, large, ok, value):
-    monkeypatch.setattr(fresh_memory, "is_available", lambda: available)
+    monkeypatch.setattr(userfault, "is_available", lambda: available)
     monkeypatch.setattr(large_pages.LargePages, "come_by_themselves", large)
     found = machine.fresh_memory_of()
     assert (found.ok, found.value, found.needed) == (ok, value, False)

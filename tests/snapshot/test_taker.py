@@ -13,7 +13,7 @@ from trainckpt.format.shard_file import Region, block_bytes
 from trainckpt.snapshot import taker as takers
 from trainckpt.snapshot.blocks import Found, loads
 from trainckpt.snapshot.taker import Taker
-from trainckpt.tiers import fresh_memory
+from trainckpt.tiers import fresh_memory, userfault
 from trainckpt.tiers.direct import memory
 from trainckpt.tiers.large_pages import LargePages
 from trainckpt.tiers.other_memory import Place, place_of
@@ -38,15 +38,15 @@ def load_to(into, data):
 def room(request, tmp_path, monkeypatch):
     """Memory for all of it, which does not begin at a page."""
     if request.param == "not to be made":
-        monkeypatch.setattr(fresh_memory, "_CALLS", {})
-        fresh_memory.is_available.cache_clear()
+        monkeypatch.setattr(userfault, "_CALLS", {})
+        userfault.is_available.cache_clear()
     pages = LargePages(tmp_path)  # none
     monkeypatch.setattr(fresh_memory, "large_pages", lambda: pages)
     found = memory(SIZE, 1000)
     if request.param == "touched":
         found[:] = bytes(SIZE)
     yield found
-    fresh_memory.is_available.cache_clear()
+    userfault.is_available.cache_clear()
 
 
 @pytest.mark.parametrize("step", [1, 100_000, takers.STEP_BYTES])

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.tiers import fresh_memory
+from trainckpt.tiers import fresh_memory, userfault
 from trainckpt.tiers.direct import PAGE_BYTES, address, copy, libc, memory
-from trainckpt.tiers.fresh_memory import FROM_BYTES, fill, filling, is_fresh
+from trainckpt.tiers.fresh_memory import FROM_BYTES, fill, is_fresh
 from trainckpt.tiers.large_pages import LargePages
+from trainckpt.tiers.userfault import filling
 
 SIZE = 300_000
 made_here = pytest.mark.skipif(
-    not fresh_memory.is_available(), reason="this system makes no pages with content"
+    not userfault.is_available(), reason="this system makes no pages with content"
 )
 
 
@@ -143,12 +144,12 @@ def test_threads_fill_their_parts_of_one_memory_while_its_service_is_kept(made):
 @made_here
 def test_memory_that_the_system_keeps_in_its_charge_is_touched_by_nobody(made, monkeypatch):
     """Whoever did would wait for what nobody brings."""
-    ask = fresh_memory._ask
+    ask = userfault._ask
 
     def refused(descriptor, request, about):
-        return -1 if request is fresh_memory._UNREGISTER else ask(descriptor, request, about)
+        return -1 if request is userfault._UNREGISTER else ask(descriptor, request, about)
 
-    monkeypatch.setattr(fresh_memory, "_ask", refused)
+    monkeypatch.setattr(userfault, "_ask", refused)
     room = memory(SIZE)
     room[20 * PAGE_BYTES] = 7
     with filling(), pytest.raises(UnusableSnapshot, match="cannot be filled"):
@@ -161,17 +162,17 @@ def test_memory_that_the_system_keeps_in_its_charge_is_touched_by_nobody(made, m
 
 @made_here
 def test_an_interrupt_leaves_no_memory_in_its_charge(made, monkeypatch):
-    ask = fresh_memory._ask
+    ask = userfault._ask
 
     def interrupted(descriptor, request, about):
-        if request is fresh_memory._COPY:
+        if request is userfault._COPY:
             raise KeyboardInterrupt
         return ask(descriptor, request, about)
 
     room = memory(SIZE)
     with filling():
         with monkeypatch.context() as patch:
-            patch.setattr(fresh_memory, "_ask", interrupted)
+            patch.setattr(userfault, "_ask", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 fill(room, content())
         room[5 * PAGE_BYTES] = 7
@@ -181,7 +182,8 @@ def test_an_interrupt_leaves_no_memory_in_its_charge(made, monkeypatch):
 FORKS = """
 import os, sys
 from trainckpt.tiers.direct import memory
-from trainckpt.tiers.fresh_memory import fill, filling
+from trainckpt.tiers.fresh_memory import fill
+from trainckpt.tiers.userfault import filling
 room, data = memory(1 << 20), memoryview(bytearray(b"7" * (1 << 20)))
 with filling():
     before = len(os.listdir("/proc/self/fd"))
@@ -212,10 +214,10 @@ def test_a_forked_process_fills_its_own(made):
 @pytest.fixture
 def refused(monkeypatch):
     """As in a container that forbids the call."""
-    monkeypatch.setattr(fresh_memory, "_CALLS", {})
-    fresh_memory.is_available.cache_clear()
+    monkeypatch.setattr(userfault, "_CALLS", {})
+    userfault.is_available.cache_clear()
     yield
-    fresh_memory.is_available.cache_clear()
+    userfault.is_available.cache_clear()
 
 
 def test_where_the_system_refuses_it_is_a_copy_like_any_other(refused, made):

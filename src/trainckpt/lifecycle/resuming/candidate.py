@@ -33,9 +33,9 @@ from trainckpt.snapshot import catalog
 from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.verify import files_of
 from trainckpt.state.warm import WarmMemory, made_anew
-from trainckpt.tiers.fresh_memory import filling
 from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
+from trainckpt.tiers.userfault import filling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

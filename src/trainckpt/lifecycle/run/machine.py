@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.tiers import fresh_memory, host_memory, large_pages, memfd
+from trainckpt.tiers import host_memory, large_pages, memfd, userfault
 from trainckpt.tiers.direct import HUGE_BYTES, memory
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def fresh_memory_of() -> Item:
     name = "fresh memory"
     if large_pages.large_pages().come_by_themselves:
         return Item(name, ok=True, value="is made of large pages", needed=False)
-    if fresh_memory.is_available():
+    if userfault.is_available():
         return Item(name, ok=True, value="is made with what is read (userfaultfd)", needed=False)
     cure = "let programs call userfaultfd (Linux 5.11 and later; a container's seccomp profile)"
     return Item(name, ok=False, value="is made a page at a time", cure=cure, needed=False)
