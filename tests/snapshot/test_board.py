@@ -11,7 +11,8 @@ from tests.snapshot.test_shares import Host, equal, saved
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.snapshot import board as boards
 from trainckpt.snapshot.blocks import Found, Load
-from trainckpt.snapshot.board import Board, Copying
+from trainckpt.snapshot.board import Board
+from trainckpt.snapshot.copying import Copying
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.local import LocalTier
 
@@ -160,15 +161,15 @@ def test_it_ends_although_nobody_says_anything():
 
 
 def test_what_is_said_in_many_looks_is_found_to_the_last(monkeypatch):
-    monkeypatch.setattr(boards._Board, "_AT_ONCE", 3)
+    monkeypatch.setattr(boards.OtherBoard, "_AT_ONCE", 3)
     board, loads = Board(), [load(number) for number in range(10)]
-    other = boards._Board(board.place)
+    other = boards.OtherBoard(board.place)
     found = []
     for each in loads:
         board.say(each)
     while news := other.news():
         assert len(news) <= 3
         found += news
-    assert [name for name, _ in found] == [boards._name(each) for each in loads]
+    assert [name for name, _ in found] == [boards.name_of(each) for each in loads]
     board.say(load(11))
-    assert [name for name, _ in other.news()] == [boards._name(load(11))]
+    assert [name for name, _ in other.news()] == [boards.name_of(load(11))]

@@ -153,6 +153,8 @@ class Reader:
             if self.share is not None:
                 self.share.begin_taking()
             _read(batch, mine, puts, destination)
+            if self.share is not None:
+                self.share.all_there()
         self._verify(lent)
         self.verified += batch.verified
 

@@ -1,7 +1,8 @@
 """Shares: what all ranks of a host need of a snapshot, each reads a part of and takes the rest.
 
     every rank   reads its share to where it belongs, verifies it, and tells where that is;
-                 what others say that they have read, it copies meanwhile (`board`), and verifies
+                 meanwhile it fills that in for others (`handing`), and what others say that they
+                 have read it verifies, or copies and verifies (`copying`)
                  BARRIER  all have
     every rank   copies the rest from the others' memory, and verifies it. What it does not find
                  there, or is not good, it reads from the tier
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, strict
 from trainckpt.snapshot.blocks import Batch
-from trainckpt.snapshot.board import Copying
+from trainckpt.snapshot.copying import Copying
 from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.direct import PAGE_BYTES, address
@@ -89,7 +90,8 @@ class Share:
         self._number, self._of = number, of
         self._board, self._boards = board, boards
         self._copying: Copying | None = None
-        self._to_be_said: set[tuple[str, int]] = set()
+        self._to_be_said: set[tuple[str, int]] = set()  # what others have in common memory
+        self._to_be_handed: set[tuple[str, int]] = set()
         self._manifest, self._common = manifest, common
         self._laid: dict[str, int] = {}  # tensors in common memory, and where
         self._in_common: list[Load] = []  # that others read
@@ -113,7 +115,7 @@ class Share:
     @property
     def has_common(self) -> bool:
         """Whether anything lies in memory where others write."""
-        return bool(self._laid)
+        return bool(self._laid) or (self._copying is not None and self._copying.offers)
 
     def is_laid(self, tensor: str) -> bool:
         """Whether a tensor lies in memory that the ranks have in common."""
@@ -187,25 +189,34 @@ class Share:
         is_own = self._reader_of(read.file, len(into), self._dealt) == self._number
         (self._own if is_own else self._left).append(load)
         if is_own:
-            self._to_be_said.add((load.place.key, load.first_byte))
+            self._to_be_handed.add((load.place.key, load.first_byte))
         return not is_own
 
     def begin_taking(self) -> None:
-        """All that is to be read was asked for: take what others say that they have read."""
-        if self._copying is None and self.left and self._boards:
-            self._copying = Copying(self._left, self._boards, self._in_common)
+        """All that is to be read was asked for: have what others say that they have read."""
+        if self._copying is None and (self.left or self._own) and self._boards:
+            self._copying = Copying(self._left, self._boards, self._in_common, self._board)
 
     def there(self, load: Load) -> None:
         """A load was read and verified, by any thread."""
         if self._board is None or self._is_over or load.into is None:
             return
-        if (load.place.key, load.first_byte) in self._to_be_said:
+        key = load.place.key, load.first_byte
+        if key in self._to_be_handed and self._copying is not None:
+            self._copying.read(load)
+        elif key in self._to_be_said or key in self._to_be_handed:
             self._board.say(load)
+
+    def all_there(self) -> None:
+        """All that this rank reads was read."""
+        if self._copying is not None:
+            self._copying.all_read()
 
     def end(self) -> None:
         """Nothing is taken any more."""
         if self._copying is not None:
-            self._copying.end()
+            with suppress(UnusableSnapshot):  # nobody touches that memory any more
+                self._copying.end()
 
     def _is_alike(self, tensor: str) -> bool:
         """Whether several ranks want it, as far as a snapshot knows: those that held it did."""
@@ -262,7 +273,7 @@ class Share:
         taken = list(self._copying.end()) if self._copying is not None else []
         done, there = {id(load) for load in taken}, _all_listed(told)
         missed: list[Load] = []
-        taker = Taker()
+        taker = self._copying.taker if self._copying is not None else Taker()
 
         def one(load: Load) -> None:
             assert load.into is not None

@@ -1,0 +1,190 @@
+"""Memory that another process fills while it is offered, and at no other time."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.tiers import fresh_memory, userfault
+from trainckpt.tiers.direct import PAGE_BYTES, address, memory
+from trainckpt.tiers.handed_memory import Filler, Offered, ends
+from trainckpt.tiers.large_pages import LargePages
+
+SIZE = 3_000_000
+pytestmark = pytest.mark.skipif(
+    not userfault.is_available() or not hasattr(os, "pidfd_open"),
+    reason="this system makes no pages with content, or lets nobody borrow descriptors",
+)
+
+
+@pytest.fixture(autouse=True)
+def pages(tmp_path, monkeypatch):
+    """This system has small pages alone, whatever it has."""
+    found = LargePages(tmp_path)
+    monkeypatch.setattr(fresh_memory, "large_pages", lambda: found)
+
+
+@pytest.fixture
+def data():
+    return memoryview(bytearray(random.Random(7).randbytes(SIZE)))
+
+
+@pytest.fixture
+def offered():
+    found = Offered()
+    yield found
+    found.close()
+
+
+def filler(offered):
+    """What another process would have; this one may be that as well."""
+    return Filler(os.getpid(), offered.descriptor)
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+OTHER = f"""
+import os, sys
+from trainckpt.tiers import fresh_memory
+from trainckpt.tiers.direct import address, memory
+from trainckpt.tiers.handed_memory import Offered
+from trainckpt.tiers.large_pages import LargePages
+from pathlib import Path
+none = LargePages(Path("/nowhere"))
+fresh_memory.large_pages = lambda: none
+room, offered = memory({SIZE}, 1000), Offered()
+assert offered.offer(room)
+print(os.getpid(), offered.descriptor, address(room), flush=True)
+sys.stdin.readline()
+print(offered.take_back(room))
+offered.close()
+room[0] = room[-1] = 1
+sys.stdout.flush()
+sys.stdout.buffer.write(room)
+"""
+
+
+def test_another_process_gets_what_it_offers_memory_for(data):
+    command = [sys.executable, "-c", OTHER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        process, descriptor, where = map(int, other.stdout.readline().split())
+        one = Filler(process, descriptor)
+        assert one.fill(where, data)
+        other.stdin.write(b"\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == b"True\n"
+        found = other.stdout.read()
+        one.close()
+    (first, begin), (end, last) = ends(where, SIZE)
+    assert (first, last) == (0, SIZE)
+    assert found[begin:end] == data[begin:end]
+    assert found[1:begin] + found[end:-1] == bytes(begin - 1 + last - end - 1), "left to its owner"
+    assert not one.fill(where, data)
+
+
+def test_it_is_filled_where_it_was_offered_and_as_long_as_it_is(offered, data):
+    room, elsewhere = memory(SIZE), memory(SIZE)
+    one = filler(offered)
+    assert offered.offer(room[: SIZE // 2])
+    assert one.fill(address(room), data[: SIZE // 2])
+    assert not one.fill(address(elsewhere), data)
+    assert not one.fill(address(room) + SIZE // 2, data[SIZE // 2 :])
+    assert offered.take_back(room[: SIZE // 2])
+    assert not one.fill(address(room), data)
+    whole = SIZE // 2 // PAGE_BYTES * PAGE_BYTES
+    assert room[:whole] == data[:whole]
+    assert bytes(room[whole:]) == bytes(SIZE - whole)
+    assert bytes(elsewhere) == bytes(SIZE)
+    one.close()
+
+
+def test_what_nobody_has_filled_is_like_any_other_memory_once_it_was_taken_back(offered):
+    room = memory(SIZE)
+    assert offered.offer(room)
+    assert not offered.take_back(room)
+    assert not offered.take_back(room)
+    assert bytes(room) == bytes(SIZE)
+    room[SIZE // 2] = 5
+
+
+def test_what_was_filled_in_part_is_not_there(offered, data):
+    room = memory(SIZE)
+    assert offered.offer(room)
+    one = filler(offered)
+    assert one.fill(address(room), data[: SIZE // 2])
+    assert not offered.take_back(room)
+    one.close()
+
+
+def test_all_that_is_offered_is_taken_back_at_once_and_it_is_known_what_was_filled(data):
+    offered, rooms = Offered(), [memory(SIZE), memory(SIZE)]
+    assert all(map(offered.offer, rooms))
+    one = filler(offered)
+    one.fill(address(rooms[1]), data)
+    offered.close()
+    assert not one.fill(address(rooms[0]), data)
+    rooms[0][5] = rooms[1][5] = 7
+    assert [offered.take_back(room) for room in rooms] == [False, True]
+    one.close()
+
+
+def test_memory_that_was_touched_or_is_small_is_not_offered(offered):
+    touched = memory(SIZE)
+    touched[0] = 1
+    assert not offered.offer(touched)
+    assert not offered.offer(memory(PAGE_BYTES))
+    assert not offered.take_back(touched)
+
+
+def test_a_descriptor_that_is_another_one_by_now_is_let_go(offered):
+    before = descriptors()
+    with Path(os.devnull).open() as other, pytest.raises(OSError, match="is another one"):
+        Filler(os.getpid(), other.fileno())
+    with pytest.raises(OSError, match="descriptor 999999"):
+        Filler(os.getpid(), 999999)
+    with pytest.raises(OSError, match="No such process"):
+        Filler(2**22 - 1, 3)
+    assert descriptors() == before
+
+
+def test_a_forked_process_keeps_none_that_was_borrowed(offered):
+    before = descriptors()
+    one = filler(offered)
+    child = os.fork()
+    if not child:
+        os._exit(0 if descriptors() == before - 1 else 3)  # nor this process's own
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    one.close()
+    one.close()
+    assert descriptors() == before
+
+
+def test_memory_that_the_system_keeps_in_its_charge_is_said_to_be_lost(monkeypatch, data):
+    offered, room = Offered(), memory(SIZE)
+    assert offered.offer(room)
+    with monkeypatch.context() as patch:
+        patch.setattr(userfault, "discharge", lambda *_: False)
+        with pytest.raises(UnusableSnapshot, match="cannot be filled"):
+            offered.take_back(room)
+        with pytest.raises(UnusableSnapshot, match="cannot be filled"):
+            offered.close()
+    room[5] = 1  # with the service, its charge has ended
+
+
+def test_where_the_system_refuses_nothing_is_offered(monkeypatch):
+    monkeypatch.setattr(userfault, "_CALLS", {})
+    userfault.is_available.cache_clear()
+    offered = Offered()
+    assert not offered.offer(memory(SIZE))
+    assert offered.descriptor is None
+    offered.close()
+    monkeypatch.undo()
+    userfault.is_available.cache_clear()
