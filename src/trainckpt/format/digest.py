@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 ALGORITHM = "xxh3_128"
 NUM_HEX = 32
 PLACEHOLDER = "0" * NUM_HEX
+_HEX = b"0123456789abcdef"
 
 
 class Verified(NamedTuple):
@@ -115,4 +116,4 @@ def are_digests(value: object, counts: Collection[int]) -> bool:
     """True if `value` has the form of so many digests, one after the other."""
     if not isinstance(value, str) or len(value) not in {n * NUM_HEX for n in counts}:
         return False
-    return not value.strip("0123456789abcdef")
+    return value.isascii() and not value.encode().translate(None, _HEX)

@@ -53,7 +53,7 @@ def parse(data: bytes | bytearray | memoryview, what: str, *, max_bytes: int) ->
         )
     except (ValueError, RecursionError) as error:
         raise UnusableSnapshot(f"{what} is not valid JSON: {str(error)[:200]}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+    if _is_too_deep(value):
         raise UnusableSnapshot(f"{what} is nested more than {MAX_DEPTH} deep")
     return value
 
