@@ -41,6 +41,8 @@ class Box:
 
     def common(self, other: Box) -> Box:
         """What lies in both; empty where that is nothing."""
+        if self.offset == other.offset and self.shape == other.shape:
+            return self
         first = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         last = [min(a + n, b + m) for a, n, b, m in ends]

@@ -306,12 +306,12 @@ def _begin(crew: Crew, mode: str) -> Beginning:
                 crew.data_world.check(tracked.name, original)
         recipients = sealing.check(crew.options)
         crew.registry.exclude(crew.options.exclude)
-        capture(crew.registry)  # what cannot be stored is refused now, not at the first save
         reach = Reach(
             crew.tier, crew.slower, crew.options.accept_older, crew.opener,
             encrypts=bool(crew.options.encrypt_to),
         )  # fmt: skip
         with crew.registry.unchanged():
+            capture(crew.registry)  # what cannot be stored is refused now, not at the first save
             return begin(crew.tier, crew.channel, crew.registry, mode, claimed, reach)
     except BaseException:
         crew.last_words.stop()
