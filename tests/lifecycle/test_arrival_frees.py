@@ -5,17 +5,26 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# To give the memory back takes longer than the script has left.
+# To give the memory back takes a second, longer than the script has left; and what does it comes
+# back to the interpreter again and again.
 SCRIPT = """
-import mmap, sys
+import mmap, sys, threading, time
 import torch
 from trainckpt.lifecycle.resuming import arrival
 
-tensor = torch.frombuffer(memoryview(mmap.mmap(-1, 512 << 20)), dtype=torch.uint8)
-tensor.fill_(1)
+begun = threading.Event()
+
+class Slow(mmap.mmap):
+    def __del__(self):
+        begun.set()
+        for _ in range(200):
+            time.sleep(0.005)
+
+tensor = torch.frombuffer(memoryview(Slow(-1, 1 << 20)), dtype=torch.uint8)
 last = [tensor]
 del tensor
 arrival.free(last)
+begun.wait()
 sys.exit(3)
 """
 

@@ -11,15 +11,25 @@ from pathlib import Path
 import pytest
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.tiers import fresh_memory, userfault
+from trainckpt.tiers import fresh_memory, handed_memory, userfault
 from trainckpt.tiers.direct import PAGE_BYTES, address, memory
 from trainckpt.tiers.handed_memory import Filler, Offered, ends
 from trainckpt.tiers.large_pages import LargePages
 
 SIZE = 3_000_000
+
+
+def can_borrow():
+    try:
+        with userfault.filling():
+            userfault.give_back(userfault.borrow(os.getpid(), userfault.descriptor() or 0))
+    except OSError:
+        return False
+    return True
+
+
 pytestmark = pytest.mark.skipif(
-    not userfault.is_available() or not hasattr(os, "pidfd_open"),
-    reason="this system makes no pages with content, or lets nobody borrow descriptors",
+    not can_borrow(), reason="this system makes no pages with content, or lets nobody do it"
 )
 
 
@@ -28,6 +38,7 @@ def pages(tmp_path, monkeypatch):
     """This system has small pages alone, whatever it has."""
     found = LargePages(tmp_path)
     monkeypatch.setattr(fresh_memory, "large_pages", lambda: found)
+    monkeypatch.setattr(handed_memory, "_is_one_node", lambda: True)
 
 
 @pytest.fixture
@@ -53,13 +64,14 @@ def descriptors():
 
 OTHER = f"""
 import os, sys
-from trainckpt.tiers import fresh_memory
+from trainckpt.tiers import fresh_memory, handed_memory
 from trainckpt.tiers.direct import address, memory
 from trainckpt.tiers.handed_memory import Offered
 from trainckpt.tiers.large_pages import LargePages
 from pathlib import Path
 none = LargePages(Path("/nowhere"))
 fresh_memory.large_pages = lambda: none
+handed_memory._is_one_node = lambda: True
 room, offered = memory({SIZE}, 1000), Offered()
 assert offered.offer(room)
 print(os.getpid(), offered.descriptor, address(room), flush=True)
@@ -167,16 +179,39 @@ def test_a_forked_process_keeps_none_that_was_borrowed(offered):
     assert descriptors() == before
 
 
-def test_memory_that_the_system_keeps_in_its_charge_is_said_to_be_lost(monkeypatch, data):
-    offered, room = Offered(), memory(SIZE)
-    assert offered.offer(room)
-    with monkeypatch.context() as patch:
-        patch.setattr(userfault, "discharge", lambda *_: False)
-        with pytest.raises(UnusableSnapshot, match="cannot be filled"):
-            offered.take_back(room)
-        with pytest.raises(UnusableSnapshot, match="cannot be filled"):
-            offered.close()
-    room[5] = 1  # with the service, its charge has ended
+def test_memory_that_the_system_keeps_stays_allocated_and_the_rest_is_taken_back(monkeypatch, data):
+    """Whoever has borrowed the descriptor keeps the charge, whatever this process closes."""
+    offered, rooms = Offered(), [memory(SIZE, n) for n in range(4)]
+    assert all(map(offered.offer, rooms))
+    one = filler(offered)
+    discharge, kept = userfault.discharge, [address(rooms[0]), address(rooms[2])]
+
+    def refused(descriptor, where, num_bytes):
+        is_kept = any(first <= where < first + SIZE for first in kept)
+        return not is_kept and discharge(descriptor, where, num_bytes)
+
+    monkeypatch.setattr(userfault, "discharge", refused)
+    monkeypatch.setattr(handed_memory, "_lost", lost := [])
+    with pytest.raises(UnusableSnapshot, match="cannot be filled"):
+        offered.take_back(rooms[0])
+    with pytest.raises(UnusableSnapshot, match="cannot be filled"):
+        offered.close()
+    assert [address(block) for block in lost] == kept
+    rooms[1][5] = rooms[3][5] = 1
+    one.close()
+    rooms[0][5] = rooms[2][5] = 1  # with the last descriptor, the charge has ended
+
+
+def test_nothing_is_offered_where_there_are_several_memory_nodes(offered, monkeypatch, tmp_path):
+    monkeypatch.undo()
+    for text, is_one in (("0\n", True), ("0-1\n", False), ("0,4\n", False)):
+        (tmp_path / "online").write_text(text)
+        monkeypatch.setattr(handed_memory, "NODES", tmp_path / "online")
+        handed_memory._is_one_node.cache_clear()
+        assert handed_memory._is_one_node() == is_one
+        if not is_one:
+            assert not offered.offer(memory(SIZE))
+    handed_memory._is_one_node.cache_clear()
 
 
 def test_where_the_system_refuses_nothing_is_offered(monkeypatch):

@@ -72,8 +72,7 @@ class Copying:
 
     def all_read(self) -> None:
         """This rank has read all that it reads: hand on what was not yet, on this thread too."""
-        if self._handing is not None:
-            self._handing.hand()
+        self._hand()
         self._all_read = True
 
     def end(self) -> list[Load]:
@@ -84,11 +83,13 @@ class Copying:
         """
         self._stopped = True
         self._awake.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._handing is not None:
-            self._handing.close()
-        self._offered.close()
+        try:
+            if self._thread.ident is not None:
+                self._thread.join()
+            if self._handing is not None:
+                self._handing.close()
+        finally:
+            self._offered.close()
         return self._taken
 
     def _ask(self, board: Board, loads: Iterable[Load]) -> bool:
@@ -100,22 +101,23 @@ class Copying:
 
     def _run(self) -> None:
         while not self._stopped and (self._wanted or not self._all_read):
-            self._awake.clear()
             began_s = time.monotonic()
-            is_new = False
-            if self._handing is not None:
-                self._handing.look()
-                is_new = self._handing.hand()
+            is_new = self._hand()
             news = [self._look(board) for board in self._boards]
             if not is_new and not any(news):
                 looked_s = time.monotonic() - began_s
                 self._awake.wait(max(_LOOK_S, _REST * looked_s))
+                self._awake.clear()
+
+    def _hand(self) -> bool:
+        return self._handing is not None and self._handing.hand()
 
     def _look(self, board: OtherBoard) -> bool:
         """Whether anything was new on a board."""
         is_new = False
         for name, where in board.news():
             is_new = True
+            self._hand()  # while it still lies in a cache
             load = self._wanted.pop(name, None)
             if load is None or self._stopped:
                 continue

@@ -10,6 +10,7 @@ Nothing depends on it, and whoever got something verifies it.
 from __future__ import annotations
 
 import queue
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -35,24 +36,16 @@ class Handing:
         self._board = board
         self._silent = list(boards)  # that have not asked yet
         self._asking: list[tuple[Filler, Mapping[int, int]]] = []
+        self._looking = threading.Lock()
         self._read: queue.SimpleQueue[Load] = queue.SimpleQueue()
 
     def add(self, load: Load) -> None:
         """A load lies verified where it belongs."""
         self._read.put(load)
 
-    def look(self) -> None:
-        """Find out who asks by now. Used by one thread at a time."""
-        for board in list(self._silent):
-            asked = board.asked()
-            if asked is None:
-                continue
-            self._silent.remove(board)
-            with suppress(OSError):
-                self._asking.append((Filler(board.process, asked.descriptor), asked.where))
-
     def hand(self) -> bool:
         """Hand on what was read since, and say that it is there; whether there was anything."""
+        self._look()
         is_any = False
         with suppress(queue.Empty):
             while True:
@@ -67,6 +60,17 @@ class Handing:
         asking, self._asking, self._silent = self._asking, [], []
         for filler, _ in asking:
             filler.close()
+
+    def _look(self) -> None:
+        """Find out who asks by now."""
+        with self._looking:
+            for board in list(self._silent):
+                asked = board.asked()
+                if asked is None:
+                    continue
+                self._silent.remove(board)
+                with suppress(OSError):
+                    self._asking.append((Filler(board.process, asked.descriptor), asked.where))
 
     def _hand(self, load: Load) -> None:
         assert load.into is not None

@@ -3,7 +3,7 @@
 Whoever writes to memory that nobody has touched waits for each page: the system interrupts the
 writer, clears the page, and only then is it written to. Linux can make pages with the content in
 them instead, many at a time (`userfault`): measured, 0.21 s per GB in place of 0.37. Memory is
-given into its charge for the time of one copy only, and nobody else may touch it meanwhile.
+given into its charge for the time of one copy only, and nobody else here may touch it meanwhile.
 
     is_fresh    whether that can be done with this process's own memory, and pays
     fill        copy to it; to any other memory too
@@ -68,6 +68,7 @@ def make(
         rest(into, data)
         return
     done = begin - where + _make(begin, source + begin - where, end - begin)
+    # In no charge any more: nobody makes pages there now, so what is written last stays.
     rest(into[: begin - where], data[: begin - where])
     rest(into[done:], data[done:])
 

@@ -9,13 +9,16 @@ they let it borrow. So nobody copies it from one memory to another.
     Filler    fills memory of another process, as long as that one offers it
 
 Whoever may read a process's memory may borrow its descriptor as well; what comes is to be verified.
+A page is made on the memory node of who fills it, so nothing is offered where there are several.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import userfault
@@ -23,6 +26,10 @@ from trainckpt.tiers.direct import HUGE_BYTES, PAGE_BYTES, address, libc
 from trainckpt.tiers.fresh_memory import is_fresh, pages
 
 STEP_BYTES = HUGE_BYTES  # of one call, in which the other process cannot lay out its memory anew
+NODES = Path("/sys/devices/system/node/online")
+
+# What could not be taken back stays allocated: whoever got it from the allocator would be ended.
+_lost: list[memoryview] = []
 
 
 class Offered:
@@ -31,8 +38,8 @@ class Offered:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(userfault.filling())
-        self._there: dict[int, tuple[int, int]] = {}  # where a block lies -> its whole pages
-        self._back: dict[int, tuple[int, int]] = {}  # of those that were taken back all at once
+        self._there: dict[int, memoryview] = {}  # by where it lies
+        self._back: set[int] = set()  # those that were taken back all at once
         self._lock = threading.Lock()
 
     @property
@@ -43,18 +50,18 @@ class Offered:
     def offer(self, block: memoryview) -> bool:
         """Whether others may fill its whole pages now: the system can, and nobody touched it."""
         descriptor = self.descriptor
-        if descriptor is None or not is_fresh(block):
+        if descriptor is None or not _is_one_node() or not is_fresh(block):
             return False
         where = address(block) or 0
         begin, end = pages(where, len(block))
         with self._lock:
             if not userfault.charge(descriptor, begin, end - begin):
                 return False
-            self._there[where] = begin, end
+            self._there[where] = block
         return True
 
     def take_back(self, block: memoryview) -> bool:
-        """Nobody else fills it any more; whether somebody has, as far as its ends show.
+        """Nobody fills it any more by what was told here; whether somebody has, as its ends show.
 
         Raises:
             UnusableSnapshot: the system keeps it in that charge, so nobody may touch it.
@@ -62,22 +69,31 @@ class Offered:
         where = address(block) or 0
         with self._lock:
             if where in self._there:
-                self._discharge(where)
-            begin, end = self._back.pop(where, (0, 0))
-        return begin < end and _is_there(begin) and _is_there(end - PAGE_BYTES)
+                self._take_back([where])
+            if where not in self._back:
+                return False
+            self._back.discard(where)
+        begin, end = pages(where, len(block))
+        return _is_there(begin) and _is_there(end - PAGE_BYTES)
 
     def close(self) -> None:
         """Take all back; errors as `take_back`, which still tells what was filled."""
         with self._lock, self._stack:
-            for where in list(self._there):
-                self._discharge(where)
+            self._take_back(list(self._there))
 
-    def _discharge(self, where: int) -> None:
-        begin, end = self._there[where]
-        descriptor = self.descriptor
-        if descriptor is None or not userfault.discharge(descriptor, begin, end - begin):
-            raise UnusableSnapshot(f"{end - begin} bytes of memory cannot be filled")
-        self._back[where] = self._there.pop(where)
+    def _take_back(self, wheres: list[int]) -> None:
+        lost = 0
+        for where in wheres:
+            block = self._there.pop(where)
+            begin, end = pages(where, len(block))
+            descriptor = self.descriptor
+            if descriptor is not None and userfault.discharge(descriptor, begin, end - begin):
+                self._back.add(where)
+            else:
+                _lost.append(block)
+                lost += end - begin
+        if lost:
+            raise UnusableSnapshot(f"{lost} bytes of memory cannot be filled")
 
 
 class Filler:
@@ -93,7 +109,8 @@ class Filler:
     def fill(self, where: int, data: memoryview) -> bool:
         """Make the whole pages of what lies at `where` there, with what of `data` belongs to them.
 
-        Whether that was done: else it is no memory that is offered, or not any more.
+        Whether all were made: none are where a page is, or where the other process has nothing in
+        its userfaultfd's charge.
         """
         source = address(data)
         begin, end = pages(where, len(data))
@@ -117,6 +134,14 @@ def ends(where: int, num_bytes: int) -> list[tuple[int, int]]:
     begin, end = pages(where, num_bytes)
     runs = [(0, begin - where), (end - where, num_bytes)]
     return [(first, last) for first, last in runs if first < last]
+
+
+@functools.cache
+def _is_one_node() -> bool:
+    try:
+        return NODES.read_text(encoding="ascii").strip().isdigit()
+    except OSError:
+        return True
 
 
 def _is_there(page: int) -> bool:

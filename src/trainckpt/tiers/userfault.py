@@ -9,7 +9,8 @@ a while, in which nobody may touch what is not there yet.
     make_pages  with content, in memory that is in its charge
 
 One descriptor is open while anybody uses it, and no longer: no dump could hold it, and in a forked
-process it would still stand for its parent's memory.
+process it would still stand for its parent's memory. Another process of this user may borrow it
+(`pidfd_getfd`), to make pages here; what is in no charge it cannot make, nor change what is there.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def descriptor() -> int | None:
 
 def charge(descriptor: int, where: int, num_bytes: int) -> bool:
     """Give whole pages of this process into the charge of its descriptor; whether that was done."""
-    return _ask(descriptor, _REGISTER, _Register(_Range(where, num_bytes), _MISSING, 0)) == 0
+    if _ask(descriptor, _REGISTER, _Register(_Range(where, num_bytes), _MISSING, 0)) == 0:
+        return True
+    _ask(descriptor, _UNREGISTER, _Range(where, num_bytes))  # some of it may have been
+    return False
 
 
 def discharge(descriptor: int, where: int, num_bytes: int) -> bool:
@@ -111,12 +115,11 @@ class _Service:
 
     Attributes:
         descriptor: This process's.
-        borrowed: Those of other processes.
     """
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
-        self.borrowed: set[int] = set()
+        self._borrowed: set[int] = set()  # those of other processes
         self._users, self._lock = 0, threading.RLock()
 
     def __enter__(self) -> None:
@@ -131,6 +134,32 @@ class _Service:
             if not self._users:
                 self._close()
 
+    def borrow(self, handle: int, descriptor: int) -> int:
+        """`handle`: of the other process."""
+        call, flags = ctypes.c_long(_PIDFD_GETFD), ctypes.c_uint(0)
+        with self._lock:  # nobody forks before it is known
+            wanted = ctypes.c_int(handle), ctypes.c_int(descriptor)
+            found = int(libc().syscall(call, *wanted, flags))
+            if found < 0:
+                number = ctypes.get_errno()
+                raise OSError(number, f"descriptor {descriptor}: {os.strerror(number)}")
+            is_one = False
+            try:  # whatever has its number by now is none of ours
+                is_one = "userfaultfd" in os.readlink(f"/proc/self/fd/{found}")  # noqa: PTH115
+            finally:
+                if not is_one:
+                    os.close(found)
+            if not is_one:
+                raise OSError(f"descriptor {descriptor} is another one")
+            self._borrowed.add(found)
+            return found
+
+    def give_back(self, descriptor: int) -> None:
+        """Close what was borrowed."""
+        with self._lock:
+            self._borrowed.discard(descriptor)
+            os.close(descriptor)
+
     def before_fork(self) -> None:
         """A child knows of all descriptors that it gets."""
         self._lock.acquire()
@@ -142,10 +171,10 @@ class _Service:
     def forked(self) -> None:
         """In a child, where it would still be the parent's memory that is filled."""
         self._close()
-        for borrowed in self.borrowed:
+        for borrowed in self._borrowed:
             with contextlib.suppress(OSError):
                 os.close(borrowed)
-        self.borrowed.clear()
+        self._borrowed.clear()
         self._users, self._lock = 0, threading.RLock()
 
     def _close(self) -> None:
@@ -178,24 +207,14 @@ def borrow(process: int, descriptor: int) -> int:
         raise OSError("this system does not let processes share descriptors")
     handle = os.pidfd_open(process)
     try:
-        number = ctypes.c_long(_PIDFD_GETFD)
-        found = int(libc().syscall(number, ctypes.c_int(handle), ctypes.c_int(descriptor), 0))
-        if found < 0:
-            raise OSError(ctypes.get_errno(), f"process {process}, descriptor {descriptor}")
+        return _service.borrow(handle, descriptor)
     finally:
         os.close(handle)
-    # Whatever has its number by now is none of ours.
-    if "userfaultfd" not in os.readlink(f"/proc/self/fd/{found}"):  # noqa: PTH115 - no path
-        os.close(found)
-        raise OSError(f"descriptor {descriptor} of process {process} is another one")
-    _service.borrowed.add(found)
-    return found
 
 
 def give_back(descriptor: int) -> None:
     """Close what was borrowed."""
-    _service.borrowed.discard(descriptor)
-    os.close(descriptor)
+    _service.give_back(descriptor)
 
 
 def _open() -> int | None:

@@ -12,7 +12,6 @@ before the first    the random generators once more, after the loader's iterator
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +139,10 @@ def free(last: list[Any]) -> None:
         last: Has the last references; it is empty then.
     """
     freeing = talking.thread(_free, "trainckpt-free", last)
-    with contextlib.suppress(RuntimeError):  # no thread: then it is given back here
+    try:
         freeing.start()
+    except RuntimeError:  # no thread: then it is given back here
+        last.clear()
 
 
 def _free(last: list[Any]) -> None:
