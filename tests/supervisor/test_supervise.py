@@ -65,13 +65,31 @@ def program(tmp_path):
     return run
 
 
+_heard: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch):
+    """What was heard in this test is counted."""
+    hear = Inbox._hear
+    _heard.clear()
+
+    def counted(self, number, frame):
+        hear(self, number, frame)
+        _heard.append(number)
+
+    monkeypatch.setattr(Inbox, "_hear", counted)
+
+
 def send(*numbers: int):
-    """Send signals to this process: the supervisor."""
+    """Send signals to this process: the supervisor. Two that wait at once would be one."""
 
     def to_us() -> None:
-        for number in numbers:
+        for count, number in enumerate(numbers, 1):
             os.kill(os.getpid(), number)
-            time.sleep(0.05)
+            until = time.monotonic() + LIMIT_S
+            while len(_heard) < count and time.monotonic() < until:
+                time.sleep(0.005)
 
     return to_us
 
