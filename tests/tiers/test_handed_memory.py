@@ -202,6 +202,20 @@ def test_memory_that_the_system_keeps_stays_allocated_and_the_rest_is_taken_back
     rooms[0][5] = rooms[2][5] = 1  # with the last descriptor, the charge has ended
 
 
+def test_what_one_taker_could_not_have_back_is_an_error_for_who_ends_it_too(monkeypatch):
+    """The first may have gone on to something else: nobody shall read to that memory."""
+    offered, rooms = Offered(), [memory(SIZE), memory(SIZE)]
+    assert all(map(offered.offer, rooms))
+    monkeypatch.setattr(handed_memory, "_lost", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(userfault, "discharge", lambda *_: False)
+        with pytest.raises(UnusableSnapshot, match="cannot be filled"):
+            offered.take_back(rooms[0])
+    with pytest.raises(UnusableSnapshot, match="cannot be filled"):
+        offered.close()
+    rooms[0][5] = rooms[1][5] = 1  # with the service, its charge has ended
+
+
 def test_nothing_is_offered_where_there_are_several_memory_nodes(offered, monkeypatch, tmp_path):
     monkeypatch.undo()
     for text, is_one in (("0\n", True), ("0-1\n", False), ("0,4\n", False)):

@@ -35,10 +35,16 @@ def is_fresh(block: memoryview) -> bool:
     begin, end = pages(address(block) or 0, len(block))
     if end - begin < FROM_BYTES or not is_available() or large_pages().come_by_themselves:
         return False
+    return is_made(begin) is False
+
+
+def is_made(page: int) -> bool | None:
+    """Whether there is a page at this address already; None: the system does not say."""
     found = (ctypes.c_ubyte * 1)()
     size = ctypes.c_size_t(PAGE_BYTES)
-    asked = libc().mincore(ctypes.c_void_p(begin), size, found)
-    return bool(asked == 0 and not found[0] & 1)
+    if libc().mincore(ctypes.c_void_p(page), size, found):
+        return None
+    return bool(found[0] & 1)
 
 
 def fill(into: memoryview, data: memoryview) -> None:

@@ -14,7 +14,6 @@ A page is made on the memory node of who fills it, so nothing is offered where t
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from contextlib import ExitStack
@@ -22,8 +21,8 @@ from pathlib import Path
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import userfault
-from trainckpt.tiers.direct import HUGE_BYTES, PAGE_BYTES, address, libc
-from trainckpt.tiers.fresh_memory import is_fresh, pages
+from trainckpt.tiers.direct import HUGE_BYTES, PAGE_BYTES, address
+from trainckpt.tiers.fresh_memory import is_fresh, is_made, pages
 
 STEP_BYTES = HUGE_BYTES  # of one call, in which the other process cannot lay out its memory anew
 NODES = Path("/sys/devices/system/node/online")
@@ -40,6 +39,7 @@ class Offered:
         self._stack.enter_context(userfault.filling())
         self._there: dict[int, memoryview] = {}  # by where it lies
         self._back: set[int] = set()  # those that were taken back all at once
+        self._num_lost = 0  # bytes
         self._lock = threading.Lock()
 
     @property
@@ -74,15 +74,16 @@ class Offered:
                 return False
             self._back.discard(where)
         begin, end = pages(where, len(block))
-        return _is_there(begin) and _is_there(end - PAGE_BYTES)
+        return is_made(begin) is True and is_made(end - PAGE_BYTES) is True
 
     def close(self) -> None:
-        """Take all back; errors as `take_back`, which still tells what was filled."""
+        """Take all back; errors as `take_back`, of what that could not have too. It still tells
+        what was filled.
+        """
         with self._lock, self._stack:
             self._take_back(list(self._there))
 
     def _take_back(self, wheres: list[int]) -> None:
-        lost = 0
         for where in wheres:
             block = self._there.pop(where)
             begin, end = pages(where, len(block))
@@ -91,9 +92,9 @@ class Offered:
                 self._back.add(where)
             else:
                 _lost.append(block)
-                lost += end - begin
-        if lost:
-            raise UnusableSnapshot(f"{lost} bytes of memory cannot be filled")
+                self._num_lost += end - begin
+        if self._num_lost:
+            raise UnusableSnapshot(f"{self._num_lost} bytes of memory cannot be filled")
 
 
 class Filler:
@@ -142,9 +143,3 @@ def _is_one_node() -> bool:
         return NODES.read_text(encoding="ascii").strip().isdigit()
     except OSError:
         return True
-
-
-def _is_there(page: int) -> bool:
-    found = (ctypes.c_ubyte * 1)()
-    size = ctypes.c_size_t(PAGE_BYTES)
-    return libc().mincore(ctypes.c_void_p(page), size, found) == 0 and bool(found[0] & 1)
