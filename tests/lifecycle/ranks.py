@@ -15,6 +15,7 @@ from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle.resuming import fetch_together, read_shares
 from trainckpt.snapshot import blocks, shares
+from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
@@ -73,10 +74,14 @@ def train_sharing(rank, place, world, until, must_ask=False):
     def read(place, into):
         if must_ask and not (let and let[-1]):
             raise PermissionError("not this process's memory")
-        took.append(len(into))
         other_memory_read(place, into)
 
+    def take_noted(taker, load, place):
+        take(taker, load, place)
+        took.append(len(load.into))  # copied from there, or filled in by whoever has read it
+
     other_memory_read, other_memory.read = other_memory.read, read
+    take, Taker.take = Taker.take, take_noted
     laid, lay_out = set(), shares.Share.lay_out
 
     def lay_out_noted(share, found, destination):
@@ -85,7 +90,7 @@ def train_sharing(rank, place, world, until, must_ask=False):
 
     shares.Share.lay_out = lay_out_noted
     found = train(rank, place, world, until)
-    return *found, sum(size for size in took if size > shares.FROM_BYTES), let, sorted(laid)
+    return *found, sum(took), let, sorted(laid)
 
 
 def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
