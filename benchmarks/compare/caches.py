@@ -10,10 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 def evict(path: Path) -> None:
@@ -31,3 +28,13 @@ def give_back() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_peak() -> None:
+    """Let what this process has taken at most be what it takes now (Linux).
+
+    Who looks at it plans for what training takes; a system that had its turn before is no part of
+    that.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from benchmarks.compare import systems
-from benchmarks.compare.caches import evict, give_back
+from benchmarks.compare.caches import evict, forget_peak, give_back
 from benchmarks.compare.floors import Floors
 from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import Training
@@ -113,6 +113,8 @@ class Job:
         self._say(number, name, f"{time.perf_counter() - begun:.1f} s")
 
     def _turn(self, system: System, samples: Samples) -> None:
+        give_back()
+        forget_peak()
         system.begin(self.training)
         self._train(system, WARM_STEPS)
         for _ in range(system.warm_saves):

@@ -65,7 +65,7 @@ def test_what_is_copied_beside_training_is_the_state_of_the_boundary(tmp_path, m
 
 def test_every_step_of_every_optimizer_waits_for_the_copies(tmp_path, monkeypatch):
     """The thread copies nothing: what is saved in time was copied before the first step."""
-    monkeypatch.setattr(Overlapped, "run", lambda self: iter([self._fenced.wait()][:0]))
+    monkeypatch.setattr(Overlapped, "run", lambda self, _: iter([self._fenced.wait()][:0]))
     model = Model()
     loop = Loop(tmp_path, model, two(model))
     assert as_saved(tmp_path, loop, two) == 8

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 10  # what is smaller is copied sooner than it is noted
 CHUNK_BYTES = 16 << 20  # so that two threads can share a tensor
 FENCE_WITHIN_S = 60.0  # a proof waits so long for a step; after that it is made beside training
+LOOK_S = 0.5  # how often it is asked meanwhile whether anybody waits for the save
 PROOF_PARTS = 4  # of each tensor: what is written to out of sight is most often all of it
 IN_FLIGHT_S = 0.05  # an operation counts a tensor's version only when it has ended
 
@@ -127,10 +129,13 @@ class Overlapped:
         if not on_host:
             self._copied.set()
 
-    def run(self) -> Iterator[int]:
+    def run(self, is_urgent: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Copy everything; the saving thread. Gives, more than once, below which address all is.
 
         It has ended when `changed` says what must not be trusted.
+
+        Args:
+            is_urgent: Whether training waits for the save, here or elsewhere: no step is near.
         """
         for _ in range(self._helpers):
             threading.Thread(target=self._copy, name="trainckpt-copy", daemon=True).start()
@@ -141,10 +146,18 @@ class Overlapped:
         self._copied.wait()
         if self._pieces:
             yield self._pieces[-1].target + self._pieces[-1].num_bytes
-        if not self._fenced.wait(FENCE_WITHIN_S if self.proves else IN_FLIGHT_S):
+        if not self._is_fenced_soon(is_urgent):
             with self._lock:
-                if not self._fenced.is_set():
-                    self._check()
+                self._check()
+
+    def _is_fenced_soon(self, is_urgent: Callable[[], bool]) -> bool:
+        if not self.proves:
+            return self._fenced.wait(IN_FLIGHT_S)
+        until_s = time.monotonic() + FENCE_WITHIN_S
+        while not self._fenced.wait(LOOK_S):
+            if time.monotonic() > until_s or is_urgent():
+                return False
+        return True
 
     def fence(self) -> None:
         """Return when every copy is made; the training thread, before anything is changed.

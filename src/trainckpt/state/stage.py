@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -108,13 +109,17 @@ class TensorsChanged(SaveFailed):
 class Stream:
     """One rank's shard file, whose data is read from the live tensors when it is written.
 
-    They must not change from `stream` until the last block was taken; if one does, `blocks`
-    raises `TensorsChanged` instead of ending.
+    They must not change from `stream` until `is_read`; if one does, `blocks` raises
+    `TensorsChanged` instead of ending.
+
+    Attributes:
+        is_read: Set once nobody reads them any more, whether or not the file was written.
     """
 
     header: ShardHeader
     head: bytes
     sources: list[torch.Tensor]  # regions in the order of the file, rows of live tensors
+    is_read: threading.Event = field(default_factory=threading.Event)
 
     def blocks(self) -> Iterator[memoryview]:
         """The file's bytes, in order. Each block is gone when the next is taken.

@@ -22,6 +22,14 @@ def where(place: MemoryPlace, filled: Arena, *, is_supervised: bool) -> str:
     return f"private memory, so no copy outlives the process: {root} {NO_ROOM}{more}"
 
 
+def no_memory(num_bytes: int) -> str:
+    """Why so much is written from the live tensors."""
+    return (
+        f"no memory: {mb(num_bytes)} do not fit memory_budget and what is left, so training waits "
+        "while each file is written"
+    )
+
+
 def mb(num_bytes: int) -> str:
     """In megabytes."""
     return f"{num_bytes / 1e6:.1f} MB"

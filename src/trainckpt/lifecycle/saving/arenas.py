@@ -24,7 +24,7 @@ from trainckpt.lifecycle.deciding.arena_choice import (
 )
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.memory import available_bytes, budget_bytes, copy_threads
-from trainckpt.lifecycle.saving.arena_words import mb, where
+from trainckpt.lifecycle.saving.arena_words import mb, no_memory, where
 from trainckpt.state.side import Side
 from trainckpt.state.stage import private_memory
 from trainckpt.tiers import host_memory, memfd
@@ -174,11 +174,7 @@ class Arenas:
                 return given
             kind = PRIVATE
         if kind == STREAMED:
-            self._say(
-                STREAMED,
-                f"no memory: {mb(num_bytes)} do not fit memory_budget and what is left, so "
-                "training waits while each file is written",
-            )
+            self._say(STREAMED, no_memory(num_bytes))
             raise NoArena
         self._close()
         if len(self._private) < num_bytes:
@@ -389,7 +385,9 @@ class Arenas:
         self._open = [arena for arena in self._open if arena not in arenas]
 
     def _say(self, kind: str, what: str) -> None:
-        if kind != self._said and self._rank == 0:
+        if kind != self._said and kind == STREAMED:  # of any rank: all others' steps wait for it
+            logger.warning("rank %d's saves are laid out in %s", self._rank, what)
+        elif kind != self._said and self._rank == 0:
             logger.info("each rank's saves are laid out in %s", what)
         self._said = kind
 

@@ -69,6 +69,18 @@ class Comparing:
                 )  # fmt: skip
 
 
+def verdict(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Which groups of tensors are equal on their replicas, or why nothing can be saved. Pure."""
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    places = [answer["place"] for answer in answers]
+    if any(place != places[0] for place in places):
+        errors.append(f"the ranks are not at one boundary: {places[:16]}")
+    found = {} if errors else compare(answers)
+    behind = any(answer["behind"] for answer in answers)
+    attempt = max(answer["attempt"] for answer in answers)  # a dump may fall between two ranks
+    return {"error": "; ".join(errors), **found, "behind": behind, "attempt": attempt}
+
+
 def compare(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """By all ranks' answers: which groups are equal, and which may no longer be sampled. Pure.
 

@@ -72,8 +72,11 @@ class Copying:
             )  # fmt: skip
             self._fence.guard(self._overlapped)
 
-    def finish(self) -> Iterator[int]:
+    def finish(self, is_urgent: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Copy the rest. Saving thread. Gives addresses below which everything is copied.
+
+        Args:
+            is_urgent: Whether training waits for the save somewhere; asked now and then.
 
         Raises:
             TensorsChanged: in the end: the copy is of no one instant.
@@ -81,7 +84,7 @@ class Copying:
         overlapped, self._overlapped = self._overlapped, None
         if overlapped is None:
             return
-        yield from overlapped.run()
+        yield from overlapped.run(is_urgent)
         if changed := overlapped.changed:
             self._never.update(changed)
             logger.info("from now on copied while training waits: %s", ", ".join(changed)[:500])

@@ -3,6 +3,7 @@
     save/<sequence>/groups     a fold: which tensors are equal on their replicas
     save/<sequence>/report/<r> rank r to rank 0: its receipt, or why there is none
     save/<sequence>/verdict    rank 0 to all
+    save/<sequence>/haste      any to all, which it forgets itself: its training waits
 
 The store of torch.distributed keeps a key until it is deleted, in the memory of one process, and a
 run saves for weeks. What a rank has told of a save has been read once the verdict is there. What
@@ -34,6 +35,11 @@ def report(sequence: int, rank: int) -> str:
 def verdict(sequence: int) -> str:
     """What rank 0 tells all."""
     return f"save/{sequence}/verdict"
+
+
+def haste(sequence: int) -> str:
+    """What a rank tells all whose training waits for the save."""
+    return f"save/{sequence}/haste"
 
 
 class SaveKeys:

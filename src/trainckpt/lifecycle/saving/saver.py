@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.encryption.sealed_file import Layout
@@ -30,7 +31,7 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.saving import save_keys
 from trainckpt.lifecycle.saving.arenas import SPARE_BYTES, NoArena
-from trainckpt.lifecycle.saving.comparing import Comparing, compare
+from trainckpt.lifecycle.saving.comparing import Comparing, verdict
 from trainckpt.lifecycle.saving.copying import Copying
 from trainckpt.lifecycle.saving.plans import Plans
 from trainckpt.lifecycle.saving.protecting import Protecting
@@ -157,6 +158,7 @@ class Saver:
         behind = may_skip and self._is_behind(PATIENCE_S if asked else NEARLY_S)
         if not behind:
             self.join()
+            self._writer.haste.is_over()
             self._writer.begin()
         begun_s = time.monotonic()
         self._sequence += 1
@@ -178,8 +180,7 @@ class Saver:
             return pending
         name = replace(name, attempt=attempt)
         self.in_flight = pending
-        self._pace.stalled(time.monotonic() - begun_s)
-        pending.settle = self._copying.settle
+        pending.settle = partial(self._hurry, name.sequence)
         pending.reach(STAGED, str(name))
         self._begun = begun_s, num_bytes
         manifest = Manifest(
@@ -192,8 +193,15 @@ class Saver:
         )
         self._thread.start()
         if isinstance(shard, stage.Stream) and not last:
-            self.join()  # no memory for a copy: the tensors must not change meanwhile
+            shard.is_read.wait()  # no memory for a copy: the tensors must not change meanwhile
+        self._pace.stalled(time.monotonic() - begun_s)
         return pending
+
+    def _hurry(self, sequence: int) -> None:
+        """Training waits for this save. Training thread."""
+        self._copying.settle()
+        if self.busy:
+            self._writer.haste.ask(sequence)
 
     def join(self, limit_s: float | None = None) -> None:
         """Return when no save is in flight, or after `limit_s` seconds. Training thread."""
@@ -295,14 +303,14 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
         key = save_keys.groups(self._sequence)
-        verdict = self._channel.fold(key, answer, _compare, RANKS_TIMEOUT_S)
-        if verdict["error"]:
-            raise SaveFailed(verdict["error"])
-        if verdict["behind"]:
+        agreed = self._channel.fold(key, answer, verdict, RANKS_TIMEOUT_S)
+        if agreed["error"]:
+            raise SaveFailed(agreed["error"])
+        if agreed["behind"]:
             raise _Skipped("the one before it is still being written")
-        plan = self._plans.plan(captured, self._comparing.alike(verdict))
+        plan = self._plans.plan(captured, self._comparing.alike(agreed))
         shard = self._shard(captured, plan.regions, None if last else stepped)
-        return shard, plan.entries, verdict["attempt"]
+        return shard, plan.entries, agreed["attempt"]
 
     def _shard(
         self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
@@ -372,8 +380,8 @@ class Saver:
             else:
                 self.protecting.protect(manifest.name, self._writer.whole, shard, pending)
 
-    def _finish(self) -> Iterator[int]:
-        yield from self._copying.finish()
+    def _finish(self, is_urgent: Callable[[], bool]) -> Iterator[int]:
+        yield from self._copying.finish(is_urgent)
         begun_s, num_bytes = self._begun
         if self.arenas.descriptor is not None:
             self._pace.copied(num_bytes, time.monotonic() - begun_s)
@@ -381,15 +389,3 @@ class Saver:
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
         logger.warning("save %s failed, training goes on: %s", name, error.message)
         pending.fail(error)
-
-
-def _compare(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Which groups of tensors are equal on their replicas, or why nothing can be saved."""
-    errors = [answer["error"] for answer in answers if "error" in answer]
-    places = [answer["place"] for answer in answers]
-    if any(place != places[0] for place in places):
-        errors.append(f"the ranks are not at one boundary: {places[:16]}")
-    found = {} if errors else compare(answers)
-    behind = any(answer["behind"] for answer in answers)
-    attempt = max(answer["attempt"] for answer in answers)  # a dump may fall between two ranks
-    return {"error": "; ".join(errors), **found, "behind": behind, "attempt": attempt}

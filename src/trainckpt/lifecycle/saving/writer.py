@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed, TrainckptError
@@ -23,6 +24,7 @@ from trainckpt.format.manifest import Files, Manifest, TensorEntry
 from trainckpt.format.strict import canonical
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.saving import save_keys
+from trainckpt.lifecycle.saving.haste import Haste
 from trainckpt.lifecycle.saving.tidying import Tidying
 from trainckpt.snapshot import prune
 from trainckpt.snapshot.commit import commit
@@ -79,6 +81,7 @@ class Writer:
     Attributes:
         whole: Rank 0: the manifest of the last save on which all have reported.
         tidying: What follows a commit, on rank 0.
+        haste: Whether some rank waits for the save in flight.
     """
 
     whole: Manifest | None = None
@@ -110,6 +113,7 @@ class Writer:
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
         self._keys = save_keys.SaveKeys(self._background)
+        self.haste = Haste(channel, self._background)
         self._files = files
         self._facts = facts
         self._beside = WriteBeside()
@@ -129,7 +133,7 @@ class Writer:
         manifest: Manifest,
         shard: stage.Shard | stage.Stream,
         entries: dict[str, TensorEntry],
-        finish: Callable[[], Iterator[int]],
+        finish: Callable[[Callable[[], bool]], Iterator[int]],
         *,
         in_memory: bool = False,
     ) -> None:
@@ -139,7 +143,8 @@ class Writer:
             manifest: As far as one rank knows it.
             shard: The file, once `finish` has ended.
             entries: Every tensor of this rank.
-            finish: Completes the shard; gives addresses below which it is complete.
+            finish: Completes the shard; gives addresses below which it is complete. It may ask
+                whether training waits for the save.
             in_memory: Nothing is written nor committed: all only report on what they have.
 
         Raises:
@@ -152,10 +157,11 @@ class Writer:
                 file.sync()
             reached = self._references.reached(shard.header)
             seal = self._sealing.begin(manifest.name) if self._sealing else None
+            copied = finish(partial(self.haste.is_asked, sequence))
             if in_memory:
-                receipt = self._in_memory(manifest.name, shard, finish(), seal)
+                receipt = self._in_memory(manifest.name, shard, copied, seal)
             else:
-                receipt = self._write_file(manifest.name, shard, finish(), seal)
+                receipt = self._write_file(manifest.name, shard, copied, seal)
             receipt = replace(receipt, reached=reached)
             self._must_be_wanted()
             report["receipt"] = receipt.to_json()
@@ -163,6 +169,9 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
             report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
             report["changed"] = isinstance(error, stage.TensorsChanged)
+        finally:  # training waits for it, whatever happened
+            if isinstance(shard, stage.Stream):
+                shard.is_read.set()
         if rank != 0:
             self.tell(sequence, report)
             verdict = self._background.get(save_keys.verdict(sequence), RANKS_TIMEOUT_S)
