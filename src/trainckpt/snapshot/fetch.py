@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,7 @@ def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
     for block in buffers(num, size):
         blocks.put(block)
     arena.begin(num_bytes)
+    writing = threading.Lock()  # the system lets one write at a time: others would spin meanwhile
 
     def bring(first_byte: int) -> None:
         block = blocks.get()
@@ -130,7 +132,8 @@ def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
             steps = range(0, len(part), READ_BYTES)
             parts = [(first_byte + at, part[at : at + READ_BYTES]) for at in steps]
             tier.read_parts(key, parts, lambda _: None)
-            arena.write(first_byte, part)
+            with writing:
+                arena.write(first_byte, part)
         finally:
             blocks.put(block)
 

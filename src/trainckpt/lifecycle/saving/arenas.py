@@ -386,7 +386,7 @@ class Arenas:
 
     def _say(self, kind: str, what: str) -> None:
         if kind != self._said and kind == STREAMED:  # of any rank: all others' steps wait for it
-            logger.warning("rank %d's saves are laid out in %s", self._rank, what)
+            logger.warning("rank %d has %s", self._rank, what)
         elif kind != self._said and self._rank == 0:
             logger.info("each rank's saves are laid out in %s", what)
         self._said = kind
