@@ -70,11 +70,11 @@ def test_the_large_pages_of_a_machine_are_told_with_how_to_have_more(
 
 
 @pytest.mark.parametrize(
-    ("slow_s", "ok", "value"),
+    ("small_s", "ok", "value"),
     [(60.0, True, "2 MiB"), (-1.0, False, "2 MiB, which come slowly here")],
 )
-def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, slow_s, ok, value):
-    monkeypatch.setattr(large_pages, "SLOW_S", slow_s)
+def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, small_s, ok, value):
+    monkeypatch.setattr(large_pages, "SMALL_S", small_s)
     monkeypatch.setattr(large_pages, "STALLED_S", 600.0)
     (tmp_path / "enabled").write_text("always [madvise] never\n")
     (tmp_path / "hpage_pmd_size").write_text(f"{2 << 20}\n")

@@ -157,6 +157,36 @@ def test_the_first_slow_page_is_the_last_for_a_while(tmp_path):
 
 
 @real
+@pytest.mark.parametrize(
+    ("seconds", "made"),
+    [
+        ([0.0001] * 11 + [0.005, 0.0], 64),  # 4.4 ms were saved, and 0.5 lent
+        ([0.0001] * 9 + [0.005, 0.0], 10),
+        ([0.0001] * 9 + [0.005], 10),
+        ([0.0001] * 30 + [0.005], 33),
+        ([0.0] + [0.0011] * 9, 3),  # hardly slow: half a millisecond was lent, and one saved
+        ([0.0009], 2),
+        ([0.0011], 1),
+    ],
+)
+def test_slow_pages_are_borne_while_the_quick_ones_have_saved_more(tmp_path, seconds, made):
+    block = aligned(64)
+    pages = LargePages(settings(tmp_path), Clock(*seconds))
+    pages.prepare(block)
+    assert asked(block) == made * HUGE_BYTES
+    assert pages.is_slow == (made < 64)
+
+
+@real
+def test_what_was_saved_long_ago_is_not_spent_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(large_pages, "MOST_S", 0.005)
+    block = aligned(64)
+    pages = LargePages(settings(tmp_path), Clock(*[0.0] * 40, 0.005))
+    pages.prepare(block)
+    assert asked(block) == 42 * HUGE_BYTES
+
+
+@real
 def test_pages_between_are_asked_for_and_made_by_who_writes(tmp_path):
     block = memory(5 * HUGE_BYTES + 12345)[777:]
     sizes = {"k2048": chosen("never"), "k64": chosen("madvise")}

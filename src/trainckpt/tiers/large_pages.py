@@ -4,8 +4,8 @@ To be given memory by pages of 4 KiB takes as long as copying to it three times 
 larger ones to who asks (madvise): pages of 2 MiB, and, where an administrator lets it (since 6.8),
 of sizes between. A virtual machine that gives free memory back to its host gives back just what
 2 MiB pages are made of: to have one fetched takes fifty times as long as one that is there. So
-each is measured as it is made, and the first slow one is the last for a while. Sizes between are
-made of what a machine keeps.
+each is measured as it is made, and slow ones are borne as long as the quick ones have saved more;
+then none is asked for in a while. Sizes between are made of what a machine keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-SLOW_S = 0.001  # of one that was made: pages of 4 KiB would not have taken longer
+SMALL_S = 0.0005  # what pages of 4 KiB take for as much
+LENT_S = 0.0005  # of a first page: as it is measured it may take a little longer
+MOST_S = 0.05  # what has been saved counts for no more: a machine may have used up what it had
 STALLED_S = 0.1  # by the clock on the wall: what this thread slept for, it had no core for
 AGAIN_S = 60.0  # until one is tried again
 _KIB = 1024
@@ -55,6 +57,7 @@ class LargePages:
         self, settings: Path = SETTINGS, clock: Callable[[], float] = time.thread_time
     ) -> None:
         self._clock, self._not_until, self._known_until = clock, 0.0, 0.0
+        self._saved_s = LENT_S
         everywhere = given(settings)
         sizes = [size for size, who in everywhere.items() if who == "madvise"]
         self.always = "always" in everywhere.values()
@@ -63,7 +66,7 @@ class LargePages:
 
     @property
     def is_slow(self) -> bool:
-        """Whether none of 2 MiB is asked for, because the last one took long."""
+        """Whether none of 2 MiB is asked for, because they took longer than small ones would."""
         return time.monotonic() < self._not_until
 
     @property
@@ -104,7 +107,7 @@ class LargePages:
         populate(block)
 
     def _make_huge(self, first: int, end: int) -> int:
-        """Make pages of 2 MiB from `first` on, as long as they come quickly; where they end."""
+        """Make pages of 2 MiB from `first` on, as long as that pays; where they end."""
         if self.is_slow:
             return first
         while first + HUGE_BYTES <= end:
@@ -112,9 +115,10 @@ class LargePages:
             _advise(first, HUGE_BYTES)
             is_made = populate(at_address(first, HUGE_BYTES))  # before 5.14 it is not, nor measured
             first += HUGE_BYTES
-            is_slow = self._clock() - began > SLOW_S or time.monotonic() - began_s > STALLED_S
-            if is_slow or not is_made:
-                self._not_until = time.monotonic() + AGAIN_S
+            took_s, waited_s = self._clock() - began, time.monotonic() - began_s
+            self._saved_s = min(self._saved_s + SMALL_S - took_s, MOST_S)
+            if self._saved_s < 0 or waited_s > STALLED_S or not is_made:
+                self._not_until, self._saved_s = time.monotonic() + AGAIN_S, LENT_S
                 break
         return first
 
