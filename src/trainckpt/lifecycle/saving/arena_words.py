@@ -25,8 +25,8 @@ def where(place: MemoryPlace, filled: Arena, *, is_supervised: bool) -> str:
 def no_memory(num_bytes: int) -> str:
     """Why so much is written from the live tensors."""
     return (
-        f"no memory for its saves: {mb(num_bytes)} do not fit memory_budget and what is left, so training waits "
-        "while each file is written"
+        f"no memory for its saves: {mb(num_bytes)} do not fit memory_budget and what is left, so "
+        "training waits while each file is written"
     )
 
 
