@@ -17,8 +17,7 @@ from pathlib import Path
 _TOUCH = """
 import os, sys
 from trainckpt.tiers.direct import memory, populate
-populate(memory(int(sys.argv[1])))
-os._exit(0)
+os._exit(not populate(memory(int(sys.argv[1]))))
 """
 
 

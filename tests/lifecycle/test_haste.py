@@ -23,7 +23,8 @@ def test_a_rank_without_memory_trains_on_when_its_file_is_written_as_others_prov
 ):
     program = partial(waiting.save_at_each_step, streams=rank, waits=None)
     results = run_ranks(program, 2, str(tmp_path / "run"))
-    assert [errors for errors, _ in results] == [[], []]
+    assert [errors for errors, _, _ in results] == [[], []]
+    assert [left for _, _, left in results] == [[], []]
     assert results[rank][1] == 0
     assert results[1 - rank][1] >= 2
     assert len(usable(tmp_path / "run")) == waiting.SAVES + 1
@@ -35,8 +36,9 @@ def test_a_rank_whose_training_waits_for_a_save_is_not_waited_for_by_the_others_
 ):
     program = partial(waiting.save_at_each_step, streams=None, waits=rank)
     results = run_ranks(program, 2, str(tmp_path / "run"))
-    assert [errors for errors, _ in results] == [[], []]
-    assert all(proved >= 2 for _, proved in results)
+    assert [errors for errors, _, _ in results] == [[], []]
+    assert all(proved >= 2 for _, proved, _ in results)
+    assert results[rank][2] == [waiting.SAVES], "forgotten when the next is begun"
     assert len(usable(tmp_path / "run")) == waiting.SAVES + 1
 
 
@@ -55,6 +57,11 @@ class Store(Alone):
         if self.is_gone:
             raise NoAgreement("gone")
         return super().peek(key)
+
+    def forget(self, keys):
+        if self.is_gone:
+            raise NoAgreement("gone")
+        super().forget(keys)
 
 
 def two_ranks():

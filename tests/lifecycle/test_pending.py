@@ -61,6 +61,24 @@ def test_another_thread_can(tmp_path):
     assert found == ["s1~1.1"]
 
 
+def test_copies_beside_training_are_settled_only_where_training_waits():
+    pending, settled = PendingSave(), []
+    pending.settle = lambda: settled.append(True)
+    pending.reach(STAGED, "s1~1.1")
+    pending.wait("staged")
+    for moment in ("local", "partner"):
+        with pytest.raises(TimeoutError):
+            pending.wait(moment, timeout_s=0)
+    assert not settled, "nobody waited"
+    for number, moment in enumerate(("local", "partner"), start=1):
+        with pytest.raises(TimeoutError):
+            pending.wait(moment, timeout_s=0.01)
+        assert len(settled) == number
+    pending.reach(COMMITTED)
+    pending.wait("local")
+    assert len(settled) == 2, "it was there"
+
+
 def test_a_failure_is_raised_to_whoever_waits_for_any_moment():
     pending = PendingSave()
     pending.put_off = "the one before hangs"

@@ -9,6 +9,7 @@ from trainckpt import Checkpointer
 from trainckpt.lifecycle.deciding import copy_choice
 from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
 from trainckpt.lifecycle.saving import saver
+from trainckpt.lifecycle.saving.save_keys import haste
 from trainckpt.state import overlap
 from trainckpt.state.overlap import Overlapped
 
@@ -17,7 +18,8 @@ SAVES = 3
 
 
 def save_at_each_step(rank, place, *, streams, waits):
-    """Saves where a proof waits for a step for good. Their errors; how many copies were proved.
+    """Saves where a proof waits for a step for good. Their errors; how many copies were proved;
+    of which saves the store still says that training waits for them.
 
     Args:
         streams: The rank that has no memory to copy to; None: all have.
@@ -42,10 +44,18 @@ def save_at_each_step(rank, place, *, streams, waits):
             for (x,) in ckpt.batches():
                 if saves and saves[-1].snapshot and rank == waits:
                     saves[-1].wait("local")  # in the middle of its step, as others see it
+                    saves[0].wait("local")  # that is there, and nobody is asked for it
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if len(saves) < SAVES:
                     saves.append(ckpt.save())
+            left = haste_left(ckpt)
     Overlapped.run = run
-    return [str(save.error) for save in saves if save.error], sum(proved)
+    return [str(save.error) for save in saves if save.error], sum(proved), left
+
+
+def haste_left(ckpt):
+    """Saves that were waited for, as the store still tells all ranks."""
+    channel = ckpt._attempt.saver._channel
+    return [n for n in range(1, SAVES + 2) if channel.peek(haste(n)) is not None]

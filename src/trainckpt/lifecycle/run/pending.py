@@ -34,7 +34,8 @@ class PendingSave:
         put_off: Why it could not be begun at its boundary and will be at a later one, or "".
         unprotected: "" once other hosts hold it too, or why they do not; None: not known yet.
         is_asked: Whether anybody may wait for it: each slower tier gets it, whatever its interval.
-        settle: Called by the training thread before it waits: some copies are made beside it.
+        settle: Called by the training thread before it waits, if it does: some copies are made
+            beside it, and other ranks hold the save back for a step to come.
     """
 
     def __init__(self, training_thread: int | None = None) -> None:
@@ -67,8 +68,8 @@ class PendingSave:
             hint = "wait for staged, partner, local or durable"
             raise ConfigurationError(f"no tier of this run reaches the moment {moment!r}",
                                      hint=hint)  # fmt: skip
-        if self._is_training_thread():
-            self.settle()
+        if self._reached < MOMENTS[moment] and self.error is None:
+            self._settle(timeout_s)
         with self._changed:
             if self._reached == REQUESTED and self.error is None and self._is_training_thread():
                 raise self._not_taken_yet()
@@ -99,6 +100,8 @@ class PendingSave:
 
     def _wait_protected(self, timeout_s: float | None) -> PendingSave:
         self.wait("staged", timeout_s)
+        if self.unprotected is None and self.error is None:
+            self._settle(timeout_s)
         with self._changed:
             known = self._changed.wait_for(
                 lambda: self.error is not None or self.unprotected is not None, timeout_s
@@ -145,6 +148,11 @@ class PendingSave:
         with self._changed:
             self.not_durable, self._for_good = error, for_good
             self._changed.notify_all()
+
+    def _settle(self, timeout_s: float | None) -> None:
+        """Training stands still from here on, if it does: who only looks does not wait."""
+        if self._is_training_thread() and timeout_s != 0:
+            self.settle()
 
     def _is_training_thread(self) -> bool:
         return threading.get_ident() == self._training_thread

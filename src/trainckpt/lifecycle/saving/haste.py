@@ -22,7 +22,7 @@ class Haste:
 
     Args:
         channel: Of the training thread.
-        background: Of the saving thread.
+        background: Of the saving thread and of who works for it.
     """
 
     def __init__(self, channel: Channel, background: Channel) -> None:
@@ -37,7 +37,7 @@ class Haste:
                 self._channel.put(save_keys.haste(sequence), True)
 
     def is_asked(self, sequence: int) -> bool:
-        """Whether any rank's does. Saving thread, which may ask it often."""
+        """Whether any rank's does. Whoever copies for the saving thread, which waits meanwhile."""
         if self._channel.world.size == 1:
             return False
         with contextlib.suppress(NoAgreement):

@@ -180,7 +180,7 @@ class Saver:
             return pending
         name = replace(name, attempt=attempt)
         self.in_flight = pending
-        pending.settle = partial(self._hurry, name.sequence)
+        pending.settle = partial(self._hurry, pending, name.sequence)
         pending.reach(STAGED, str(name))
         self._begun = begun_s, num_bytes
         manifest = Manifest(
@@ -197,10 +197,10 @@ class Saver:
         self._pace.stalled(time.monotonic() - begun_s)
         return pending
 
-    def _hurry(self, sequence: int) -> None:
+    def _hurry(self, pending: PendingSave, sequence: int) -> None:
         """Training waits for this save. Training thread."""
         self._copying.settle()
-        if self.busy:
+        if not pending.ended:
             self._writer.haste.ask(sequence)
 
     def join(self, limit_s: float | None = None) -> None:

@@ -198,7 +198,10 @@ class Writer:
         """This rank's file is on stable storage when it returns, and `shard.header` has digests."""
         if isinstance(shard, stage.Stream):
             size = shard.header.header_bytes + shard.header.data_bytes
-            return write_stream(self._tier, name, self._rank, shard.head, size, shard.blocks, seal)
+            stream = shard.head, size, shard.blocks
+            written = write_stream(self._tier, name, self._rank, *stream, seal)
+            shard.is_read.set()
+            return written
         arena = self._room(stored_bytes(shard), in_memory=False) if seal is not None else None
         try:
             receipt = self._beside_us(self._tier, name, shard, copied, seal, arena)
