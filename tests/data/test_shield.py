@@ -24,10 +24,17 @@ def run(server):
     def run(*arguments: str) -> list[str]:
         done = warm.run(server, ["-m", "tests.data.signalled", *arguments])
         assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+        assert said(done.stderr) == []
         return done.stdout.splitlines()
 
     return run
+
+
+def said(stderr: str) -> list[str]:
+    """But for what Python's own process that counts semaphores says of those of killed workers,
+    now and then: it may hear of their end in another order.
+    """
+    return [line for line in stderr.splitlines() if "resource_tracker" not in line]
 
 
 def gone(pid: int) -> bool:

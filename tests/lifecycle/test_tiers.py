@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.lifecycle import lora
 from tests.lifecycle.training import attempt, catalog, crashed, record, usable
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.lifecycle.flushing.flusher import Flusher
 from trainckpt.lifecycle.places.slower import open_slower
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
@@ -81,6 +83,33 @@ def test_a_tier_that_refuses_holds_up_nothing_is_said_once_and_told_to_who_waits
     assert usable(tmp_path / "good")[-1] == usable(tmp_path / "run")[-1]
     assert record(tmp_path / "run", 2)["outcome"]["tiers"] == ["local", "good"]
     assert record(tmp_path / "run", 2)["outcome"]["exit_code"] == 0
+
+
+def test_who_waits_for_a_save_behind_a_newer_one_that_cannot_be_copied_is_told_too(
+    tmp_path, monkeypatch
+):
+    """The newest goes first, so this one was not tried once."""
+    (tmp_path / "no directory").write_text("")
+    told, both_wait, look_back = [], threading.Event(), Flusher._look_back
+
+    def later(self):
+        assert both_wait.wait(60)
+        look_back(self)
+
+    def save(ckpt, _):
+        if ckpt.cursor.micro_batches == 2:
+            told.append(ckpt.save())
+        if ckpt.cursor.micro_batches == 5:  # one more was taken at the fourth
+            ckpt._attempt.saver.wait()
+            both_wait.set()
+            with pytest.raises(SaveFailed, match=r"s2~2\.2 could not be copied to far"):
+                told[0].wait("durable")
+
+    crashed(tmp_path / "run", 0)
+    monkeypatch.setattr(Flusher, "_look_back", later)
+    far = tmp_path / "no directory" / "far"
+    attempt(tmp_path / "run", tiers=[far], durable="far", inside=save)
+    assert told[0].snapshot == "s1m1~2.1"
 
 
 def test_what_a_killed_attempt_did_not_copy_is_copied_by_the_next_the_newest_and_tagged(tmp_path):

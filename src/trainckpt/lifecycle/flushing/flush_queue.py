@@ -65,6 +65,10 @@ class Queue:
         waiting = self._tagged.items()
         return [n for n, tagged in waiting if n == name or (n < name and not tagged)]
 
+    def behind(self, name: SnapshotName) -> list[PendingSave]:
+        """Handles of what is older, and is not tried before this one has gone."""
+        return [handle for older, handle in self.handles.items() if older < name]
+
     def forget(self, name: SnapshotName) -> None:
         """It does not wait any more."""
         self._tagged.pop(name, None)

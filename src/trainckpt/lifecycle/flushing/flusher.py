@@ -346,11 +346,14 @@ class Flusher:
             self._retry_after_s = min(2 * self._retry_after_s, MOST_RETRY_S)
             lost = bool(verdict.get("lost"))
             pending = self._queue.handles.get(name)
+            behind = [] if lost else self._queue.behind(name)
             if lost:
                 self._queue.forget(name)
                 self._retry_s = 0.0
         if pending is not None and self._is_durable:
             pending.fail_durable(failure, for_good=lost)
+        for handle in behind if self._is_durable else ():  # they may not have their turn for long
+            handle.fail_durable(failure)
 
     def _arrived(self, name: SnapshotName) -> None:
         """It is there, and so what is older and has no tag is not needed there any more."""
