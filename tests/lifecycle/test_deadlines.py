@@ -155,6 +155,17 @@ def test_a_save_that_turns_out_too_slow_is_given_up_at_the_deadline(start, tmp_p
     assert uncommitted(tmp_path) == []
 
 
+def test_signals_until_the_very_end_of_a_stopped_process_do_not_change_its_code(start):
+    """As when a launcher ends the ranks that are left once the first one has gone."""
+    script = start(options={"every": "never"})
+    script.until("at 3")
+    while script.process.poll() is None:
+        script.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert script.end() == 75
+    assert script.log.count("stopped by SIGTERM at") == 1
+
+
 def test_with_nothing_to_fall_back_on_and_no_time_the_code_says_that_nothing_is_there(start):
     """65, not 75: starting again would begin at step 0."""
     script = start(slow_from=1, slow_s=60.0, options={"every": "never", "grace": "2 s"})

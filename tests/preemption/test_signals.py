@@ -252,6 +252,44 @@ def test_a_signal_that_reaches_a_child_while_it_is_forked_is_no_notice_here(sour
     assert source.poll() == []
 
 
+def test_a_process_that_leaves_keeps_its_exit_code_whatever_comes():
+    """SIGTERM after the stop, and again while the interpreter ends; not so for its children."""
+    program = """
+        import atexit, os, signal, sys
+        from trainckpt.preemption import SignalSource
+
+        again = lambda: [os.kill(os.getpid(), s) for s in (signal.SIGTERM, signal.SIGUSR1)]
+        atexit.register(again)
+        source = SignalSource()
+        source.start()
+        source.leaves()
+        source.stop()
+        again()
+        child = os.fork()
+        if child == 0:
+            again()
+            os._exit(2)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(os.system("kill -TERM $$"))
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+        class Late:
+            def __del__(self, again=again):
+                again()
+
+        late = Late()
+        sys.exit(75)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split() == [str(-signal.SIGTERM), str(int(signal.SIGTERM)), "True"]
+    assert (ended.returncode, ended.stderr) == (75, "")
+
+
 def test_off_the_main_thread_it_says_why_it_cannot_listen():
     """No exception: notice files still work."""
     source = SignalSource()

@@ -13,6 +13,8 @@ Order of events:
     poll    watcher       reads numbers, forwards each to the chained descriptor, makes notices
     check   main thread   at most once a second: puts the descriptor back if someone took it
                           (asyncio does, on add_signal_handler and on loop.close)
+    leaves  main thread   the process is stopped, its exit code decided: `stop` will not put back
+                          what would let a later SIGTERM kill it on its way out
     stop    main thread   puts back the handlers and the descriptor it found
 
 If the descriptor was taken and nobody calls `check`, the numbers noted by the Python handler
@@ -32,6 +34,7 @@ Floor 1. Uses: preemption.notice. Used by: lifecycle.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -87,6 +90,7 @@ class SignalSource:
         self._seen: set[int] = set()
         self._interrupts = 0
         self._next_check = 0.0
+        self._leaves = False
 
     def start(self) -> None:
         """Install handlers and the wakeup descriptor. Off the main thread: only says why not.
@@ -131,6 +135,15 @@ class SignalSource:
             self._next_check = now + CHECK_INTERVAL_S
             self._take_wakeup_fd()
 
+    def leaves(self) -> None:
+        """The process is on its way out, and its exit code says why: `stop` keeps it to that.
+
+        Senders repeat themselves, and reach one rank later than another: the default action would
+        turn a stop that is done into a death by SIGTERM. SIGINT is put back all the same: a person
+        who presses Ctrl-C again wants it to end now.
+        """
+        self._leaves = True
+
     def stop(self) -> None:
         """Put back what `start` found, unless somebody has changed it since.
 
@@ -169,9 +182,11 @@ class SignalSource:
     def _restore(self, signum: signal.Signals) -> None:
         previous = self._previous.pop(signum, None)
         if signal.getsignal(signum) == self._note:
+            if self._leaves and signum != signal.SIGINT:
+                _be_deaf_to(signum)
+                return
             if previous is None:  # it was installed by C code, or put back already
-                interrupt = signum == signal.SIGINT
-                previous = signal.default_int_handler if interrupt else signal.SIG_DFL
+                previous = _default(signum)
             signal.signal(signum, previous)
 
     def _received(self) -> bytes:
@@ -207,8 +222,7 @@ class SignalSource:
         signal.set_wakeup_fd(-1)
         for signum in tuple(self._previous):
             if signal.getsignal(signum) == self._note:
-                default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
-                signal.signal(signum, default)
+                signal.signal(signum, _default(signum))
         self._previous.clear()
         self._close()
 
@@ -255,6 +269,28 @@ def _name_of(handler: Any) -> str:
     return f"{getattr(handler, '__module__', '?')}.{name}"
 
 
+def _default(signum: int) -> Any:
+    return signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+
+
+def _be_deaf_to(signum: signal.Signals) -> None:
+    """Until this process ends. Not ignored at once: what is executed meanwhile inherited that.
+
+    The interpreter takes down Python handlers while it ends, so from there on it is ignored.
+    """
+    signal.signal(signum, _deaf)
+    atexit.register(_ignore, signum)
+
+
+def _deaf(signum: int, frame: FrameType | None) -> None:
+    """The process is leaving already."""
+
+
+def _ignore(signum: signal.Signals) -> None:
+    if signal.getsignal(signum) is _deaf:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 _live: weakref.WeakSet[SignalSource] = weakref.WeakSet()
 _hooked = False
 _mask = threading.local()
@@ -286,4 +322,7 @@ def _forget_in_child() -> None:
     for source in tuple(_live):
         source._forget_in_child()
     _live.clear()
+    for signum in DEFAULT_SIGNALS:
+        if signal.getsignal(signum) is _deaf:
+            signal.signal(signum, _default(signum))
     _unblock_signals()

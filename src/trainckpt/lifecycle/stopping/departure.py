@@ -127,8 +127,9 @@ class Departure:
         self._flush(cursor, reason, self._watch.deadline)
         self._last_save.release_memory(keep=True)
         self._ask_to_be_queued_again(reason)
-        self._stop_watching()
-        if self._options.on_stop == "return":
+        leaves = self._options.on_stop == "exit"
+        self._stop_watching(leaves=leaves)
+        if not leaves:
             return False
         exit_soon(self._code, EXIT_AFTER_S)
         raise Stopped(self._code, snapshot, reason)
@@ -242,8 +243,8 @@ class Departure:
         except NoAgreement as error:
             logger.warning("leaving without the others: %s", error.message)
 
-    def _stop_watching(self) -> None:
-        self._watch.end()
+    def _stop_watching(self, *, leaves: bool = False) -> None:
+        self._watch.end(leaves=leaves)
         for problem in self._watch.watcher.problems:
             logger.warning("while watching: %s", problem)
         self._barrier("gone")  # the process that holds the store leaves last

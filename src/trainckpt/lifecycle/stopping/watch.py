@@ -135,8 +135,13 @@ class Watch:
             source.forget()
         self.watcher.forget_stop(round_)
 
-    def end(self) -> None:
-        """Listen no more; no other rank waits for this one. May be repeated."""
+    def end(self, *, leaves: bool = False) -> None:
+        """Listen no more; no other rank waits for this one. May be repeated.
+
+        `leaves`: the process ends now, by its own exit code, whatever signals come.
+        """
+        if leaves:
+            self._signals.leaves()
         if not self._started:
             _stop_listening(self._early, self._signals)
             return
