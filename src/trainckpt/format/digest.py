@@ -34,7 +34,7 @@ class Verified(NamedTuple):
 
 def digest(data: bytes | bytearray | memoryview) -> str:
     """Digest of one block of bytes."""
-    return xxhash.xxh3_128(data).hexdigest()
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:
@@ -74,8 +74,8 @@ class Running:
 
 def digests_by_block(data: memoryview, block: int) -> str:
     """The digests of each `block` bytes of `data`, one after the other; one for no bytes."""
-    parts = range(0, len(data) or 1, block)
-    return "".join([xxhash.xxh3_128(data[at : at + block]).hexdigest() for at in parts])
+    one, parts = xxhash.xxh3_128_hexdigest, range(0, len(data) or 1, block)
+    return "".join([one(data[at : at + block]) for at in parts])
 
 
 def compact(digests: str) -> str:

@@ -33,6 +33,7 @@ from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
 from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.no_collections import no_collections
 from trainckpt.lifecycle.run.told import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import sealing
 from trainckpt.lifecycle.saving.arenas import Arenas
@@ -155,7 +156,7 @@ def set_out(crew: Crew, mode: str) -> Attempt:
     Raises:
         TrainckptError: as `Checkpointer.resume` says, on every rank alike.
     """
-    with crew.teller.refusals():
+    with crew.teller.refusals(), no_collections():
         beginning = _begin(crew, mode)
         try:
             return _make_ready(crew, beginning)

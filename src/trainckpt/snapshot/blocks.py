@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Readable
 
 READ_BYTES = 8 << 20  # of one read, more only where a single block is longer
+NEAR_BYTES = 1 << 20  # the same in memory: a core's cache has it still when it is verified
 SCRATCH_BYTES = 32 << 20
 PROVED_FROM_BYTES = 64 << 10
 CLOSE_BYTES = PAGE_BYTES  # what lies no further apart is read together
@@ -104,8 +105,13 @@ def hull(place: Found, begin: int, end: int) -> tuple[int, int]:
     return begin // block * block, min(-(-end // block) * block, place.region.num_bytes)
 
 
-def loads(place: Found, begin: int, end: int, into: memoryview) -> Iterator[Load]:
-    """What is to be read so that bytes `begin` to `end` of a region come to `into`, verified."""
+def loads(
+    place: Found, begin: int, end: int, into: memoryview, most: int = READ_BYTES
+) -> Iterator[Load]:
+    """What is to be read so that bytes `begin` to `end` of a region come to `into`, verified.
+
+    `most`: bytes of one load.
+    """
     block = place.region.bytes_per_digest
     at, last = hull(place, begin, end)
     if not block:
@@ -113,7 +119,7 @@ def loads(place: Found, begin: int, end: int, into: memoryview) -> Iterator[Load
     whole = end if end == last else end // block * block  # up to here every block is wanted whole
     while at < last:
         if at >= begin and at < whole:
-            to = min(at + max(READ_BYTES // block, 1) * block, whole)
+            to = min(at + max(most // block, 1) * block, whole)
             yield Load(place, at, to, into[at - begin : to - begin])
         else:
             to = min(at + block, last)

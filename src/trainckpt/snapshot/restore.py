@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
-from trainckpt.snapshot.blocks import SCRATCH_BYTES, Batch, Found, Load, hull, loads
+from trainckpt.snapshot.blocks import (
+    NEAR_BYTES,
+    READ_BYTES,
+    SCRATCH_BYTES,
+    Batch,
+    Found,
+    Load,
+    hull,
+    loads,
+)
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
 from trainckpt.tiers.direct import memory, populate
 from trainckpt.tiers.fresh_memory import is_fresh
@@ -137,10 +146,12 @@ class Reader:
                 if borrowed := self._borrow(place, part, destination):
                     lent += borrowed
                     continue
-                needed, put = _loads(place, part, destination)
+                near = self._is_near(place)
+                most = NEAR_BYTES if near else READ_BYTES
+                needed, put = _loads(place, part, destination, most)
                 for fresh in destination.fresh():
                     making.submit(partial(large_pages().prepare, fresh))
-                stays = put is not None or self.share is None or self._is_near(place)
+                stays = put is not None or self.share is None or near
                 for load in needed:
                     into = load.into
                     if stays or into is None or not self._puts_off(read, load):
@@ -285,8 +296,13 @@ class Put(NamedTuple):
     data: memoryview
 
 
-def _loads(place: Found, part: Box, destination: Destination) -> tuple[Iterator[Load], Put | None]:
-    """What reads a part to where it belongs; or to memory from which it is then to be put."""
+def _loads(
+    place: Found, part: Box, destination: Destination, most: int
+) -> tuple[Iterator[Load], Put | None]:
+    """What reads a part to where it belongs; or to memory from which it is then to be put.
+
+    `most`: bytes of one load.
+    """
     region = place.region
     begin, end = span(region.box, part, region.dtype)
     is_run = end - begin == shard_file.num_bytes(part.shape, region.dtype)
@@ -301,7 +317,7 @@ def _loads(place: Found, part: Box, destination: Destination) -> tuple[Iterator[
         into = memory(last - first, place.first_byte + first)
         put = Put(region, part, into[begin - first : end - first])
         begin, end = first, last
-    return loads(place, begin, end, into), put
+    return loads(place, begin, end, into, most), put
 
 
 def _read(batch: Batch, mine: list[Load], puts: list[Put], destination: Destination) -> None:

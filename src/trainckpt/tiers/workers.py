@@ -32,6 +32,7 @@ class Workers:
         self._left: set[int] = set()  # numbers of the calls that are not made yet
         self._errors: dict[int, BaseException] = {}
         self._over = False
+        self._is_over: Callable[[], bool] = lambda: False  # what is waited for
 
     def submit(self, call: Callable[[], object]) -> None:
         """Make this call on one of the threads, after those asked for before."""
@@ -55,9 +56,7 @@ class Workers:
         Args:
             left: Return as soon as no more than so many are not made yet.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._asked - self._done <= left)
-        self._raise()
+        self._wait(lambda: self._asked - self._done <= left)
 
     @property
     def num_asked(self) -> int:
@@ -66,8 +65,12 @@ class Workers:
 
     def settle_first(self, number: int) -> None:
         """Return when the first so many calls are made, or raise as `settle`."""
+        self._wait(lambda: not self._left or min(self._left) >= number)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._left or min(self._left) >= number)
+            self._is_over = is_over
+            self._changed.wait_for(is_over)
         self._raise()
 
     def _raise(self) -> None:
@@ -105,4 +108,5 @@ class Workers:
             with self._changed:
                 self._done += 1
                 self._left.discard(number)
-                self._changed.notify_all()
+                if self._is_over():  # else whoever waits would wake for nothing each time
+                    self._changed.notify_all()

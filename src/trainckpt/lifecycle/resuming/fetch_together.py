@@ -112,7 +112,8 @@ def fetch_together(
         hosts: Of each rank.
         name: Of the snapshot.
         load: Reads the snapshot's manifest; told of its errors is who reads it afterwards.
-        warm: Called before anything is read, if all of it will be in this host's memory.
+        warm: Called before anything is read, if all of it is brought to this host's memory now:
+            what is there already is copied at once, and pages are made with it.
         by_shares: The ranks of this host read a directory between them: what is there need not
             come to their host's memory.
     """
@@ -129,7 +130,7 @@ def fetch_together(
         with contextlib.suppress(TrainckptError, OSError):  # it will be told when it is read
             manifest = _worth_it(ladder, place, load(), len(local) / len(hosts))
     by_shares = by_shares and manifest is not None and is_directory(ladder, manifest)
-    if manifest is not None and (not by_shares or _is_all_there(place, manifest)):
+    if manifest is not None and not by_shares and not _is_all_there(place, manifest):
         warm(manifest)
     if len(local) < len(hosts) and _between_hosts(source, ladder, place, channel, hosts, manifest):
         return
