@@ -2,9 +2,10 @@
 
 Pairs of launches take turns, the fresh one now first, now second. Before each, the page cache
 forgets what was saved, and shared memory is emptied. `extra_s` is the median of the differences.
-Before each the machine has free memory, too: what a virtual machine has given back to its host it
-gets at 3 s per GB, and a resume needs a little more than a fresh start, so that this would be most
-of what is measured. `--memory as-found` leaves it as it is.
+All the while free memory is kept for the machine, too: what a virtual machine has given back to
+its host it gets at 3 s per GB, and a resume needs a little more than a fresh start, so that this
+would be most of what is measured. That memory comes in pages of 4 KiB alone, whatever the system
+would give. `--memory as-found` leaves it as it is.
 
     trainckpt  `trainckpt run`, the script with a Checkpointer
     dcp        `torchrun`, the script with torch.distributed.checkpoint's load
@@ -17,6 +18,7 @@ A launch begins with the command and ends when the last rank has done its first 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -126,16 +128,15 @@ class Bench:
             "fresh_s": round(statistics.median(times[FRESH]), 3),
             "resume_s": round(statistics.median(times[RESUME]), 3),
             "extra_s": round(statistics.median(extra), 3),
+            "extra_of_each_s": [round(one, 3) for one in extra],
         }  # fmt: skip
 
     def launch(self, system: str, how: str, place: Path) -> float:
         """Seconds until the last rank has done its first step."""
-        from benchmarks.compare.caches import evict, have_memory
+        from benchmarks.compare.caches import evict
 
         place.mkdir(exist_ok=True)
         evict(place)
-        if self.given.memory == HAD:
-            have_memory(int((2 * self.given.ranks + 2) * self.given.gigabytes * 1e9))
         if self.memory is not None:
             shutil.rmtree(self.memory)
             self.memory.mkdir(mode=0o700)
@@ -186,8 +187,10 @@ def main() -> None:
     if given.job:
         job(given)
         return
+    from benchmarks.compare.caches import memory_kept
     from benchmarks.machine import words
 
+    needed = int((2 * given.ranks + 2) * given.gigabytes * 1e9)
     shared = Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(prefix="trainckpt-startup-", dir=Path.cwd()) as folder,
@@ -196,7 +199,8 @@ def main() -> None:
         ) as memory,
     ):
         bench = Bench(given, Path(folder), Path(memory) if shared.is_dir() else None)
-        rows = [bench.row(system) for system in given.systems.split(",")]
+        with memory_kept(needed) if given.memory == HAD else contextlib.nullcontext():
+            rows = [bench.row(system) for system in given.systems.split(",")]
     for one in rows:
         print(json.dumps(one))
     if given.json:

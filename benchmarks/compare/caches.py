@@ -13,12 +13,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-_TOUCH = """
-import os, sys
-from trainckpt.tiers.direct import memory, populate
-os._exit(not populate(memory(int(sys.argv[1]))))
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_KEEP = """
+import ctypes, sys
+from trainckpt.tiers.direct import address, libc, memory, populate
+NO_LARGE_PAGES, NOT_NEEDED, PAGE, STEP = 15, 4, 4096, 1 << 20
+size = int(sys.argv[1])
+block = memory(size)
+def advise(at, end, how):
+    where = ctypes.c_void_p(address(block) + at)
+    return libc().madvise(where, ctypes.c_size_t(end - at), ctypes.c_int(how))
+advise(0, size, NO_LARGE_PAGES)
+had = populate(block)
+for at in range(0, size, STEP):
+    advise(at + PAGE, min(at + STEP, size), NOT_NEEDED)
+print(had, flush=True)
+sys.stdin.read()
 """
+PAGE_BYTES = 4096
 
 
 def evict(path: Path) -> None:
@@ -48,10 +64,26 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def have_memory(num_bytes: int) -> None:
-    """Let so much free memory be the machine's own for the next seconds.
+@contextlib.contextmanager
+def memory_kept(num_bytes: int) -> Iterator[None]:
+    """Inside, so much free memory is the machine's own.
 
     A virtual machine that gives free memory back to its host has each page fetched again: 3 s per
     GB on the machine this was written on, where to make pages of what it has takes a tenth of that.
+    What is given back are whole 2 MiB; so a process holds one page of each MiB. None of that memory
+    is to be had in large pages, then.
+
+    Raises:
+        RuntimeError: there is not so much.
     """
-    subprocess.run([sys.executable, "-c", _TOUCH, str(num_bytes)], check=True)
+    size = num_bytes // PAGE_BYTES * PAGE_BYTES
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", _KEEP, str(size)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    with keeper, keeper.stdin:
+        if keeper.stdout.readline().strip() != "True":
+            raise RuntimeError(f"this machine has no {num_bytes / 1e9:.1f} GB of free memory")
+        yield

@@ -41,3 +41,22 @@ def test_what_failed_keeps_no_memory_of_the_calls(settle):
         assert [reference() for reference in made(settle)] == [None] * 5
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "settle",
+    [Workers.settle, lambda workers: workers.settle_first(100), lambda workers: workers.settle(30)],
+    ids=["all", "first", "most"],
+)
+def test_who_waits_is_woken_when_that_is_over_and_not_for_each_call(settle):
+    """Each time it would take the core from the very threads that it waits for."""
+    with Workers(2, "test") as workers:
+        woken, wake = [], workers._changed.notify_all
+        workers._changed.notify_all = lambda: (woken.append(workers._done), wake())
+        made = []
+        for number in range(100):
+            workers.submit(partial(made.append, number))
+        settle(workers)
+        assert len(woken) <= 1
+        workers.settle()
+    assert sorted(made) == list(range(100))

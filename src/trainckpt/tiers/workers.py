@@ -32,7 +32,7 @@ class Workers:
         self._left: set[int] = set()  # numbers of the calls that are not made yet
         self._errors: dict[int, BaseException] = {}
         self._over = False
-        self._is_over: Callable[[], bool] = lambda: False  # what is waited for
+        self._is_over = _never  # what is waited for
 
     def submit(self, call: Callable[[], object]) -> None:
         """Make this call on one of the threads, after those asked for before."""
@@ -71,6 +71,7 @@ class Workers:
         with self._changed:
             self._is_over = is_over
             self._changed.wait_for(is_over)
+            self._is_over = _never
         self._raise()
 
     def _raise(self) -> None:
@@ -109,4 +110,10 @@ class Workers:
                 self._done += 1
                 self._left.discard(number)
                 if self._is_over():  # else whoever waits would wake for nothing each time
+                    self._is_over = _never  # it stays so: nothing is asked for meanwhile
                     self._changed.notify_all()
+
+
+def _never() -> bool:
+    """Nobody waits."""
+    return False
