@@ -1,6 +1,6 @@
 """No collections: a short while in which the interpreter does not look for cycles.
 
-Each look is at all objects there are, and torch alone makes half a million; what a resume makes
+Each look may be at all objects there are, 170 000 once torch is imported; and what a resume makes
 would have that happen several times over, and little of it is given up.
 """
 
