@@ -21,10 +21,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("name", ["accelerate_gpt", "transformers_gpt", "lora_gpt"])
 def test_an_example_stopped_and_started_again_trains_what_it_would_have(
-    name, tmp_path, monkeypatch
+    name, tmp_path, monkeypatch, stays_when_stopped
 ):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr("trainckpt.lifecycle.stopping.departure.exit_soon", lambda *_: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
     threads = torch.get_num_threads()
     example = importlib.import_module(name)

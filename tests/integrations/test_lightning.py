@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 import trainckpt
 from tests.integrations.toy_lightning import Alternating, Augmented, StopAt, Toy, fit, loaders
 from tests.state.helpers import frozen
-from trainckpt.lifecycle.stopping import departure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -294,8 +293,9 @@ def test_a_fit_that_fails_goes_on_from_its_last_save(tmp_path, straight):
     assert frozen(after.end) == frozen(straight.end)
 
 
-def test_a_stop_is_exit_code_75_and_no_checkpoint_callback_saves_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(departure, "exit_soon", lambda *_: None)  # it would end this process
+def test_a_stop_is_exit_code_75_and_no_checkpoint_callback_saves_again(
+    tmp_path, stays_when_stopped
+):
     folder = tmp_path / "own"
     own = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
     with pytest.raises(trainckpt.Stopped) as stopped:

@@ -94,8 +94,7 @@ def test_its_own_checkpoints_are_saved_as_ever_and_the_trainer_is_left_as_it_was
     assert any("checkpoint-3" in name for name in names[0])
 
 
-def test_a_stop_ends_the_script_with_the_code_for_start_me_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainckpt.lifecycle.stopping.departure.exit_soon", lambda *_: None)
+def test_a_stop_ends_the_script_with_the_code_for_start_me_again(tmp_path, stays_when_stopped):
     exits = {"ours": {"on_stop": "exit"}}
     with pytest.raises(trainckpt.Stopped) as caught:
         Training(tmp_path, {}, tmp_path / "run", strike_at=2, **exits).train()
