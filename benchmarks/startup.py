@@ -7,6 +7,9 @@ its host it gets at 3 s per GB, and a resume needs a little more than a fresh st
 would be most of what is measured. That memory comes in pages of 4 KiB alone, whatever the system
 would give. `--memory as-found` leaves it as it is.
 
+`--caches all` has the page cache forget everything else, too, as on a machine that was just
+started: it takes root. The launch reads its modules from the disk then, which a resume shares.
+
     trainckpt  `trainckpt run`, the script with a Checkpointer
     dcp        `torchrun`, the script with torch.distributed.checkpoint's load
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 SYSTEMS = ("trainckpt", "dcp")
 FRESH, RESUME, PREPARE = "fresh", "resume", "prepare"
 HAD, AS_FOUND = "had", "as-found"
+SAVED, ALL = "saved", "all"
 LIMIT_S = 600.0
 
 
@@ -124,7 +128,7 @@ class Bench:
         extra = [r - f for f, r in zip(times[FRESH], times[RESUME], strict=True)]
         return {
             "system": system, "ranks": self.given.ranks, "bytes": self.num_bytes,
-            "memory": self.given.memory, "pairs": len(extra),
+            "memory": self.given.memory, "caches": self.given.caches, "pairs": len(extra),
             "fresh_s": round(statistics.median(times[FRESH]), 3),
             "resume_s": round(statistics.median(times[RESUME]), 3),
             "extra_s": round(statistics.median(extra), 3),
@@ -133,10 +137,12 @@ class Bench:
 
     def launch(self, system: str, how: str, place: Path) -> float:
         """Seconds until the last rank has done its first step."""
-        from benchmarks.compare.caches import evict
+        from benchmarks.compare.caches import evict, evict_all
 
         place.mkdir(exist_ok=True)
         evict(place)
+        if self.given.caches == ALL:
+            evict_all()
         if self.memory is not None:
             shutil.rmtree(self.memory)
             self.memory.mkdir(mode=0o700)
@@ -171,13 +177,17 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--memory", choices=(HAD, AS_FOUND), default=HAD)
+    parser.add_argument("--caches", choices=(SAVED, ALL), default=SAVED)
     for hidden in ("--job", "--how"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--place", "--marks"):

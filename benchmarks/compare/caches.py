@@ -1,4 +1,4 @@
-"""What makes a second time faster than the first: forgotten, without being root.
+"""What makes a second time faster than the first: forgotten, mostly without being root.
 
 The page cache holds files, and the C library what this process has freed: a process that was just
 started, as one is that resumes, has neither.
@@ -45,6 +45,16 @@ def evict(path: Path) -> None:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
+
+
+def evict_all() -> None:
+    """Whatever the page cache holds, modules of programs too: as a machine that was just started.
+
+    Raises:
+        PermissionError: only root may.
+    """
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
 def give_back() -> None:

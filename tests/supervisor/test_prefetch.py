@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -107,3 +108,33 @@ def test_a_run_is_known_by_the_arguments_of_its_command(crashed_run, tmp_path):
         crashed_run
     )
     assert likely_run([*script, "--run", str(tmp_path / "new"), "\0", "x" * 5000]) is None
+
+
+def test_the_launch_comes_first_at_the_disk_until_it_waits(tmp_path):
+    """In a process of its own, as `beside` starts it; a rank that waits says so."""
+    code = """
+        import sys
+        from trainckpt.supervisor import prefetch
+        from trainckpt.tiers import io_priority
+        from trainckpt.tiers.memory import MemoryPlace
+        prefetch._give_way()
+        memory = MemoryPlace.of(sys.argv[1])
+        with memory.fetching(), prefetch._awaited(memory) as awaited:
+            print(io_priority.is_idle(), awaited.is_set(), flush=True)
+            awaited.wait(60)
+            print(io_priority.is_idle(), awaited.is_set(), flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as other:
+        can = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+        assert other.stdout.readline() == f"{can} False\n"
+        place = MemoryPlace.found(str(tmp_path))
+        assert not place.is_awaited()
+        assert place.wait_fetched(60.0)
+        assert other.stdout.readline() == "False True\n"
+    assert place.is_awaited()
+    with place.fetching():
+        assert not place.is_awaited(), "that was about another one"
+    place.remove()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from trainckpt.errors import TrainckptError
 from trainckpt.snapshot.blocks import READ_BYTES
 from trainckpt.tiers.direct import buffers
 from trainckpt.tiers.memory import MemoryTaken
+from trainckpt.tiers.queue_depth import QueueDepth
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -31,15 +33,31 @@ if TYPE_CHECKING:
 
 PART_BYTES = 4 << 20  # read at once
 NUM_PARTS = 8  # in memory at once
+GENTLE_BYTES, GENTLE_PARTS = 1 << 20, 16  # the same beside others, who wait behind what is read
+WINDOW_BYTES = 32 << 20  # over which it is measured how fast they come
 SEALED_BYTES = 64 << 20  # at once of what is encrypted: chunks at both ends of it are read twice
 NUMBERS = range(2)  # arenas of a rank among which one is taken
 MOSTLY = 0.5  # of a snapshot's bytes that several ranks need, for which fetching together pays
 
 
 def fetch(
-    tier: Readable, place: MemoryPlace, manifest: Manifest, numbers: Iterable[int]
+    tier: Readable,
+    place: MemoryPlace,
+    manifest: Manifest,
+    numbers: Iterable[int],
+    *,
+    awaited: threading.Event | None = None,
 ) -> list[int]:
-    """Bring the shard files of these ranks into memory, unless they are there; which came."""
+    """Bring the shard files of these ranks into memory, unless they are there; which came.
+
+    Args:
+        tier: From where.
+        place: To where.
+        manifest: Of the snapshot.
+        numbers: Of the ranks.
+        awaited: Until it is set others need the disk that it is read from: few reads are on
+            their way. None: nobody else does.
+    """
     came = []
     for number in numbers:
         file = manifest.files[number]
@@ -51,7 +69,7 @@ def fetch(
             continue
         with contextlib.closing(arena):
             try:
-                _fill(tier, arena, folder, file)
+                _fill(tier, arena, folder, file, awaited)
             except (OSError, TrainckptError):
                 with contextlib.suppress(OSError):
                     arena.retract()
@@ -110,39 +128,84 @@ def _arena(place: MemoryPlace, rank: int) -> Arena | None:
     return found[0] if found else None
 
 
-def _fill(tier: Readable, arena: Arena, folder: str, file: FileEntry) -> None:
+def _fill(
+    tier: Readable, arena: Arena, folder: str, file: FileEntry, awaited: threading.Event | None
+) -> None:
     """Read it into a few blocks of huge pages, several at once, and write it from there.
 
     A disk is three times as fast where memory comes in large pieces, which tmpfs' own does not, and
     what is written to tmpfs is neither cleared nor mapped before.
     """
     num_bytes, key = file.content.num_bytes, f"{folder}/{file.name}"
-    size, num = (SEALED_BYTES, 1) if file.sealed else (PART_BYTES, NUM_PARTS)
-    num = max(1, min(num, -(-num_bytes // size)))
-    blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-    for block in buffers(num, size):
-        blocks.put(block)
+    size, num = (PART_BYTES, NUM_PARTS) if awaited is None else (GENTLE_BYTES, GENTLE_PARTS)
+    size, num = (SEALED_BYTES, 1) if file.sealed else (size, num)
+    blocks = Blocks(num_bytes, size, num, awaited)
     arena.begin(num_bytes)
     writing = threading.Lock()  # the system lets one write at a time: others would spin meanwhile
 
     def bring(first_byte: int) -> None:
-        block = blocks.get()
+        block = blocks.take()
+        part = block[: num_bytes - first_byte]
         try:
-            part = block[: num_bytes - first_byte]
             steps = range(0, len(part), READ_BYTES)
             parts = [(first_byte + at, part[at : at + READ_BYTES]) for at in steps]
             tier.read_parts(key, parts, lambda _: None)
             with writing:
                 arena.write(first_byte, part)
         finally:
-            blocks.put(block)
+            blocks.give(block)
 
     try:
-        with Workers(num, "trainckpt-fetch") as workers:
-            for first_byte in range(0, num_bytes, size):
+        with Workers(blocks.num, "trainckpt-fetch") as workers:
+            for first_byte in range(0, num_bytes, blocks.size):
                 workers.submit(partial(bring, first_byte))
             workers.settle()
     except BaseException:
         arena.empty()  # by half it is of no use, and may have holes
         raise
     arena.publish(folder, file.name)
+
+
+class Blocks:
+    """Memory for what is on its way: whoever has a block reads into it. Any thread.
+
+    Attributes:
+        size: Bytes of each.
+        num: Blocks there are; fewer are out while others need the disk.
+    """
+
+    def __init__(
+        self, num_bytes: int, size: int, most: int, awaited: threading.Event | None
+    ) -> None:
+        self.size, self.num = size, max(1, min(most, -(-num_bytes // size)))
+        self._awaited = awaited
+        self._depth = QueueDepth(self.num)
+        self._spare = buffers(self.num, size)
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._out = self._came = 0
+        self._since_s = time.perf_counter()
+        self._lock = threading.Lock()
+        self._let_out()
+
+    def take(self, timeout_s: float | None = None) -> memoryview:
+        """A block; waits until there is one, or raises `queue.Empty`."""
+        return self._free.get(timeout=timeout_s)
+
+    def give(self, block: memoryview) -> None:
+        """It is free again: what was in it has come."""
+        with self._lock:
+            self._spare.append(block)
+            self._out -= 1
+            self._came += self.size
+            if self._came >= WINDOW_BYTES:
+                now_s = time.perf_counter()
+                self._depth.measured(self._came / max(now_s - self._since_s, 1e-9))
+                self._came, self._since_s = 0, now_s
+            self._let_out()
+
+    def _let_out(self) -> None:
+        gently = self._awaited is not None and not self._awaited.is_set()
+        most = self._depth.now if gently else self.num
+        while self._spare and self._out < most:
+            self._free.put(self._spare.pop())
+            self._out += 1

@@ -3,6 +3,9 @@
 While the ranks import torch and find each other, the snapshot that they will most likely begin
 from is read into this host's memory. They choose for themselves, wait for what is on its way, and
 verify every byte: if this guess was wrong, or did not come to its end, they read as without it.
+
+Until they wait, the launch comes first, for the cores and for the disk: it reads its modules in
+small pieces, each of which would wait behind all that is on its way here.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +26,7 @@ from trainckpt.lifecycle.run.memory import has_room, training_bytes
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared
-from trainckpt.tiers import kept
+from trainckpt.tiers import io_priority, kept
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -34,12 +38,12 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 _END_WITHIN_S = 5.0
+_LOOK_AGAIN_S = 0.02
 NICE = 10  # a ninth of what the launch gets, where both want a core
 
 
 def main(arguments: list[str]) -> int:
     """Fetch; 0 whatever came of it, for nobody depends on it."""
-    _give_way()
     with contextlib.suppress(TrainckptError, OSError):
         tier = place.open_other_place(arguments[0])
         memory = MemoryPlace.of(tier.url) if tier.size(RUN_RECORD) else None
@@ -55,6 +59,28 @@ def _give_way() -> None:
         os.nice(NICE)
     with contextlib.suppress(OSError):  # sessions share the cores alike, whatever is in each
         Path("/proc/self/autogroup").write_text(f"{NICE}\n", encoding="ascii")
+    io_priority.give_way_to_all()
+
+
+@contextlib.contextmanager
+def _awaited(memory: MemoryPlace) -> Iterator[threading.Event]:
+    """Set once the launch waits: until then it does without, from then on for this alone."""
+    awaited, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_AGAIN_S):
+            if memory.is_awaited():
+                io_priority.give_way_to_nobody()
+                awaited.set()
+                return
+
+    watcher = threading.Thread(target=watch, name="trainckpt-awaited", daemon=True)
+    watcher.start()
+    try:
+        yield awaited
+    finally:
+        over.set()
+        watcher.join()
 
 
 def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
@@ -70,7 +96,11 @@ def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
     here = -(-len(manifest.files) // hosts)
     if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest) // hosts, here)):
         return []  # the ranks have taken nothing yet
-    return fetch(tier, memory, manifest, range(len(manifest.files)))
+    numbers = range(len(manifest.files))
+    if not isinstance(tier, LocalTier):
+        return fetch(tier, memory, manifest, numbers)
+    with _awaited(memory) as awaited:
+        return fetch(tier, memory, manifest, numbers, awaited=awaited)
 
 
 def _num_hosts(before: Mapping[int, AttemptRecord]) -> int:
@@ -117,4 +147,5 @@ def beside(run: str | None, variables: Mapping[str, str], wanted: str | None) ->
 
 
 if __name__ == "__main__":
+    _give_way()
     sys.exit(main(sys.argv[1:]))

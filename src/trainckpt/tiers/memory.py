@@ -204,6 +204,7 @@ class MemoryPlace:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
                 raise MemoryTaken(error.errno, "another process brings files here") from error
+            os.ftruncate(descriptor, 0)
             yield
         finally:
             os.close(descriptor)
@@ -215,8 +216,16 @@ class MemoryPlace:
         while path.exists() and not _try_lock(path):
             if time.monotonic() > until_s:
                 return False
+            with contextlib.suppress(OSError):
+                os.truncate(path, 1)
             time.sleep(_LOOK_AGAIN_S)
         return True
+
+    def is_awaited(self) -> bool:
+        """Whether anybody has been waiting for what this process brings."""
+        with contextlib.suppress(OSError):
+            return (self.root / _FETCHING).stat().st_size > 0
+        return False
 
     def folders(self) -> list[str]:
         """Snapshots of which anything is held: `snapshots/...`, sorted."""
