@@ -1,7 +1,7 @@
 """How many reads are on their way at once, beside a process whose own reads come first.
 
 What lies in a disk's queue is served before everybody else's next read. With 32 MB there, a launch
-whose modules are read from the same disk meanwhile takes half a second longer, here. Disks give
+whose modules are read from the same disk meanwhile takes a third of a second longer. Disks give
 nearly all they can with few reads on their way, places that answer late (a mounted store) do not:
 where little comes, the number grows, as long as that brings more. Pure: told of rates, it says a
 number.
@@ -27,9 +27,7 @@ class QueueDepth:
     def __init__(self, most: int) -> None:
         self.now = min(FIRST, most)
         self._most = most
-        self._before: float | None = (
-            None  # bytes per second with half of them, while twice is tried
-        )
+        self._before: float | None = None  # the rate with half of them, while twice is tried
         self._rests = 0
 
     def measured(self, rate: float) -> None:
