@@ -87,3 +87,12 @@ def test_what_the_ranks_will_take_for_the_training_is_left_to_them(machine):
     assert memory.has_room(place, GB // 2)
     assert not memory.has_room(place, GB // 2, memory.training_bytes(GB, new_processes=2))
     assert memory.has_room(place, GB // 16, memory.training_bytes(GB // 8, new_processes=2))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 1, 3), (16, 2, 4)]
+)
+def test_whoever_copies_beside_training_leaves_it_a_core(monkeypatch, cores, ranks, threads):
+    """With two cores one thread copies: a second would take turns with the one that trains."""
+    monkeypatch.setattr(memory, "num_cores", lambda: cores)
+    assert memory.beside_threads(ranks) == threads

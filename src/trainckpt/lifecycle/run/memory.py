@@ -35,6 +35,14 @@ def copy_threads(num_ranks: int) -> int:
     return min(MAX_COPY_THREADS, max(1, num_cores() // num_ranks))
 
 
+def beside_threads(num_ranks: int) -> int:
+    """That each of so many ranks may copy with while it trains on, which takes a core of these.
+
+    With one more, training and copies take turns at a core, and a step loses what its copy gains.
+    """
+    return min(MAX_COPY_THREADS, max(1, num_cores() // num_ranks - 1))
+
+
 def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:
     """The option `memory_budget` in bytes: a share of the limit, or a number of its own."""
     if num_bytes is not None:
