@@ -95,4 +95,4 @@ def test_what_the_ranks_will_take_for_the_training_is_left_to_them(machine):
 def test_whoever_copies_beside_training_leaves_it_a_core(monkeypatch, cores, ranks, threads):
     """With two cores one thread copies: a second would take turns with the one that trains."""
     monkeypatch.setattr(memory, "num_cores", lambda: cores)
-    assert memory.beside_threads(ranks) == threads
+    assert memory.copy_threads(ranks, beside_training=True) == threads

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trainckpt.snapshot.fetch import GENTLE_BYTES, GENTLE_PARTS, Blocks
+from trainckpt.snapshot.fetch import GENTLE_BYTES, GENTLE_PARTS, Beside, Blocks
 from trainckpt.tiers.queue_depth import FIRST
 
 
@@ -23,7 +23,7 @@ def out(blocks):
 
 def test_few_reads_are_on_their_way_until_it_is_awaited_then_all():
     awaited = threading.Event()
-    blocks = Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, awaited)
+    blocks = Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, Beside(awaited))
     taken = out(blocks)
     assert len(taken) == FIRST
     blocks.give(taken.pop())
@@ -38,3 +38,11 @@ def test_few_reads_are_on_their_way_until_it_is_awaited_then_all():
 def test_who_has_the_disk_alone_reads_all_at_once(num_bytes, num):
     taken = out(Blocks(num_bytes, GENTLE_BYTES, GENTLE_PARTS, None))
     assert [len(block) for block in taken] == [GENTLE_BYTES] * num
+
+
+def test_what_one_file_has_shown_of_a_place_holds_for_the_next():
+    beside = Beside(threading.Event())
+    Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, beside)
+    beside.depth.measured(1e6)
+    following = Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, beside)
+    assert len(out(following)) == 2 * FIRST

@@ -10,9 +10,11 @@ So what a fetch brings is only ever nearer, and one that fails costs nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,24 @@ NUMBERS = range(2)  # arenas of a rank among which one is taken
 MOSTLY = 0.5  # of a snapshot's bytes that several ranks need, for which fetching together pays
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Others need the disk too, and come first.
+
+    Attributes:
+        awaited: Set once they wait for what is read here.
+        depth: Reads on their way until then; what one file has shown holds for the next.
+    """
+
+    awaited: threading.Event
+    depth: QueueDepth = field(default_factory=lambda: QueueDepth(GENTLE_PARTS))
+
+    @property
+    def most(self) -> float:
+        """Reads that may be on their way now."""
+        return math.inf if self.awaited.is_set() else self.depth.now
+
+
 def fetch(
     tier: Readable,
     place: MemoryPlace,
@@ -59,6 +79,7 @@ def fetch(
             their way. None: nobody else does.
     """
     came = []
+    beside = Beside(awaited) if awaited is not None else None
     for number in numbers:
         file = manifest.files[number]
         folder = manifest.name.folder
@@ -69,7 +90,7 @@ def fetch(
             continue
         with contextlib.closing(arena):
             try:
-                _fill(tier, arena, folder, file, awaited)
+                _fill(tier, arena, folder, file, beside)
             except (OSError, TrainckptError):
                 with contextlib.suppress(OSError):
                     arena.retract()
@@ -129,17 +150,17 @@ def _arena(place: MemoryPlace, rank: int) -> Arena | None:
 
 
 def _fill(
-    tier: Readable, arena: Arena, folder: str, file: FileEntry, awaited: threading.Event | None
+    tier: Readable, arena: Arena, folder: str, file: FileEntry, beside: Beside | None
 ) -> None:
-    """Read it into a few blocks of huge pages, several at once, and write it from there.
+    """Read it into a few blocks, of huge pages if large, several at once; write it from there.
 
     A disk is three times as fast where memory comes in large pieces, which tmpfs' own does not, and
     what is written to tmpfs is neither cleared nor mapped before.
     """
     num_bytes, key = file.content.num_bytes, f"{folder}/{file.name}"
-    size, num = (PART_BYTES, NUM_PARTS) if awaited is None else (GENTLE_BYTES, GENTLE_PARTS)
+    size, num = (PART_BYTES, NUM_PARTS) if beside is None else (GENTLE_BYTES, GENTLE_PARTS)
     size, num = (SEALED_BYTES, 1) if file.sealed else (size, num)
-    blocks = Blocks(num_bytes, size, num, awaited)
+    blocks = Blocks(num_bytes, size, num, beside)
     arena.begin(num_bytes)
     writing = threading.Lock()  # the system lets one write at a time: others would spin meanwhile
 
@@ -174,12 +195,9 @@ class Blocks:
         num: Blocks there are; fewer are out while others need the disk.
     """
 
-    def __init__(
-        self, num_bytes: int, size: int, most: int, awaited: threading.Event | None
-    ) -> None:
+    def __init__(self, num_bytes: int, size: int, most: int, beside: Beside | None) -> None:
         self.size, self.num = size, max(1, min(most, -(-num_bytes // size)))
-        self._awaited = awaited
-        self._depth = QueueDepth(self.num)
+        self._beside = beside
         self._spare = buffers(self.num, size)
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._out = self._came = 0
@@ -196,16 +214,19 @@ class Blocks:
         with self._lock:
             self._spare.append(block)
             self._out -= 1
-            self._came += self.size
-            if self._came >= WINDOW_BYTES:
-                now_s = time.perf_counter()
-                self._depth.measured(self._came / max(now_s - self._since_s, 1e-9))
-                self._came, self._since_s = 0, now_s
+            if self._beside is not None:
+                self._measure(self._beside.depth)
             self._let_out()
 
+    def _measure(self, depth: QueueDepth) -> None:
+        self._came += self.size
+        if self._came >= WINDOW_BYTES:
+            now_s = time.perf_counter()
+            depth.measured(self._came / max(now_s - self._since_s, 1e-9))
+            self._came, self._since_s = 0, now_s
+
     def _let_out(self) -> None:
-        gently = self._awaited is not None and not self._awaited.is_set()
-        most = self._depth.now if gently else self.num
+        most = math.inf if self._beside is None else self._beside.most
         while self._spare and self._out < most:
             self._free.put(self._spare.pop())
             self._out += 1

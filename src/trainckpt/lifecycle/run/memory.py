@@ -30,17 +30,14 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def copy_threads(num_ranks: int) -> int:
-    """That each of so many ranks of a host may copy with at once: its share of the cores."""
-    return min(MAX_COPY_THREADS, max(1, num_cores() // num_ranks))
+def copy_threads(num_ranks: int, *, beside_training: bool = False) -> int:
+    """That each of so many ranks of a host may copy with at once: its share of the cores.
 
-
-def beside_threads(num_ranks: int) -> int:
-    """That each of so many ranks may copy with while it trains on, which takes a core of these.
-
-    With one more, training and copies take turns at a core, and a step loses what its copy gains.
+    Beside training one less, which trains: else both take turns at a core, and a step loses what
+    its copy gains.
     """
-    return min(MAX_COPY_THREADS, max(1, num_cores() // num_ranks - 1))
+    share = num_cores() // num_ranks - beside_training
+    return min(MAX_COPY_THREADS, max(1, share))
 
 
 def budget_bytes(share: float | None, num_bytes: int | None) -> int | None:

@@ -23,7 +23,7 @@ from trainckpt.lifecycle.deciding.arena_choice import (
     choose,
 )
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.lifecycle.run.memory import available_bytes, beside_threads, budget_bytes
+from trainckpt.lifecycle.run.memory import available_bytes, budget_bytes, copy_threads
 from trainckpt.lifecycle.saving.arena_words import mb, no_memory, where
 from trainckpt.state.side import Side
 from trainckpt.state.stage import private_memory
@@ -106,7 +106,7 @@ class Arenas:
     @property
     def copy_threads(self) -> int:
         """That may copy beside training."""
-        return beside_threads(len(self._ranks))
+        return copy_threads(len(self._ranks), beside_training=True)
 
     @property
     def are_two(self) -> bool:
