@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.tiers.base import Readable, Tier
 
+    Parse = Callable[[bytes, str], Manifest]  # as `manifests.load`
+
 NOT_COMMITTED = "not committed: a save that was cut short"
 ABANDONED = "abandoned branch: a later attempt did not begin from it"
 
@@ -54,18 +56,28 @@ class Candidate:
 
 
 def read_catalog(
-    tier: Tier, run: str, attempts: Mapping[int, AttemptRecord]
+    tier: Tier,
+    run: str,
+    attempts: Mapping[int, AttemptRecord],
+    parse: Parse = manifests.load,
 ) -> tuple[Candidate, ...]:
     """All snapshots of the run, newest first by (attempt, sequence).
+
+    Args:
+        tier, run, attempts: Where, of which run, and the attempts that it is known to have had.
+        parse: Makes manifests of their bytes.
 
     Raises:
         TierUnavailable: the tier denied a look; never reported as an empty catalog.
     """
-    return read_copies((tier,), run, attempts)
+    return read_copies((tier,), run, attempts, parse)
 
 
 def read_copies(
-    tiers: Sequence[Tier], run: str, attempts: Mapping[int, AttemptRecord]
+    tiers: Sequence[Tier],
+    run: str,
+    attempts: Mapping[int, AttemptRecord],
+    parse: Parse = manifests.load,
 ) -> tuple[Candidate, ...]:
     """All snapshots of the run in all of its tiers; as `read_catalog`.
 
@@ -80,7 +92,7 @@ def read_copies(
     sizes = {tier.name: cache(tier.size) for tier in tiers}  # many may refer to one file
     listed = []
     for name in sorted(found, reverse=True):
-        looks = [(t.name, _look(t, run, name, reach, sizes[t.name])) for t in found[name]]
+        looks = [(t.name, _look(t, run, name, reach, sizes[t.name], parse)) for t in found[name]]
         listed.append(_merged(looks, list(sizes.values()), reach))
     reached = {folder for candidate in listed for folder in reached_folders(candidate.manifest)}
     return tuple(c for c in listed if c.reason != NOT_COMMITTED or c.name not in reached)
@@ -154,14 +166,16 @@ def ancestry(
     return reach
 
 
-def load_manifest(tier: Readable, run: str, name: SnapshotName) -> Manifest:
+def load_manifest(
+    tier: Readable, run: str, name: SnapshotName, parse: Parse = manifests.load
+) -> Manifest:
     """The manifest of one snapshot, checked to be the one its place promises.
 
     Raises:
         UnusableSnapshot: missing, damaged, of another run, or in another snapshot's folder.
     """
     key = f"{name.folder}/{names.MANIFEST}"
-    manifest = manifests.load(tier.read(key, max_bytes=manifests.MAX_BYTES), key)
+    manifest = parse(tier.read(key, max_bytes=manifests.MAX_BYTES), key)
     if manifest.run != run:
         raise UnusableSnapshot(f"{key} belongs to another run ({manifest.run[:40]})")
     if manifest.name != name:
@@ -198,11 +212,12 @@ def _look(
     name: SnapshotName,
     reach: Mapping[int, float],
     size_of: Callable[[str], int | None],
+    parse: Parse,
 ) -> Candidate:
     if tier.size(f"{name.folder}/{names.MANIFEST}") is None:
         return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
     try:
-        manifest = load_manifest(tier, run, name)
+        manifest = load_manifest(tier, run, name, parse)
     except UnusableSnapshot as error:
         return Candidate(name, None, usable=False, reason=error.message)
     for key, file in _files(manifest):

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 
-def commit(tier: Tier, manifest: Manifest) -> None:
+def commit(tier: Tier, manifest: Manifest) -> bytes:
     """Steps 3 and 4. When it returns the snapshot exists and survives a power cut.
+
+    Returns the bytes of its manifest.
 
     Raises:
         SaveFailed: a shard file is not there with its length, so nothing was committed.
@@ -36,4 +38,6 @@ def commit(tier: Tier, manifest: Manifest) -> None:
         size = tier.size(f"{place}/{file.name}")
         if size != file.num_bytes:
             raise SaveFailed(f"{place}/{file.name} is {size} bytes, {file.num_bytes} were written")
-    tier.replace(f"{folder}/{names.MANIFEST}", manifests.dump(manifest))
+    data = manifests.dump(manifest)
+    tier.replace(f"{folder}/{names.MANIFEST}", data)
+    return data

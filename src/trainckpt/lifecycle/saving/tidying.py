@@ -17,6 +17,7 @@ from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempts import newest, read_attempts
+from trainckpt.snapshot.parsed import Parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 
 class Tidying:
-    """After the commits of one attempt, the newest first; those before it need nothing more."""
+    """After the commits of one attempt, the newest first; those before it need nothing more.
+
+    Attributes:
+        parsed: Manifests of the place; whoever commits one lets it learn that.
+    """
 
     def __init__(
         self, tier: Tier, facts: Facts, log: AttemptLog, being_read: Callable[[], Collection[str]]
@@ -39,6 +44,7 @@ class Tidying:
         self._wanted: SnapshotName | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
+        self.parsed = Parsed()
         self._told_by_survivors = True  # there may be such files of older attempts
 
     def after(self, name: SnapshotName) -> None:
@@ -81,7 +87,9 @@ class Tidying:
         attempts = read_attempts(self._tier)
         for old in old_dumps(self._tier, attempts):
             remove(self._tier, old)
-        candidates = catalog.read_catalog(self._tier, self._facts.run, attempts)
+        run, parse = self._facts.run, self.parsed
+        candidates = catalog.read_catalog(self._tier, run, attempts, parse)
+        parse.forget()
         prune.prune_by_policy(
             self._tier, candidates, keep_last=self._facts.keep_last,
             attempt=self._facts.attempt, keep=self._being_read(), unless=self._is_superseded,

@@ -323,7 +323,8 @@ class Writer:
             if self._sealing is not None:
                 self.whole = self._sealing.manifest(self.whole)
             if not in_memory:
-                commit(self._tier, self.whole)
+                data = commit(self._tier, self.whole)
+                self.tidying.parsed.learn(self.whole, data)
                 if self._sealing is not None:
                     self._sealing.committed(self.whole)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
