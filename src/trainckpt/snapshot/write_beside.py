@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FROM_BYTES = 64 << 20  # what is smaller is written before the other process has heard of it
 END_WITHIN_S = 5.0
+TELL_BYTES = 32 << 20  # the other process hears of so much that is copied at once
 _MODULE = "trainckpt.snapshot.write_process"
 
 logger = logging.getLogger("trainckpt")
@@ -136,8 +137,11 @@ class WriteBeside:
             messages.send(end, {}, descriptor=file.into[0])
         self._layout = header
         try:
+            told = 0
             for behind in copied:
-                messages.send(end, {"behind": behind - begin})
+                if behind - begin - told >= TELL_BYTES:
+                    told = behind - begin
+                    messages.send(end, {"behind": told})
         except BaseException:
             with contextlib.suppress(EOFError, OSError):  # then the next file finds out
                 messages.send(end, {"abandon": True})
