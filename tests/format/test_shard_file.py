@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -164,3 +165,12 @@ def test_deep_nesting_is_refused_and_not_a_crash():
     text = b"[" * 200_000
     with pytest.raises(UnusableSnapshot):
         shard_file.parse(len(text).to_bytes(8, "little") + text, "x", file_bytes=1 << 20)
+
+
+def test_a_digested_region_is_the_same_but_for_its_digest():
+    region = Region("t", "F32", (2, 0), (3, 4), (9, 4), "", 96)
+    assert region.key == "t[2:5]"
+    found = region.digested("0f" * 16)
+    assert found == replace(region, digest="0f" * 16)
+    assert (found.key, found.num_bytes, found.bytes_per_digest) == ("t[2:5]", 48, 48)
+    assert region.digest == ""

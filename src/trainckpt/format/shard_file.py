@@ -108,6 +108,12 @@ class Region:
         """The region's name in the safetensors header."""
         return region_key(self.tensor, self.offset, self.shape, self.of)
 
+    def digested(self, found: str) -> Region:
+        """The same with this digest; what was worked out of it (`key`) need not be again."""
+        region = object.__new__(Region)
+        region.__dict__.update(self.__dict__, digest=found)
+        return region
+
 
 def region_key(
     tensor: str, offset: tuple[int, ...], shape: tuple[int, ...], of: tuple[int, ...]
@@ -247,14 +253,14 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> Sha
 
 def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader:
     """The same header with the digest of each region filled in, by region key."""
-    regions = tuple(_moved(r, r.first_byte, digests[r.key]) for r in header.regions)
+    regions = tuple(r.digested(digests[r.key]) for r in header.regions)
     return replace(header, regions=regions)
 
 
-def _moved(region: Region, first_byte: int, new_digest: str = "") -> Region:
+def _moved(region: Region, first_byte: int) -> Region:
     return Region(
         region.tensor, region.dtype, region.offset, region.shape, region.of,
-        region.true_dtype, first_byte, new_digest,
+        region.true_dtype, first_byte,
     )  # fmt: skip
 
 

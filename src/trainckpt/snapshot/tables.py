@@ -47,8 +47,8 @@ def merge_tables(tables: Sequence[Mapping[str, TensorEntry]]) -> dict[str, Tenso
     Raises:
         SaveFailed: a tensor lies over the ranks in two ways at once.
     """
-    merged: dict[str, TensorEntry] = {}
-    for table in tables:
+    merged: dict[str, TensorEntry] = dict(tables[0]) if tables else {}
+    for table in tables[1:]:
         for name, entry in table.items():
             known = merged.setdefault(name, entry)
             if known.layout != entry.layout or (entry.layout and known != entry):

@@ -124,8 +124,8 @@ def committed(
         key: known.streaks.get(key, 0) + 1
         for key, now in held.items()
         if (before := known.held.get(key)) is not None
+        and now.region.digest == before.region.digest  # most often not
         and _is_same(now.region, before.region)
-        and now.region.digest == before.region.digest
     }
     files = {path: known.files[path] for path in references.values()}
     needed = {key: saves for key, saves in known.needed.items() if key in held}
