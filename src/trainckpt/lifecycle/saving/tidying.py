@@ -22,18 +22,14 @@ from trainckpt.snapshot.parsed import Parsed
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from trainckpt.format.names import SnapshotName
+    from trainckpt.format.manifest import Manifest
     from trainckpt.lifecycle.run.attempt_log import AttemptLog
     from trainckpt.lifecycle.saving.writer import Facts
     from trainckpt.tiers.base import Tier
 
 
 class Tidying:
-    """After the commits of one attempt, the newest first; those before it need nothing more.
-
-    Attributes:
-        parsed: Manifests of the place; whoever commits one lets it learn that.
-    """
+    """After the commits of one attempt, the newest first; those before it need nothing more."""
 
     def __init__(
         self, tier: Tier, facts: Facts, log: AttemptLog, being_read: Callable[[], Collection[str]]
@@ -41,16 +37,16 @@ class Tidying:
         """`being_read`: full names of snapshots that must not be pruned now."""
         self._tier, self._facts, self._log, self._being_read = tier, facts, log, being_read
         self._lock = threading.Lock()
-        self._wanted: SnapshotName | None = None
+        self._wanted: tuple[Manifest, bytes] | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
-        self.parsed = Parsed()
+        self._parsed = Parsed()
         self._told_by_survivors = True  # there may be such files of older attempts
 
-    def after(self, name: SnapshotName) -> None:
-        """This was committed. Returns at once."""
+    def after(self, manifest: Manifest, data: bytes) -> None:
+        """This was committed, with these bytes. Returns at once."""
         with self._lock:
-            self._wanted = name
+            self._wanted = manifest, data
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="trainckpt-tidy", daemon=True
@@ -65,8 +61,9 @@ class Tidying:
 
     def _work(self) -> None:
         # background thread: no collectives here
-        while (name := self._next()) is not None:
-            self._log.change(newest_commit=str(name))
+        while (newest_commit := self._next()) is not None:
+            self._parsed.learn(*newest_commit)
+            self._log.change(newest_commit=str(newest_commit[0].name))
             try:
                 self._prune()
             except TrainckptError as error:
@@ -74,12 +71,12 @@ class Tidying:
             except Exception as error:  # noqa: BLE001 - what is left goes the next time
                 logger.warning("old snapshots could not be pruned: %r", error)
 
-    def _next(self) -> SnapshotName | None:
+    def _next(self) -> tuple[Manifest, bytes] | None:
         with self._lock:
-            name, self._wanted = self._wanted, None
-            if name is None:
+            found, self._wanted = self._wanted, None
+            if found is None:
                 self._thread = None
-            return name
+            return found
 
     def _prune(self) -> None:
         if self._is_superseded():
@@ -87,9 +84,9 @@ class Tidying:
         attempts = read_attempts(self._tier)
         for old in old_dumps(self._tier, attempts):
             remove(self._tier, old)
-        run, parse = self._facts.run, self.parsed
-        candidates = catalog.read_catalog(self._tier, run, attempts, parse)
-        parse.forget()
+        run, parsed = self._facts.run, self._parsed
+        candidates = catalog.read_catalog(self._tier, run, attempts, parsed)
+        parsed.forget()
         prune.prune_by_policy(
             self._tier, candidates, keep_last=self._facts.keep_last,
             attempt=self._facts.attempt, keep=self._being_read(), unless=self._is_superseded,
