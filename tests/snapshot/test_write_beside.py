@@ -108,7 +108,9 @@ def test_what_is_said_to_be_complete_is_written_before_the_rest_is(tmp_path, tie
     def copied():
         yield from one.progress(0.0)
         yield address(one.shard.memory) + half
+        until = time.monotonic() + 60
         while not path.exists() or path.read_bytes()[first:half] != whole[first:half]:
+            assert time.monotonic() < until, "it was not written"
             time.sleep(0.01)
         one.shard.memory[half:] = whole[half:]
 

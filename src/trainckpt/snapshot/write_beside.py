@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 FROM_BYTES = 64 << 20  # what is smaller is written before the other process has heard of it
 END_WITHIN_S = 5.0
-TELL_BYTES = 32 << 20  # the other process hears of so much that is copied at once
+# The other process hears of so much that is copied at once, or of so large a part of the file.
+TELL_BYTES, TELL_PART = 32 << 20, 8
 _MODULE = "trainckpt.snapshot.write_process"
 
 logger = logging.getLogger("trainckpt")
@@ -123,7 +124,6 @@ class WriteBeside:
 
     def _write(self, end: socket.socket, file: File, copied: Iterable[int]) -> Written:
         header, memory = file.shard.header, file.shard.memory
-        begin = address(memory) or 0
         layout = b"" if header is self._layout else shard_file.build(header)
         body: dict[str, Any] = {
             "root": file.tier and file.tier.url, "name": str(file.name), "rank": file.rank,
@@ -136,18 +136,7 @@ class WriteBeside:
         if file.into is not None:
             messages.send(end, {}, descriptor=file.into[0])
         self._layout = header
-        try:
-            told = 0
-            for behind in copied:
-                if behind - begin - told >= TELL_BYTES:
-                    told = behind - begin
-                    messages.send(end, {"behind": told})
-        except BaseException:
-            with contextlib.suppress(EOFError, OSError):  # then the next file finds out
-                messages.send(end, {"abandon": True})
-                self._reply(end, memoryview(b""))
-            raise
-        messages.send(end, {"complete": True})
+        self._tell(end, memory, copied)
         reply = self._reply(end, memory[: header.header_bytes])
         for line in reply["said"]:
             logger.info("%s", line)
@@ -162,6 +151,22 @@ class WriteBeside:
         return Written(
             Receipt.from_json(reply["receipt"]), shard_file.with_digests(header, digests)
         )
+
+    def _tell(self, end: socket.socket, memory: memoryview, copied: Iterable[int]) -> None:
+        """Say how far the file is complete, until all of it is."""
+        begin, told = address(memory) or 0, 0
+        step = min(TELL_BYTES, len(memory) // TELL_PART)
+        try:
+            for behind in copied:
+                if behind - begin - told >= step:
+                    told = behind - begin
+                    messages.send(end, {"behind": told})
+        except BaseException:
+            with contextlib.suppress(EOFError, OSError):  # then the next file finds out
+                messages.send(end, {"abandon": True})
+                self._reply(end, memoryview(b""))
+            raise
+        messages.send(end, {"complete": True})
 
     @staticmethod
     def _reply(end: socket.socket, head: memoryview) -> dict[str, Any]:
