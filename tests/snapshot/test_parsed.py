@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.snapshot.written import committed, referring, written
+from tests.snapshot.written import committed, referring
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
 from trainckpt.snapshot.catalog import read_catalog
-from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.parsed import Parsed
 from trainckpt.tiers.local import LocalTier
 
@@ -53,19 +52,11 @@ def test_a_manifest_that_is_not_what_it_was_is_refused(tier):
     assert [c.usable for c in read_catalog(tier, "run", {}, parsed)] == [False]
 
 
-def test_what_was_just_committed_is_not_parsed_at_all(tier, loads):
-    manifest, parsed = written(tier, "s1~1.1"), Parsed()
-    parsed.learn(manifest, commit(tier, manifest))
-    [found] = read_catalog(tier, "run", {}, parsed)
-    assert found.usable
-    assert found.manifest == replace(manifest, tensors={})
-    assert not loads
-
-
 def test_what_is_not_there_any_more_is_forgotten(tier, loads):
-    data, parsed = commit(tier, manifest := written(tier, "s1~1.1")), Parsed()
-    parsed.learn(manifest, data)
-    for _ in range(2):
-        parsed.forget()
-    parsed(data, "a manifest")
-    assert loads == ["a manifest"]
+    data, parsed = manifests.dump(committed(tier, "s1~1.1")), Parsed()
+    for times in (0, 1, 2):
+        parsed(data, f"forgotten {times} times")
+        for _ in range(times):
+            parsed.forget()
+    parsed(data, "forgotten twice in a row")
+    assert loads == ["forgotten 0 times", "forgotten twice in a row"]

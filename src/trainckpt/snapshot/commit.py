@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 
-def commit(tier: Tier, manifest: Manifest) -> bytes:
+def commit(tier: Tier, manifest: Manifest) -> None:
     """Steps 3 and 4. When it returns the snapshot exists and survives a power cut.
-
-    Returns the bytes of its manifest.
 
     Raises:
         SaveFailed: a shard file is not there with its length, so nothing was committed.
@@ -38,6 +36,4 @@ def commit(tier: Tier, manifest: Manifest) -> bytes:
         size = tier.size(f"{place}/{file.name}")
         if size != file.num_bytes:
             raise SaveFailed(f"{place}/{file.name} is {size} bytes, {file.num_bytes} were written")
-    data = manifests.dump(manifest)
-    tier.replace(f"{folder}/{names.MANIFEST}", data)
-    return data
+    tier.replace(f"{folder}/{names.MANIFEST}", manifests.dump(manifest))

@@ -2,6 +2,8 @@
 
 After each commit all manifests of a place are looked at. To parse them takes the interpreter from
 training for milliseconds, each time the same; their bytes are read, and must be what they were.
+Each is parsed once, this attempt's own too: what is written is believed only when it was read back,
+for older snapshots are deleted then.
 """
 
 from __future__ import annotations
@@ -32,10 +34,6 @@ class Parsed:
         self._now[key] = found
         return found
 
-    def learn(self, manifest: Manifest, data: bytes) -> None:
-        """These bytes were just made of this manifest."""
-        self._now[digest(data)] = replace(manifest, tensors={})
-
     def forget(self) -> None:
-        """What was neither asked for nor learnt since the last time."""
+        """What was not asked for since the last time."""
         self._before, self._now = self._now, {}

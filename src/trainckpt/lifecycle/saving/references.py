@@ -112,4 +112,4 @@ class References:
 def _compact(region: Region) -> Region:
     """With one digest for all its blocks: that is enough to know whether anything changed."""
     found = compact(region.digest)
-    return region if found == region.digest else replace(region, digest=found)
+    return region if found == region.digest else region.digested(found)

@@ -22,7 +22,7 @@ from trainckpt.snapshot.parsed import Parsed
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.run.attempt_log import AttemptLog
     from trainckpt.lifecycle.saving.writer import Facts
     from trainckpt.tiers.base import Tier
@@ -37,16 +37,16 @@ class Tidying:
         """`being_read`: full names of snapshots that must not be pruned now."""
         self._tier, self._facts, self._log, self._being_read = tier, facts, log, being_read
         self._lock = threading.Lock()
-        self._wanted: tuple[Manifest, bytes] | None = None
+        self._wanted: SnapshotName | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
         self._parsed = Parsed()
         self._told_by_survivors = True  # there may be such files of older attempts
 
-    def after(self, manifest: Manifest, data: bytes) -> None:
-        """This was committed, with these bytes. Returns at once."""
+    def after(self, name: SnapshotName) -> None:
+        """This was committed. Returns at once."""
         with self._lock:
-            self._wanted = manifest, data
+            self._wanted = name
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="trainckpt-tidy", daemon=True
@@ -61,9 +61,8 @@ class Tidying:
 
     def _work(self) -> None:
         # background thread: no collectives here
-        while (newest_commit := self._next()) is not None:
-            self._parsed.learn(*newest_commit)
-            self._log.change(newest_commit=str(newest_commit[0].name))
+        while (name := self._next()) is not None:
+            self._log.change(newest_commit=str(name))
             try:
                 self._prune()
             except TrainckptError as error:
@@ -71,12 +70,12 @@ class Tidying:
             except Exception as error:  # noqa: BLE001 - what is left goes the next time
                 logger.warning("old snapshots could not be pruned: %r", error)
 
-    def _next(self) -> tuple[Manifest, bytes] | None:
+    def _next(self) -> SnapshotName | None:
         with self._lock:
-            found, self._wanted = self._wanted, None
-            if found is None:
+            name, self._wanted = self._wanted, None
+            if name is None:
                 self._thread = None
-            return found
+            return name
 
     def _prune(self) -> None:
         if self._is_superseded():

@@ -109,7 +109,6 @@ class Writer:
         self._sealing, self._room = sealing, room
         self._tier = tier
         self.tidying = Tidying(tier, facts, log, being_read)
-        self._committed = b""  # the bytes of `whole`, on rank 0
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
@@ -274,8 +273,8 @@ class Writer:
     def tidy(self, name: SnapshotName) -> None:
         """After the commit of `name`: record it and prune, while the next save may begin."""
         self._keys.read(name.sequence)
-        if self.whole is not None:
-            self.tidying.after(self.whole, self._committed)
+        if self._rank == 0:
+            self.tidying.after(name)
 
     def close(self, *, keep: bool) -> None:
         """The attempt is over; unless `keep`, the run too: no file will be written over."""
@@ -324,7 +323,7 @@ class Writer:
             if self._sealing is not None:
                 self.whole = self._sealing.manifest(self.whole)
             if not in_memory:
-                self._committed = commit(self._tier, self.whole)
+                commit(self._tier, self.whole)
                 if self._sealing is not None:
                     self._sealing.committed(self.whole)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
