@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,8 +157,24 @@ def paused_often(folder, reference, pauses, rng, lose=lambda run: None, **variab
             seconds["restore"].append(time.monotonic() - begun)
         gate.touch()
         assert run.wait() == 0, run.said()
-        assert of_each_rank(run.all_lines()) == of_each_rank(reference)
+        assert not (differs := what_differs(run, reference)), differs
     return seconds
+
+
+def what_differs(run, reference):
+    """Nothing, or where each rank's lines first differ, with what every attempt said."""
+    asked, printed = of_each_rank(reference), of_each_rank(run.all_lines())
+    if printed == asked:
+        return ""
+    told = []
+    for rank in sorted({*asked, *printed}):
+        pairs = zip_longest(asked.get(rank, []), printed.get(rank, []))
+        first = [f"line {at}: {want!r}, printed {got!r}" for at, (want, got) in enumerate(pairs)
+                 if want != got][:3]  # fmt: skip
+        told.append(f"rank {rank}: {'; '.join(first) or 'as asked'}")
+    for at in range(1, run.attempts + 1):
+        told += [f"attempt {at}, {len(run.lines(at))} lines:", run.log("err", at).read_text()]
+    return "\n".join(told)
 
 
 def straight(folder, **variables):

@@ -19,7 +19,6 @@ from threading import Thread
 import pytest
 
 from tests.process_dump.campaign import Run, wait_for
-from tests.process_dump.taken_pid import with_number
 from tests.process_dump.test_dump_choice import asleep
 from trainckpt.cli import asking, doctor_dumps
 from trainckpt.cli.main import main
@@ -286,42 +285,6 @@ def test_whatever_is_wrong_with_a_dump_is_said_and_once_it_is_right_again_it_is_
     counting.restore(record)
     assert counting.counts_on()
     assert (counting.supervisor / "more").read_text() == "text"
-
-
-@pytest.mark.parametrize("for_good", [False, True])
-def test_a_number_that_is_taken_as_criu_begins_is_waited_for(counting, monkeypatch, for_good):
-    record, real, said, others = counting.dump(), criu.restore, [], []
-    monkeypatch.setattr(dump, "GONE_WITHIN_S", 0.5)
-    monkeypatch.setattr(restore, "GONE_WITHIN_S", 1.0 if for_good else 300.0)
-
-    def restored(*arguments):
-        if not others:
-            others.append(with_number(record.root))
-            if not for_good:
-                Thread(target=soon).start()
-        said.append(real(*arguments))
-        return said[-1]
-
-    def soon():
-        """Once nobody waits for it as for one of the tree."""
-        time.sleep(2.0)
-        others[0].kill()
-        others[0].wait()
-
-    monkeypatch.setattr(criu, "restore", restored)
-    try:
-        if for_good:
-            with pytest.raises(UnusableSnapshot, match="could not be restored, says CRIU"):
-                counting.restore(record)
-            assert len(said) == 1
-        else:
-            counting.restore(record)
-            assert counting.counts_on()
-            assert said[1:] == [""]
-        assert criu.is_number_taken(said[0]), said
-    finally:
-        others[0].kill()
-        others[0].wait()
 
 
 def test_a_dump_that_fails_leaves_the_processes_as_they_were(counting, tmp_path, monkeypatch):

@@ -36,7 +36,11 @@ FLAGS = (
 COLLECT_WITHIN_S = 60
 _VERSION = re.compile(r"^Version: (\d+)\.(\d+)(?:\.(\d+))?", re.MULTILINE)
 _ERROR = re.compile(r"Error \([^)]*\): (.*)")
-_TAKEN = re.compile(r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected")
+# A process's number, or a thread's (17: EEXIST).
+_TAKEN = re.compile(
+    r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected"
+    r"|Unable to create a thread: -17\b|Thread pid mismatch"
+)
 MOST_ERRORS, MOST_CHARACTERS = 3, 300
 
 
@@ -140,13 +144,14 @@ def restore(program: Path, images: Path) -> str:
 
 
 def is_number_taken(said: str) -> bool:
-    """Whether a restore ended because another process has one of the tree's numbers."""
+    """Whether a restore ended because another process or thread has one of the tree's numbers."""
     return bool(_TAKEN.search(said))
 
 
 def said(log: str) -> str:
-    """The first errors in a log of CRIU's, without its source lines."""
+    """The first errors in a log of CRIU's, without its source lines; a taken number before all."""
     errors = list(dict.fromkeys(_ERROR.findall(log))) or log.strip().splitlines()[-1:]
+    errors.sort(key=lambda error: not is_number_taken(error))
     return "; ".join(errors[:MOST_ERRORS])[:MOST_CHARACTERS] or "nothing"
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import SaveFailed
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import IMAGES, DumpRecord, Image, MappedFile, WrittenFile
-from trainckpt.process_dump import criu, sealed_images, tree
+from trainckpt.process_dump import criu, numbers, sealed_images, tree
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
             shutil.rmtree(tier.root / order.name.folder)
         raise
     _send(pids, signal.SIGKILL)
+    numbers.pass_over(tasks)
     return record
 
 

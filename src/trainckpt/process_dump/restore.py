@@ -13,7 +13,8 @@
       7. GPUs       what was on them is put back; until then whoever uses them waits
 
 A restore that fails leaves no process of the tree, and the dump is not tried again; only where
-another process took a number of the tree's meanwhile CRIU is asked once more.
+another process or thread took a number of the tree's meanwhile, that is waited for, and CRIU is
+asked once more: nothing of the tree has run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
-from trainckpt.process_dump import criu, gpu_tree, sealed_images, tree
+from trainckpt.process_dump import criu, gpu_tree, numbers, sealed_images, tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, await_gone, digest_of
 from trainckpt.process_dump.gpus import GpusLost
@@ -135,9 +136,11 @@ class Whole:
             _put_folder(record, more)
         except OSError as error:
             raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        said = self._restore()
-        if criu.is_number_taken(said) and not _why_taken(record):
-            said = self._restore()  # of the first time nothing has run
+        said, until = self._restore(), time.monotonic() + GONE_WITHIN_S
+        while criu.is_number_taken(said) and time.monotonic() < until:
+            if _why_taken(record, until):
+                break
+            said = self._restore()
         if said:
             raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
         if self.gpus is not None:
@@ -145,6 +148,7 @@ class Whole:
 
     def _restore(self) -> str:
         """As `criu.restore`; of what cannot be nothing is left."""
+        numbers.pass_over(self.record.tasks)
         if said := criu.restore(self.program, self.images):
             kill(self.record)
         return said
@@ -287,9 +291,9 @@ def kill(record: DumpRecord) -> None:
     await_gone(record)  # also takes note of the root, which was to be a child of this process
 
 
-def _why_taken(record: DumpRecord) -> str:
-    """Wait for the numbers; CRIU gives every task its old one."""
-    until = time.monotonic() + GONE_WITHIN_S / 10
+def _why_taken(record: DumpRecord, until: float | None = None) -> str:
+    """Wait for the numbers; CRIU gives every task its old one. `until`: on the monotonic clock."""
+    until = time.monotonic() + GONE_WITHIN_S / 10 if until is None else until
     while taken := tree.taken(record.tasks):
         if time.monotonic() >= until:
             return f"other processes have its numbers: {_some(taken)}"
