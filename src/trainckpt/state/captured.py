@@ -79,7 +79,7 @@ class Captured:
         self.tensors[name] = dense(tensor, name)
         if group:
             self.groups[name] = group
-        node = {"$tensor": name, "device": tensor.device.type}
+        node = {"$tensor": name, "device": "cpu" if tensor.is_cpu else tensor.device.type}
         order = memory_order(tensor)
         return {**node, "order": order} if order else node
 
@@ -222,13 +222,12 @@ class Saved:
 
 def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """`tensor`, detached, if its bytes are all there is to it; else `UnknownValue`."""
-    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if isinstance(tensor, _LAZY):
-        raise values.UnknownValue(
-            f"{name} is a lazy parameter without a shape",
-            hint="run one forward pass before the Checkpointer is made",
-        )
-    if type(tensor) not in plain:
+    if type(tensor) not in sharded.PLAIN:
+        if isinstance(tensor, _LAZY):
+            raise values.UnknownValue(
+                f"{name} is a lazy parameter without a shape",
+                hint="run one forward pass before the Checkpointer is made",
+            )
         raise values.UnknownValue(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass "
             "that does not show its inner tensors",

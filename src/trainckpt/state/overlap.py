@@ -20,8 +20,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import xxhash
@@ -44,8 +43,7 @@ PROOF_PARTS = 4  # of each tensor: what is written to out of sight is most often
 IN_FLIGHT_S = 0.05  # an operation counts a tensor's version only when it has ended
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows of one live tensor, and their place in the arena."""
 
     tensor: str
@@ -280,10 +278,10 @@ def proof_part(num_bytes: int, turn: int | None) -> tuple[int, int]:
 def _can(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
     """Whether its bytes can be copied by a thread, without asking torch, or by its device."""
     return (
-        tensor.device.type in kinds
+        (tensor.is_cpu or tensor.device.type in kinds)
         and tensor.layout is torch.strided
+        and tensor.nbytes >= LEAST_BYTES
         and tensor.is_contiguous()
-        and tensor.numel() * tensor.element_size() >= LEAST_BYTES
     )
 
 

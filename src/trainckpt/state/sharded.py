@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _SPELLED = re.compile(r"R|S(\d{1,3})(?:/(\d{1,9}))?|P([a-z]{1,9})")
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor. Imports nothing: there is none before the script imported it."""
+    if type(tensor) in PLAIN:
+        return False
     return type(tensor).__name__ in ("DTensor", "Parameter", "Buffer") and hasattr(
         tensor, "device_mesh"
     )

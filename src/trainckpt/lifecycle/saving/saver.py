@@ -128,6 +128,7 @@ class Saver:
         self._cut_off = False  # the last save found a rank gone
         self._is_patient = True  # the last save that was waited for came in time
         self._thread: threading.Thread | None = None
+        self._captured: Captured | None = None  # let go by the saving thread: that takes a while
         self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
 
     def save(
@@ -310,6 +311,7 @@ class Saver:
             raise _Skipped("the one before it is still being written")
         plan = self._plans.plan(captured, self._comparing.alike(agreed))
         shard = self._shard(captured, plan.regions, None if last else stepped)
+        self._captured = captured
         return shard, plan.entries, agreed["attempt"]
 
     def _shard(
@@ -350,6 +352,7 @@ class Saver:
     ) -> None:
         # background thread: no collectives here, only the store
         time.sleep(AFTER_YOU_S)
+        self._captured = None
         try:
             in_memory = self._in_memory
             self._writer.write(manifest, shard, entries, self._finish, in_memory=in_memory)

@@ -79,10 +79,15 @@ class ModelState:
 
     def capture(self, out: Captured) -> None:
         """Add parameters, buffers, extra state and the tied names."""
+        group = f"{self.name} parameters"
         for name, parameter in self.parameters():
-            if name not in self.excluded:
-                for inner, tensor in inner_tensors(parameter, name).items():
-                    out.add(inner, tensor, f"{self.name} parameters")
+            if name in self.excluded:
+                continue
+            if type(parameter) is nn.Parameter:  # has no inner ones, as nearly all
+                out.add(name, parameter, group)
+                continue
+            for inner, tensor in inner_tensors(parameter, name).items():
+                out.add(inner, tensor, group)
         for name, buffer in self._buffers():
             if name not in self.excluded:
                 for inner, tensor in inner_tensors(buffer, name).items():

@@ -44,11 +44,7 @@ class OptimizerState:
         ]
         state = {
             known[id(p)]: [
-                [
-                    out.encode(key, self.name),
-                    out.encode(value, self._path(known[id(p)], key), group),
-                ]
-                for key, value in items.items()
+                self._capture(out, known[id(p)], key, value) for key, value in items.items()
             ]
             for p, items in self.optimizer.state.items()
             if id(p) in known
@@ -64,6 +60,13 @@ class OptimizerState:
         ]
         if own:  # what the optimizer keeps for itself, beside its parameters' state
             out.values[self.name]["own"] = own
+
+    def _capture(self, out: Captured, parameter: str, key: object, value: Any) -> list[Any]:
+        """One item of a parameter's state. There are many, most often a tensor by a word."""
+        path = self._path(parameter, key)
+        if type(key) is str and type(value) is torch.Tensor:
+            return [key, out.add(path, value, self.name)]
+        return [out.encode(key, self.name), out.encode(value, path, self.name)]
 
     def differences(self, saved: Saved, names: Mapping[int, str]) -> list[str]:
         """Another kind of optimizer, or groups that hold other parameters than the saved ones."""
