@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from tests.process_dump.taken_pid import LAST_PID, with_number
+from tests.process_dump.taken_pid import next_is, with_number
 from tests.process_dump.test_refusals import PROGRAM, Counting
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.process_dump import criu, dump, numbers, restore, tree
@@ -60,9 +60,9 @@ def test_what_is_started_while_criu_restores_takes_no_number_of_the_trees(counti
         return real(*arguments)
 
     monkeypatch.setattr(criu, "restore", restored)
-    LAST_PID.write_text(str(min(record.tasks) - 30))
     try:
-        counting.restore(record)
+        with next_is(min(record.tasks) - 30):
+            counting.restore(record)
         assert counting.counts_on()
         assert len(others) == 60  # CRIU was asked once
         assert not {each.pid for each in others} & {*record.tasks}
