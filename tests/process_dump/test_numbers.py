@@ -72,13 +72,30 @@ def test_what_is_started_while_criu_restores_takes_no_number_of_the_trees(counti
             each.wait()
 
 
+def test_what_is_started_after_a_dump_takes_no_number_of_the_trees(counting):
+    others, tasks = [], tree.tasks([counting.process.pid])
+    try:
+        with next_is(min(tasks) - 30):
+            record = counting.dump()
+            others += [subprocess.Popen(["sleep", "600"]) for _ in range(60)]
+        assert [*record.tasks] == tasks
+        assert not {each.pid for each in others} & {*tasks}
+        counting.restore(record)
+        assert counting.counts_on()
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+
+
 def test_a_taken_number_is_said_before_what_came_of_it():
     log = "".join(f"(0.1) Error (criu/x.c:{n}): other {n} {'x' * 100}\n" for n in range(5))
     said = criu.said(f"{log}(0.2) Error (criu/pie/restorer.c:1): Unable to create a thread: -17\n")
     assert said.startswith("Unable to create a thread: -17; other 0")
     assert criu.is_number_taken(said)
     assert not criu.is_number_taken(criu.said(log))
-    assert not criu.is_number_taken(criu.said(log + "Unable to create a thread: -11\n"))
+    other = "(0.2) Error (criu/pie/restorer.c:1): Unable to create a thread: -11\n"
+    assert not criu.is_number_taken(criu.said(other + log))
 
 
 @pytest.mark.parametrize("whose", ["the process's", "a thread's"])

@@ -14,7 +14,7 @@
 
 A restore that fails leaves no process of the tree, and the dump is not tried again; only where
 another process or thread took a number of the tree's meanwhile, that is waited for, and CRIU is
-asked once more: nothing of the tree has run.
+asked again: nothing of the tree has run.
 """
 
 from __future__ import annotations
@@ -137,9 +137,11 @@ class Whole:
         except OSError as error:
             raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
         said, until = self._restore(), time.monotonic() + GONE_WITHIN_S
-        while criu.is_number_taken(said) and time.monotonic() < until:
-            if _why_taken(record, until):
-                break
+        while (
+            criu.is_number_taken(said)
+            and time.monotonic() < until
+            and not _why_taken(record, until - time.monotonic())
+        ):
             said = self._restore()
         if said:
             raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
@@ -173,7 +175,7 @@ def examined(
     """
     ability = criu.examine()
     why = ability.why_not or why_not(record, this_host()) or why_changed(record)
-    why = why or _why_taken(record)
+    why = why or _why_taken(record, GONE_WITHIN_S / 10)
     if why or ability.program is None:
         raise NotNow(f"{record.name} cannot be restored: {why}", hint=ability.cure)
     with contextlib.ExitStack() as stack:
@@ -189,7 +191,8 @@ def examined(
             raise NotNow(error.message, hint=error.hint) from error
         except OSError as error:
             raise NotNow(f"{record.name} cannot be restored: {error}") from error
-        if why := why_changed(record) or _why_taken(record):  # that took its time
+        # That took its time.
+        if why := why_changed(record) or _why_taken(record, GONE_WITHIN_S / 10):
             raise NotNow(f"{record.name} cannot be restored: {why}")
         yield Whole(record, ability.program, images, gpus)
 
@@ -291,9 +294,9 @@ def kill(record: DumpRecord) -> None:
     await_gone(record)  # also takes note of the root, which was to be a child of this process
 
 
-def _why_taken(record: DumpRecord, until: float | None = None) -> str:
-    """Wait for the numbers; CRIU gives every task its old one. `until`: on the monotonic clock."""
-    until = time.monotonic() + GONE_WITHIN_S / 10 if until is None else until
+def _why_taken(record: DumpRecord, within_s: float) -> str:
+    """Wait for the numbers; CRIU gives every task its old one."""
+    until = time.monotonic() + within_s
     while taken := tree.taken(record.tasks):
         if time.monotonic() >= until:
             return f"other processes have its numbers: {_some(taken)}"

@@ -66,8 +66,7 @@ def only_stepped(captured: Captured, registry: Registry, kinds: Collection[str] 
     found = {n for m in registry.models for n, p in m.parameters() if id(p) in stepped}
     groups = {o.name for o in hooked}
     names = found | {name for name, group in captured.groups.items() if group in groups}
-    every = {"cpu", *kinds}
-    return {n for n in names & captured.tensors.keys() if _can(captured.tensors[n], every)}
+    return {n for n in names & captured.tensors.keys() if _can(captured.tensors[n], kinds)}
 
 
 def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -276,7 +275,9 @@ def proof_part(num_bytes: int, turn: int | None) -> tuple[int, int]:
 
 
 def _can(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
-    """Whether its bytes can be copied by a thread, without asking torch, or by its device."""
+    """Whether its bytes can be copied by a thread, without asking torch, or by its device, if that
+    is of one of these kinds.
+    """
     return (
         (tensor.is_cpu or tensor.device.type in kinds)
         and tensor.layout is torch.strided

@@ -79,19 +79,10 @@ class ModelState:
 
     def capture(self, out: Captured) -> None:
         """Add parameters, buffers, extra state and the tied names."""
-        group = f"{self.name} parameters"
         for name, parameter in self.parameters():
-            if name in self.excluded:
-                continue
-            if type(parameter) is nn.Parameter:  # has no inner ones, as nearly all
-                out.add(name, parameter, group)
-                continue
-            for inner, tensor in inner_tensors(parameter, name).items():
-                out.add(inner, tensor, group)
+            self._add(out, name, parameter, f"{self.name} parameters")
         for name, buffer in self._buffers():
-            if name not in self.excluded:
-                for inner, tensor in inner_tensors(buffer, name).items():
-                    out.add(inner, tensor, f"{self.name} buffers")
+            self._add(out, name, buffer, f"{self.name} buffers")
         extra = {
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
             for path, module in self._with_extra().items()
@@ -99,6 +90,15 @@ class ModelState:
         out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
         if self.excluded:
             out.values[self.name]["excluded"] = sorted(self.excluded)
+
+    def _add(self, out: Captured, name: str, tensor: torch.Tensor, group: str) -> None:
+        if name in self.excluded:
+            return
+        if type(tensor) is nn.Parameter:  # nearly all, and without inner ones
+            out.add(name, tensor, group)
+            return
+        for inner, part in inner_tensors(tensor, name).items():
+            out.add(inner, part, group)
 
     def problems(self) -> list[str]:
         """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
