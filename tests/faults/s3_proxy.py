@@ -5,6 +5,8 @@ lose         the server does it, and the connection is closed before its answer
 200, 302, 401, 500, 503, 507   is answered, and the server does not hear of it
 cut          half of the answer, then the connection is closed
 hold         nothing happens until `let_go` is called; then all goes on as if nothing had been
+
+It never says "100 Continue", as servers need not of a request that they refuse unread.
 """
 
 from __future__ import annotations
@@ -74,6 +76,10 @@ class Proxy(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+
+    def handle_expect_100(self):
+        """Whoever waits for more than this waits for ever."""
+        return True
 
     def _relay(self):
         body = self._body()

@@ -156,6 +156,16 @@ def test_what_is_read_is_asked_for_once(client):
             assert into == DATA, (fault, at)
 
 
+def test_a_body_is_sent_at_once_for_a_store_may_refuse_what_it_has_not_read(client):
+    """And wait for it all the same, with no word that it may come."""
+    client, between = client
+    tier = tier_of(client, root="unasked")
+    between.reset({1: 503}.get)
+    tier.replace("k", b"1")
+    assert len(between.requests) == 2
+    assert tier.read("k", max_bytes=1) == b"1"
+
+
 def test_a_bucket_that_is_not_there_is_no_empty_place(client):
     client, between = client
     between.reset()

@@ -144,9 +144,13 @@ class ObjectClient:
     def _ask(self, method: str, within_s: float, path: str, *args: Any, **keywords: Any) -> Any:
         self._fs.invalidate_cache()
         if isinstance(self._fs, AsyncFileSystem):
-            call = getattr(self._fs, f"_{method}")
-            return sync(self._fs.loop, call, path, *args, timeout=within_s, **keywords)
+            return self._wait_for(
+                getattr(self._fs, f"_{method}"), within_s, path, *args, **keywords
+            )
         return getattr(self._fs, method)(path, *args, **keywords)
+
+    def _wait_for(self, call: Any, within_s: float, *args: Any, **keywords: Any) -> Any:
+        return sync(self._fs.loop, call, *args, timeout=within_s, **keywords)
 
 
 class _StreamedUpload:

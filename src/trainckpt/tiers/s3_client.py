@@ -13,8 +13,6 @@ import time
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from fsspec.asyn import sync
-
 from trainckpt.tiers.object_client import (
     CALL_S,
     DATA_S,
@@ -84,7 +82,7 @@ class S3Client(ObjectClient):
                 data: bytes = await body.read()
                 return data
 
-        found: bytes = sync(self._fs.loop, read, timeout=DATA_S)
+        found: bytes = self._wait_for(read, DATA_S)
         return found
 
     def entries(self, folder: str) -> list[Entry]:
@@ -178,8 +176,16 @@ class S3Client(ObjectClient):
 
     def _call(self, method: str, within_s: float = CALL_S, /, **keywords: Any) -> dict[str, Any]:
         call = self._fs._call_s3  # `call_s3` has no time limit
-        answer: dict[str, Any] = sync(self._fs.loop, call, method, timeout=within_s, **keywords)
+        answer: dict[str, Any] = self._wait_for(call, within_s, method, **keywords)
         return answer
+
+    def _wait_for(self, call: Any, within_s: float, *args: Any, **keywords: Any) -> Any:
+        async def ask() -> Any:
+            events = (await self._fs.set_session()).meta.events
+            events.register_last("before-call.s3", _send_unasked, unique_id=_send_unasked.__name__)
+            return await call(*args, **keywords)
+
+        return super()._wait_for(ask, within_s)
 
 
 class _PartedUpload:
@@ -213,6 +219,15 @@ class _PartedUpload:
     def abort(self) -> None:
         """Drop what was sent."""
         self._client.abort(self._path, self._upload)
+
+
+def _send_unasked(params: dict[str, Any], **_: Any) -> None:
+    """Send a body at once, not when the server says "100 Continue".
+
+    Of a request that it refuses unread, a server may wait for the body instead (rclone's does), and
+    aiohttp waits for either answer as long as it takes.
+    """
+    params["headers"].pop("Expect", None)
 
 
 def _named(path: str) -> dict[str, str]:
