@@ -158,7 +158,7 @@ def test_gpu_state_is_set_aside_before_criu_and_put_back_after_it(criu_here, tmp
 
         def bring_back(record):
             with restore.examined(counting.tier, record, fake.driver) as whole:
-                whole.bring_back(2, {})
+                whole.bring_back(2, dict)
 
         def refused(why, **change):
             before, printed = json.loads(fake.path.read_text()), counting.log.stat().st_size

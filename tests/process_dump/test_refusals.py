@@ -155,7 +155,7 @@ def test_criu_is_out_of_reach_of_a_terminals_ctrl_c(tmp_path):
     """It has a session of its own: killed amid a dump it would leave the processes half frozen."""
     say = 'echo "Error (x:1): session $(cut -d" " -f6 /proc/$$/stat)" >&2; exit 1'
     program = pretend(tmp_path / "criu", "4.2", say)
-    for said in (criu.dump(program, 1, tmp_path), criu.restore(program, tmp_path)):
+    for said in (criu.dump(program, 1, tmp_path), criu.restore(program, tmp_path, print)):
         assert said.startswith("session ")
         assert int(said.split()[1]) != os.getsid(0)
 
@@ -214,9 +214,9 @@ class Counting:
             assert dump.await_gone(record) == []
         return record
 
-    def restore(self, record, key: bytes = b"") -> None:
+    def restore(self, record, key: bytes = b"", claim=lambda: {"more": "text"}) -> None:
         with restore.examined(self.tier, record, key=key) as whole:
-            whole.bring_back(2, {"more": "text"})
+            whole.bring_back(2, claim)
         self.restored = Adopted(record.root)
 
     def end(self) -> None:
@@ -346,7 +346,8 @@ def test_pause_says_why_not_and_the_command_goes_on_and_a_dump_that_is_refused_s
     criu_here, tmp_path
 ):
     """A database; between dump and restore a library that is replaced, an image cut short, no
-    CRIU, an old one, its record damaged. Each is put right again, and the command goes on."""
+    CRIU, an old one, one that fails, its record damaged. Each is put right again, and the command
+    goes on."""
     script, library = tmp_path / "counts.py", tmp_path / "library.so"
     script.write_text(SCRIPT)
     library.write_bytes(b"1" * 8192)
@@ -389,6 +390,9 @@ def test_pause_says_why_not_and_the_command_goes_on_and_a_dump_that_is_refused_s
         refused(run, "dump~1.1 cannot be restored: TRAINCKPT_CRIU names")
         run.environment[criu.VARIABLE] = str(pretend(tmp_path / "old", "3.17.1"))
         refused(run, f"dump~1.1 cannot be restored: {tmp_path}/old is CRIU 3.17.1, 4.0 is needed")
+        fails = 'case "$1" in check) exit 0;; esac; exit 1'
+        run.environment[criu.VARIABLE] = str(pretend(tmp_path / "fails", "4.2.1", fails))
+        refused(run, "dump~1.1 could not be restored, says CRIU")
         del run.environment[criu.VARIABLE]
 
         run.resume().record()

@@ -12,8 +12,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.process_dump.gate import Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VARIABLE = "TRAINCKPT_CRIU"
 INSTALLED = Path(sys.prefix) / "lib" / "trainckpt-criu"
@@ -134,13 +142,20 @@ def dump(program: Path, root: int, images: Path) -> str:
     return _tell(program, "dump", images, options)
 
 
-def restore(program: Path, images: Path) -> str:
+def restore(program: Path, images: Path, may_go: Callable[[], object]) -> str:
     """Bring the tree back; its root becomes a child of this process.
+
+    Args:
+        program, images: CRIU, and what it wrote.
+        may_go: Is called once all of the tree is there, before any of it goes on. If it raises,
+            nothing of the tree is left, and the error comes out.
 
     Returns:
         What CRIU says against it; then nothing of the tree is left. "" once it runs.
     """
-    return _tell(program, "restore", images, ["--restore-detached", "--restore-sibling"])
+    with Gate(images) as gate:
+        options = ["--restore-detached", "--restore-sibling", "--action-script", str(gate.script)]
+        return _tell(program, "restore", images, options, partial(_through, gate, may_go))
 
 
 def is_number_taken(said: str) -> bool:
@@ -155,17 +170,45 @@ def said(log: str) -> str:
     return "; ".join(errors[:MOST_ERRORS])[:MOST_CHARACTERS] or "nothing"
 
 
-def _tell(program: Path, verb: str, images: Path, options: list[str]) -> str:
+def _tell(
+    program: Path,
+    verb: str,
+    images: Path,
+    options: list[str],
+    run: Callable[[list[str | Path]], subprocess.CompletedProcess[str]] | None = None,
+) -> str:
     log = images / f"{verb}.log"
     # GPUs are none of CRIU's business here, so it finds no plugins: the folder holds none.
     common = ["-D", str(images), "-o", log.name, "-v2", "--libdir", str(images), *FLAGS]
-    done = _ask(program, verb, *options, *common, limit_s=None)
+    arguments = [verb, *options, *common]
+    done = run([program, *arguments]) if run else _ask(program, *arguments, limit_s=None)
     if done.returncode == 0:
         return ""
     try:
         return said(log.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return said(done.stderr)
+
+
+def _through(
+    gate: Gate, may_go: Callable[[], object], command: list[str | Path]
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        try:
+            process = subprocess.Popen(
+                command, pass_fds=gate.theirs, stdin=subprocess.DEVNULL, stdout=errors,
+                stderr=errors, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))
+        try:
+            asked = gate.attend(may_go)
+        finally:
+            process.wait()
+        if process.returncode == 0 and not asked:
+            may_go()  # it knows of no scripts, and the tree runs
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, "", errors.read())
 
 
 def _ask(

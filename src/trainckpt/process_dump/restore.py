@@ -5,16 +5,18 @@
                     taken
       2. images     every length and digest; what is encrypted is opened
       3. files      that the tree wrote are there, and long enough
-    bring_back    from here on the dump is used up
+    bring_back
       4. files      are cut back to their length then, after what came later was copied aside
                     (`<file>.after-<attempt>`, on stable storage)
       5. folder     the supervisor's, with what the ranks had told it
-      6. CRIU       the tree runs again, its root a child of this process
-      7. GPUs       what was on them is put back; until then whoever uses them waits
+      6. CRIU       the tree is there again, its root a child of this process, and stands
+      7. claim      from here on the dump is used up
+      8. CRIU       the tree runs
+      9. GPUs       what was on them is put back; until then whoever uses them waits
 
-A restore that fails leaves no process of the tree, and the dump is not tried again; only where
-another process or thread took a number of the tree's meanwhile, that is waited for, and CRIU is
-asked again: nothing of the tree has run.
+A restore that fails leaves no process of the tree. Until it is claimed nothing of the tree has run,
+so the dump may be tried again; where another process or thread took a number of the tree's
+meanwhile, that is waited for, and CRIU is asked again at once.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from trainckpt.process_dump.gpus import GpusLost
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import BinaryIO
 
     from trainckpt.format.dump import Host, WrittenFile
@@ -119,40 +121,60 @@ class Whole:
     images: Path
     gpus: GpuTree | None
 
-    def bring_back(self, attempt: int, more: Mapping[str, str]) -> None:
-        """Restore it as another attempt of its run. Once, whatever comes of it.
+    def bring_back(self, attempt: int, claim: Callable[[], Mapping[str, str]]) -> None:
+        """Restore it as another attempt of its run.
 
         Args:
-            attempt: Which.
-            more: File name -> text: what else stands in the supervisor's folder when it runs again.
+            attempt: Which it is taken to become: the name of what is copied aside.
+            claim: Is called once all of the tree is there, before any of it goes on. Returns file
+                name -> text: what else stands in the supervisor's folder then. What it raises comes
+                out.
 
         Raises:
-            UnusableSnapshot: it cannot be; nothing of it runs.
+            NotNow: it cannot be; nothing was claimed.
+            UnusableSnapshot: it failed after that. Nothing of it runs, as after any error.
         """
-        record = self.record
+        record, claimed = self.record, list[bool]()
+
+        def may_go() -> None:
+            more = claim()
+            claimed.append(True)
+            _write(record, more)
+
         try:
-            for file in record.written:
-                cut_back(file, attempt)
-            _put_folder(record, more)
+            _put_files(record, attempt)
+            said = self._restore(may_go, claimed)
+            why = f"CRIU: {said}" if said else ""
         except OSError as error:
-            raise UnusableSnapshot(f"{record.name} cannot be restored: {error}") from error
-        said, until = self._restore(), time.monotonic() + GONE_WITHIN_S
-        while (
-            criu.is_number_taken(said)
-            and time.monotonic() < until
-            and not _why_taken(record, until - time.monotonic())
-        ):
-            said = self._restore()
-        if said:
-            raise UnusableSnapshot(f"{record.name} could not be restored, says CRIU: {said}")
+            why = f"the system: {error}"
+        if why:
+            kind = UnusableSnapshot if claimed else NotNow
+            raise kind(f"{record.name} could not be restored, says {why}")
         if self.gpus is not None:
             _put_back(self.gpus, record)
 
-    def _restore(self) -> str:
-        """As `criu.restore`; of what cannot be nothing is left."""
+    def _restore(self, may_go: Callable[[], object], claimed: Collection[bool]) -> str:
+        """As `criu.restore`; waits for numbers as long as nothing is claimed."""
+        record, until = self.record, time.monotonic() + GONE_WITHIN_S
+        said = self._restore_once(may_go)
+        while (
+            not claimed
+            and criu.is_number_taken(said)
+            and time.monotonic() < until
+            and not _why_taken(record, until - time.monotonic())
+        ):
+            said = self._restore_once(may_go)
+        return said
+
+    def _restore_once(self, may_go: Callable[[], object]) -> str:
+        """As `criu.restore`; of what cannot be nothing is left, whatever else failed."""
+        said = "it was broken off"
         numbers.pass_over(self.record.tasks)
-        if said := criu.restore(self.program, self.images):
-            kill(self.record)
+        try:
+            said = criu.restore(self.program, self.images, may_go)
+        finally:
+            if said:
+                kill(self.record)
         return said
 
 
@@ -309,8 +331,21 @@ def _some(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
 
 
-def _put_folder(record: DumpRecord, more: Mapping[str, str]) -> None:
-    folder = Path(record.folder)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name, text in {**record.told, **more}.items():
-        (folder / name).write_text(text, encoding="utf-8")
+def _put_files(record: DumpRecord, attempt: int) -> None:
+    """As they were: those that the tree wrote, and the supervisor's.
+
+    Raises:
+        NotNow: one that the tree wrote has become shorter, or is gone.
+    """
+    try:
+        for file in record.written:
+            cut_back(file, attempt)
+    except UnusableSnapshot as error:
+        raise NotNow(f"{record.name} cannot be restored: {error.message}") from error
+    Path(record.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(record, record.told)
+
+
+def _write(record: DumpRecord, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        (Path(record.folder) / name).write_text(text, encoding="utf-8")

@@ -87,7 +87,7 @@ def _try(program: Path, process: subprocess.Popen[bytes], log: Path, images: Pat
     while tree.taken(pids) and time.monotonic() < until:
         time.sleep(0.01)
     before, restoring = len(log.read_bytes().split()), time.monotonic()
-    if said := criu.restore(program, images):
+    if said := criu.restore(program, images, lambda: None):
         return Trial(why_not=f"a restore of two small processes failed: {said}")
     restored = time.monotonic()
     went_on = _counts_on(log, before)

@@ -2,9 +2,10 @@
 
 alone      the dump's folder is locked, and no attempt has begun since
 examine    all that can be known against it: nothing is touched, so it stays what it is
+restore    the tree is a child of this process, and stands; if that fails the dump stays what it is
 claim      the attempt that they become, its parent the dump, told to all tiers that hold a copy:
            nobody restores it twice
-restore    the tree is a child of this process; its output goes on to where ours goes
+run        its output goes on to where ours goes
 images     are deleted: the processes have gone on from them
 watch      as if they had been launched here; what is started again after a failure is the command
 """
@@ -105,8 +106,7 @@ def supervise_restored(dumped: Dumped, inbox: Inbox, memory: HeldMemory) -> Ende
             logs = closing.enter_context(_outputs(dumped, folder))
             closing.enter_context(memory.serving(folder))
             closing.callback(named.close)
-            attempt = _claim(dumped)
-            _bring_back(dumped, whole, attempt)
+            attempt = _bring_back(dumped, whole)
         with contextlib.suppress(OSError):
             shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
         process = Adopted(record.root)
@@ -177,21 +177,23 @@ def _claim(dumped: Dumped) -> int:
     return claimed.attempt
 
 
-def _refused(named: NamedRun, why: str) -> UnusableSnapshot:
-    """The attempt that was claimed says so too."""
-    error = UnusableSnapshot(why)
-    named.end((), Verdict(error.exit_code, FAILED, why))
-    return error
+def _bring_back(dumped: Dumped, whole: Whole) -> int:
+    """The processes run again, as which attempt, and need their images no more."""
+    name, next_ = dumped.record.name, max(attempts.read_attempts(dumped.tier), default=0) + 1
+    claimed = list[int]()
 
+    def claim() -> Mapping[str, str]:
+        claimed.append(_claim(dumped))
+        return attempt_number.spell(claimed[0])
 
-def _bring_back(dumped: Dumped, whole: Whole, attempt: int) -> None:
-    """The processes run again, and need their images no more."""
-    record = dumped.record
     try:
-        whole.bring_back(attempt, attempt_number.spell(attempt))
+        whole.bring_back(next_, claim)
     except UnusableSnapshot as error:
-        raise _refused(dumped.named, error.message) from error
-    dumped.dumpable.say(f"restored {record.name} as attempt {attempt}")
+        if claimed:  # the attempt says so too
+            dumped.named.end((), Verdict(error.exit_code, FAILED, error.message))
+        raise
+    dumped.dumpable.say(f"restored {name} as attempt {claimed[0]}")
+    return claimed[0]
 
 
 def _ended(dumped: Dumped, course: Course, ranks: Sequence[Told], inbox: Inbox) -> Ended:
