@@ -64,10 +64,12 @@ def run(place: str, mb: float) -> tuple[str, int | None]:
     with Checkpointer(place, model=model, optimizer=optimizer, every="1 steps") as ckpt:
         found = ckpt.resumed_from
         while ckpt.cursor.step < STEPS and ckpt.boundary():
-            if ckpt.cursor.step == DIES_AT and found is None:
-                ckpt._attempt.saver.wait()  # what was begun is committed
-                if dist.get_rank() == dist.get_world_size() - 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if ckpt.cursor.step in (DIES_AT - 1, DIES_AT) and found is None:
+                # What was begun is committed: while it is not, the next boundary begins nothing.
+                ckpt._attempt.saver.wait()
+            dies = ckpt.cursor.step == DIES_AT and found is None
+            if dies and dist.get_rank() == dist.get_world_size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             train_on(model, optimizer)
     return digest(model, optimizer), found.step if found else None
 

@@ -6,16 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.process_dump.test_numbers import IDLE_THREADS
 from tests.process_dump.test_refusals import NAME, PROGRAM, Counting
-from trainckpt.process_dump import dump, gate, tree
+from trainckpt.format.attempt import AttemptRecord
+from trainckpt.process_dump import criu, dump, gate, tree
 from trainckpt.process_dump.gate import Gate
+from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import orphans_come_here
 
 CLAIMS_AND_DIES = """
@@ -35,6 +37,14 @@ with restore.examined(tier, record) as whole:
 """
 
 
+FORKS = """
+import os
+if os.fork() == 0:
+    while True:
+        __import__("time").sleep(1e6)
+"""
+
+
 class NotClaimedError(Exception):
     """Whatever keeps an attempt from being claimed."""
 
@@ -50,12 +60,12 @@ def counting(criu_here, tmp_path):
         found.end()
 
 
-def descriptors(process):
-    return sorted(int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir())
+def descriptors(pid="self"):
+    return sorted(path.name for path in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def test_until_it_is_claimed_nothing_of_a_dump_runs_and_it_stays_of_use(counting):
-    had = descriptors(counting.process)
+    had = descriptors(counting.process.pid)
     record = counting.dump()
     before = counting.log.read_bytes()
 
@@ -72,7 +82,7 @@ def test_until_it_is_claimed_nothing_of_a_dump_runs_and_it_stays_of_use(counting
         assert counting.log.read_bytes() == before
     counting.restore(record)
     assert counting.counts_on()
-    assert descriptors(counting.restored) == had
+    assert descriptors(counting.restored.pid) == had
 
 
 def test_a_supervisor_that_is_killed_as_it_claims_leaves_no_process_and_the_dump(counting):
@@ -89,30 +99,66 @@ def test_a_supervisor_that_is_killed_as_it_claims_leaves_no_process_and_the_dump
     assert counting.counts_on()
 
 
-def test_what_ends_without_asking_is_not_waited_for(tmp_path):
-    asked = []
-    with Gate(tmp_path) as found:
+def test_below_a_first_process_that_waits_for_nobody_what_is_not_claimed_is_gone_too(
+    criu_here, tmp_path
+):
+    """Some containers have one: orphans keep their numbers there."""
+    found = Counting(tmp_path, criu_here.program, criu_here.version, FORKS + PROGRAM)
+    try:
+        assert found.counts_on()
+        record = found.dump()
+        assert len(record.tasks) == 2
+        attempts.found_run(found.tier)
+        attempts.claim(found.tier, partial(AttemptRecord, parent=None))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.process_dump.refused_resume", found.tier.root, str(NAME)],
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert "is not restored: attempt 2 began meanwhile" in done.stdout, done.stderr
+        assert "left: []" in done.stdout
+    finally:
+        found.end()
+
+
+def test_what_ends_without_asking_is_not_waited_for():
+    asked, before = [], descriptors()
+    with Gate() as found:
         process = subprocess.Popen(["true"], pass_fds=found.theirs)
-        assert not found.attend(lambda: asked.append(1))
+        assert not found.attend(process, lambda: asked.append(1))
         assert process.wait() == 0
     assert asked == []
+    assert descriptors() == before
+
+
+def test_what_ends_is_not_waited_for_though_something_that_it_began_goes_on(monkeypatch):
+    """It has the other end of the pipe, and will never ask."""
+    monkeypatch.setattr(gate, "LOOK_EVERY_S", 0.05)
+    with Gate() as found:
+        goes_on = ["sh", "-c", "sleep 600 & echo $!"]
+        process = subprocess.Popen(goes_on, pass_fds=found.theirs, stdout=subprocess.PIPE)
+        number = int(process.stdout.readline())
+        try:
+            assert not found.attend(process, lambda: None)
+        finally:
+            os.kill(number, signal.SIGKILL)
+            process.stdout.close()
 
 
 @pytest.mark.parametrize(("action", "asks"), [("pre-restore", False), ("post-restore", True)])
-def test_only_once_all_is_there_the_script_asks(action, asks, tmp_path):
+def test_only_once_all_is_there_the_script_asks(action, asks):
     environment = {**os.environ, "CRTOOLS_SCRIPT_ACTION": action}
-    with Gate(tmp_path) as found:
+    with Gate() as found:
         as_criu = ["sh", "-c", f"{found.script}; exit $?"]
         process = subprocess.Popen(as_criu, pass_fds=found.theirs, env=environment)
-        assert found.attend(lambda: None) is asks
+        assert found.attend(process, lambda: None) is asks
         assert process.wait() == 0
 
 
-def test_the_script_lies_where_programs_may(tmp_path, monkeypatch):
-    (tmp_path / "no").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
-    monkeypatch.setattr(gate, "_may_run_programs", lambda folder: folder != tmp_path / "no")
-    with Gate(tmp_path) as found:
-        assert found.script.parents[1] == tmp_path
-        assert found.script.stat().st_mode & 0o777 == 0o700
-    assert [path.name for path in tmp_path.iterdir()] == ["no"]
+def test_where_nothing_can_be_asked_nothing_is_dumped(criu_here, monkeypatch):
+    assert gate.why_not() == ""
+
+    def none(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "memfd_create", none)
+    assert "Permission denied" in criu.examine().why_not

@@ -160,6 +160,14 @@ def test_criu_is_out_of_reach_of_a_terminals_ctrl_c(tmp_path):
         assert int(said.split()[1]) != os.getsid(0)
 
 
+def test_criu_holds_the_lock_of_a_dump_as_long_as_it_works(tmp_path):
+    """Whoever called it may be gone by then."""
+    with (tmp_path / "lock").open("w") as lock:
+        say = f'echo "Error (x:1): $(readlink /proc/$$/fd/{lock.fileno()})" >&2; exit 1'
+        program = pretend(tmp_path / "criu", "4.2", say)
+        assert criu.restore(program, tmp_path, print, [lock.fileno()]) == lock.name
+
+
 def test_doctor_dumps_and_restores_two_small_processes(criu_here):
     item = doctor_dumps.examine()
     assert item.ok, item

@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.process_dump import gate
 from trainckpt.process_dump.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 VARIABLE = "TRAINCKPT_CRIU"
 INSTALLED = Path(sys.prefix) / "lib" / "trainckpt-criu"
@@ -118,7 +119,8 @@ def examine() -> Ability:
     if done.returncode != 0:
         return Ability(program, text, f"`{program} check` says {said(done.stderr + done.stdout)}",
                        f"{INSTALL}, or a container that may use ptrace and clone3")  # fmt: skip
-    return Ability(program, text)
+    why = gate.why_not()
+    return Ability(program, text, why, "vm.memfd_noexec below 2, and /bin/sh" if why else "")
 
 
 def is_privileged() -> bool:
@@ -142,20 +144,24 @@ def dump(program: Path, root: int, images: Path) -> str:
     return _tell(program, "dump", images, options)
 
 
-def restore(program: Path, images: Path, may_go: Callable[[], object]) -> str:
+def restore(
+    program: Path, images: Path, may_go: Callable[[], object], held: Iterable[int] = ()
+) -> str:
     """Bring the tree back; its root becomes a child of this process.
 
     Args:
         program, images: CRIU, and what it wrote.
-        may_go: Is called once all of the tree is there, before any of it goes on. If it raises,
-            nothing of the tree is left, and the error comes out.
+        may_go: Is called once all of the tree is there, before any of it goes on. If it raises, so
+            that CRIU ends the tree, the error comes out.
+        held: Descriptors that CRIU holds too, as long as it works.
 
     Returns:
-        What CRIU says against it; then nothing of the tree is left. "" once it runs.
+        What CRIU says against it; then it has ended the tree. "" once that runs.
     """
-    with Gate(images) as gate:
-        options = ["--restore-detached", "--restore-sibling", "--action-script", str(gate.script)]
-        return _tell(program, "restore", images, options, partial(_through, gate, may_go))
+    with Gate() as asks:
+        options = ["--restore-detached", "--restore-sibling", "--action-script", asks.script]
+        through = partial(_through, asks, may_go, tuple(held))
+        return _tell(program, "restore", images, options, through)
 
 
 def is_number_taken(said: str) -> bool:
@@ -191,18 +197,18 @@ def _tell(
 
 
 def _through(
-    gate: Gate, may_go: Callable[[], object], command: list[str | Path]
+    asks: Gate, may_go: Callable[[], object], held: tuple[int, ...], command: list[str | Path]
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         try:
             process = subprocess.Popen(
-                command, pass_fds=gate.theirs, stdin=subprocess.DEVNULL, stdout=errors,
+                command, pass_fds=(*asks.theirs, *held), stdin=subprocess.DEVNULL, stdout=errors,
                 stderr=errors, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             return subprocess.CompletedProcess(command, 1, "", str(error))
         try:
-            asked = gate.attend(may_go)
+            asked = asks.attend(process, may_go)
         finally:
             process.wait()
         if process.returncode == 0 and not asked:

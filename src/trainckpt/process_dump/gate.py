@@ -3,23 +3,30 @@
 CRIU runs a script once every process of the tree is there, each standing where it was dumped. If
 the script fails, CRIU ends them all. Ours asks here, through a pipe, and waits for the answer in
 another one; if this process dies, that is an answer too: no.
+
+The script is a file without a place, so it needs no folder in which programs may lie, and nothing
+is left of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import tempfile
-from pathlib import Path
+import select
+import subprocess
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LOOK_EVERY_S = 1.0
+TRY_WITHIN_S = 10.0
+_CLOSED_ON_EXEC, _MAY_RUN = 0x1, 0x10  # MFD_CLOEXEC; MFD_EXEC, since Linux 6.3
 # CRIU has inherited the pipes, and keeps them from what it runs; hence its folder in /proc.
 _SCRIPT = """#!/bin/sh
 test "$CRTOOLS_SCRIPT_ACTION" = post-restore || exit 0
-echo >/proc/$PPID/fd/{asked}
+echo >/proc/$PPID/fd/{asked} || exit 1
 read -r answer </proc/$PPID/fd/{answer}
 test "$answer" = go
 """
@@ -30,33 +37,27 @@ class Gate:
 
     Attributes:
         theirs: Descriptors that CRIU is to inherit.
-        script: What it is to run, for `--action-script`.
+        script: What it is to run, for `--action-script`; there as long as this process is.
     """
 
-    def __init__(self, images: Path) -> None:
-        """`images`: the script lies there where programs cannot lie in the temporary folder."""
-        self._places = (Path(tempfile.gettempdir()), images)
-        self._open = set[int]()
-        self._closing = contextlib.ExitStack()
-
     def __enter__(self) -> Gate:
-        place = next((each for each in self._places if _may_run_programs(each)), None)
+        """Raises OSError where there can be none."""
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory("", "trainckpt-gate-", place))
-            self._asked, asked = self._pipe()
-            answer, self._answer = self._pipe()
+            self._open = set[int]()
+            stack.callback(lambda: self._close(*self._open))
+            self._asked, asked = self._opened(*os.pipe())
+            answer, self._answer = self._opened(*os.pipe())
             self.theirs = (asked, answer)
-            self.script = Path(folder) / "ask"
-            self.script.write_text(_SCRIPT.format(asked=asked, answer=answer), encoding="utf-8")
-            self.script.chmod(0o700)
+            text = _SCRIPT.format(asked=asked, answer=answer)
+            (script,) = self._opened(_program("trainckpt-gate", text.encode()))
+            self.script = f"/proc/{os.getpid()}/fd/{script}"
             self._closing = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close(*self._open)
         self._closing.close()
 
-    def attend(self, may_go: Callable[[], object]) -> bool:
+    def attend(self, process: subprocess.Popen[bytes], may_go: Callable[[], object]) -> bool:
         """Wait until CRIU asks, and let the tree go on unless `may_go` raises.
 
         Returns:
@@ -64,7 +65,7 @@ class Gate:
         """
         self._close(*self.theirs)
         try:
-            asked = bool(os.read(self._asked, 1))
+            asked = self._is_asked(process)
             if asked:
                 may_go()
                 with contextlib.suppress(BrokenPipeError):  # CRIU has ended meanwhile
@@ -73,10 +74,16 @@ class Gate:
             self._close(self._answer)
         return asked
 
-    def _pipe(self) -> tuple[int, int]:
-        ends = os.pipe()
-        self._open.update(ends)
-        return ends
+    def _is_asked(self, process: subprocess.Popen[bytes]) -> bool:
+        # What CRIU had begun to restore may hold the other end, and outlive it.
+        while not select.select([self._asked], [], [], LOOK_EVERY_S)[0]:
+            if process.poll() is not None:
+                break
+        return bool(select.select([self._asked], [], [], 0)[0] and os.read(self._asked, 1))
+
+    def _opened(self, *descriptors: int) -> tuple[int, ...]:
+        self._open.update(descriptors)
+        return descriptors
 
     def _close(self, *descriptors: int) -> None:
         for each in descriptors:
@@ -85,5 +92,28 @@ class Gate:
                 os.close(each)
 
 
-def _may_run_programs(folder: Path) -> bool:
-    return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+def why_not() -> str:
+    """Why no gate can be made here, or "": tried."""
+    try:
+        with Gate() as gate:
+            done = subprocess.run(
+                [gate.script], capture_output=True, text=True, timeout=TRY_WITHIN_S, check=False
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"CRIU could ask nothing: {error}"
+    return f"CRIU could ask nothing: {done.stderr.strip()}" if done.returncode else ""
+
+
+def _program(name: str, text: bytes) -> int:
+    """A descriptor, for reading, of a program that has no place: nobody may be writing to it."""
+    try:
+        made = os.memfd_create(name, _CLOSED_ON_EXEC | _MAY_RUN)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        made = os.memfd_create(name, _CLOSED_ON_EXEC)
+    try:
+        os.write(made, text)
+        return os.open(f"/proc/self/fd/{made}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(made)

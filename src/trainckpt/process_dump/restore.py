@@ -27,6 +27,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ from trainckpt.process_dump.gpus import GpusLost
 from trainckpt.process_dump.host import this_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import BinaryIO
 
     from trainckpt.format.dump import Host, WrittenFile
@@ -102,7 +103,7 @@ def why_changed(record: DumpRecord) -> str:
 
 
 class NotNow(UnusableSnapshot):
-    """Nothing was touched: the dump can be restored once what is against it is no more."""
+    """Nothing of the tree has run: it can be restored once what is against it is no more."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +122,17 @@ class Whole:
     images: Path
     gpus: GpuTree | None
 
-    def bring_back(self, attempt: int, claim: Callable[[], Mapping[str, str]]) -> None:
+    def bring_back(
+        self, attempt: int, claim: Callable[[], Mapping[str, str]], held: Iterable[int] = ()
+    ) -> None:
         """Restore it as another attempt of its run.
 
         Args:
             attempt: Which it is taken to become: the name of what is copied aside.
             claim: Is called once all of the tree is there, before any of it goes on. Returns file
                 name -> text: what else stands in the supervisor's folder then. What it raises comes
-                out.
+                out; it is no OSError.
+            held: Descriptors that CRIU holds too, as long as it works.
 
         Raises:
             NotNow: it cannot be; nothing was claimed.
@@ -143,7 +147,7 @@ class Whole:
 
         try:
             _put_files(record, attempt)
-            said = self._restore(may_go, claimed)
+            said = self._restore(partial(self._restore_once, may_go, held), claimed)
             why = f"CRIU: {said}" if said else ""
         except OSError as error:
             why = f"the system: {error}"
@@ -153,25 +157,25 @@ class Whole:
         if self.gpus is not None:
             _put_back(self.gpus, record)
 
-    def _restore(self, may_go: Callable[[], object], claimed: Collection[bool]) -> str:
+    def _restore(self, once: Callable[[], str], claimed: Collection[bool]) -> str:
         """As `criu.restore`; waits for numbers as long as nothing is claimed."""
         record, until = self.record, time.monotonic() + GONE_WITHIN_S
-        said = self._restore_once(may_go)
+        said = once()
         while (
             not claimed
             and criu.is_number_taken(said)
             and time.monotonic() < until
             and not _why_taken(record, until - time.monotonic())
         ):
-            said = self._restore_once(may_go)
+            said = once()
         return said
 
-    def _restore_once(self, may_go: Callable[[], object]) -> str:
+    def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
         """As `criu.restore`; of what cannot be nothing is left, whatever else failed."""
         said = "it was broken off"
         numbers.pass_over(self.record.tasks)
         try:
-            said = criu.restore(self.program, self.images, may_go)
+            said = criu.restore(self.program, self.images, may_go, held)
         finally:
             if said:
                 kill(self.record)
@@ -309,8 +313,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def kill(record: DumpRecord) -> None:
-    """End what a failed restore may have left: tasks with its numbers and its variable."""
-    for pid in {*tree.marked(VARIABLE, record.folder)} & {*record.tasks}:
+    """End what a failed restore may have left below us: tasks with its numbers and its variable.
+
+    Not what another process may have brought back.
+    """
+    ours = {*tree.processes(os.getpid())}
+    for pid in {*tree.marked(VARIABLE, record.folder)} & {*record.tasks} & ours:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     await_gone(record)  # also takes note of the root, which was to be a child of this process

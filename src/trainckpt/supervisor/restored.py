@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
 from trainckpt.lifecycle.places.slower import TIERS
@@ -28,7 +28,7 @@ from trainckpt.lifecycle.run import attempt_number
 from trainckpt.lifecycle.run.told import REFUSED
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempts
-from trainckpt.supervisor.adopted import Adopted
+from trainckpt.supervisor.adopted import Adopted, orphans_come_here
 from trainckpt.supervisor.dumpable import outputs
 from trainckpt.supervisor.flush_left import flush_left
 from trainckpt.supervisor.launched import Launched
@@ -102,11 +102,12 @@ def supervise_restored(dumped: Dumped, inbox: Inbox, memory: HeldMemory) -> Ende
     """
     record, named, folder = dumped.record, dumped.named, Path(dumped.record.folder)
     with contextlib.ExitStack() as closing:
-        with _alone(dumped), restore.examined(dumped.tier, record, key=dumped.key) as whole:
+        examined = restore.examined(dumped.tier, record, key=dumped.key)
+        with _alone(dumped) as lock, examined as whole, orphans_come_here():
             logs = closing.enter_context(_outputs(dumped, folder))
             closing.enter_context(memory.serving(folder))
             closing.callback(named.close)
-            attempt = _bring_back(dumped, whole)
+            attempt = _bring_back(dumped, whole, lock)
         with contextlib.suppress(OSError):
             shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
         process = Adopted(record.root)
@@ -123,8 +124,11 @@ def supervise_restored(dumped: Dumped, inbox: Inbox, memory: HeldMemory) -> Ende
 
 
 @contextlib.contextmanager
-def _alone(dumped: Dumped) -> Iterator[None]:
-    """While nobody else restores it. No attempt has begun since it was taken."""
+def _alone(dumped: Dumped) -> Iterator[int]:
+    """While nobody else restores it: the lock, a descriptor. No attempt has begun since the dump.
+
+    CRIU holds it too: it may work on for a while when this process was killed.
+    """
     name, folder = dumped.record.name, dumped.tier.root / dumped.record.name.folder
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -136,12 +140,18 @@ def _alone(dumped: Dumped) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise GoesOn(f"another process is restoring {name}") from None
-        later = max(attempts.read_attempts(dumped.tier), default=0)
-        if later > name.attempt:
-            raise GoesOn(f"{name} is not restored: attempt {later} began meanwhile")
-        yield
+        _must_be_newest(dumped)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _must_be_newest(dumped: Dumped) -> int:
+    """The number of the attempt that comes next; refused where one has begun since the dump."""
+    newest, name = max(attempts.read_attempts(dumped.tier), default=0), dumped.record.name
+    if newest > name.attempt:
+        raise GoesOn(f"{name} is not restored: attempt {newest} began meanwhile")
+    return max(newest, name.attempt) + 1
 
 
 @contextlib.contextmanager
@@ -177,20 +187,28 @@ def _claim(dumped: Dumped) -> int:
     return claimed.attempt
 
 
-def _bring_back(dumped: Dumped, whole: Whole) -> int:
+def _bring_back(dumped: Dumped, whole: Whole, lock: int) -> int:
     """The processes run again, as which attempt, and need their images no more."""
-    name, next_ = dumped.record.name, max(attempts.read_attempts(dumped.tier), default=0) + 1
+    name, named = dumped.record.name, dumped.named
     claimed = list[int]()
 
     def claim() -> Mapping[str, str]:
-        claimed.append(_claim(dumped))
+        try:
+            claimed.append(_claim(dumped))
+        except OSError as error:
+            why = f"{name} could not be restored: no attempt could be claimed: {error}"
+            raise UnusableSnapshot(why) from error
         return attempt_number.spell(claimed[0])
 
     try:
-        whole.bring_back(next_, claim)
-    except UnusableSnapshot as error:
-        if claimed:  # the attempt says so too
-            dumped.named.end((), Verdict(error.exit_code, FAILED, error.message))
+        whole.bring_back(_must_be_newest(dumped), claim, [lock])
+    except GoesOn:
+        raise
+    except TrainckptError as error:
+        if named.record is None:
+            _must_be_newest(dumped)
+        else:  # the attempt says so too
+            named.end((), Verdict(error.exit_code, FAILED, error.message))
         raise
     dumped.dumpable.say(f"restored {name} as attempt {claimed[0]}")
     return claimed[0]

@@ -181,8 +181,10 @@ class S3Client(ObjectClient):
 
     def _wait_for(self, call: Any, within_s: float, *args: Any, **keywords: Any) -> Any:
         async def ask() -> Any:
-            events = (await self._fs.set_session()).meta.events
-            events.register_last("before-call.s3", _send_unasked, unique_id=_send_unasked.__name__)
+            client = await self._fs.set_session()
+            # The session's are those of clients that are made later, for buckets of other regions.
+            for register in (client.meta.events.register_last, self._fs.session.register):
+                register("before-call.s3", _send_unasked, unique_id=_send_unasked.__name__)
             return await call(*args, **keywords)
 
         return super()._wait_for(ask, within_s)
