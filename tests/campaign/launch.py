@@ -272,7 +272,7 @@ def parent(pid: int) -> int | None:
 def stat(pid: int) -> Sequence[str]:
     """Fields of /proc/PID/stat from the state on: state, parent, group; empty if it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return ()
     return text.rpartition(")")[2].split()

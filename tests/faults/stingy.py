@@ -83,8 +83,9 @@ def train(run: str, mb: float, *, dies: bool, fill: Path | None = None, grow: bo
                 fill_up(fill)
             if step == GROWS_AT and grow:
                 grows.grow()
+            if step in (DIES_AT - 1, DIES_AT) and dies:
+                ckpt._attempt.saver.wait()  # while a save is on its way, no other begins
             if step == DIES_AT and dies:
-                ckpt._attempt.saver.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             train_on(model, optimizer)
     sha = hashlib.sha256(grows.kept.numpy().tobytes())

@@ -85,3 +85,16 @@ def test_the_start_of_the_process_lies_before_what_it_did_since():
     least = 0.25 if Path("/proc/self/stat").exists() else 0.0
     assert least <= float(done.stdout) <= whole + 0.05  # /proc counts hundredths
     assert process_start_s() <= time.monotonic()
+
+
+def test_a_process_whose_name_is_cut_inside_a_letter_knows_since_when_it_runs():
+    code = """
+import time
+from pathlib import Path
+from trainckpt.preemption.wall_time import process_start_s
+Path("/proc/self/comm").write_bytes("\N{latin small letter a with diaeresis}".encode() * 8)
+time.sleep(0.5)
+print(time.monotonic() - process_start_s() > 0.4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

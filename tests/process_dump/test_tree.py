@@ -130,3 +130,17 @@ def test_what_criu_cannot_dump_is_named(target, why):
 )
 def test_what_every_process_has_is_no_obstacle(target):
     assert why_not(Look((Held(1, 0, target, os.O_RDWR),), frozenset({"pipe:[17]"}))) == []
+
+
+def test_who_is_called_by_half_a_letter_is_looked_at_all_the_same():
+    code = """
+import os
+from pathlib import Path
+from trainckpt.process_dump import criu, gpu_signs
+before = criu.is_privileged()
+Path("/proc/self/comm").write_bytes(b"a" * 14 + b"\\xc3")
+assert criu.is_privileged() is before
+print(ascii(gpu_signs._threads(os.getpid())[0]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ascii('a' * 14 + chr(0xFFFD))}\n"

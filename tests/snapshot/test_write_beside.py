@@ -206,7 +206,7 @@ def test_it_ends_when_its_rank_does_whatever_way_that_goes():
         for _ in itertools.count():
             try:
                 os.kill(other, 0)
-                if "Z" in Path(f"/proc/{other}/stat").read_text().split()[2]:
+                if "Z" in Path(f"/proc/{other}/stat").read_text(errors="replace").split()[2]:
                     break
             except (ProcessLookupError, FileNotFoundError):
                 break

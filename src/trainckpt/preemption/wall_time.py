@@ -103,7 +103,8 @@ def process_start_s() -> float:
         if 0 <= (told_s := float(os.environ.get(STARTED_VARIABLE, ""))) <= now_s:
             return told_s
     try:
-        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        fields = stat.rpartition(")")[2].split()  # behind a name that may be cut inside a letter
         up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         age_s = up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

@@ -126,7 +126,7 @@ def examine() -> Ability:
 def is_privileged() -> bool:
     """Whether this process has CAP_SYS_ADMIN; without it shared memory cannot be dumped."""
     try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     effective = next((line.split()[1] for line in status.splitlines()

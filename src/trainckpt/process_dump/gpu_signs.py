@@ -76,7 +76,7 @@ def _threads(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         for task in (PROC / str(pid) / "task").iterdir():
             with contextlib.suppress(OSError):
-                found.append((task / "comm").read_text(encoding="utf-8").strip())
+                found.append((task / "comm").read_text(encoding="utf-8", errors="replace").strip())
     return found
 
 

@@ -58,7 +58,8 @@ def _cgroups(process: int | str) -> Iterator[tuple[int, Path]]:
     """Its own and those around it, as far as they can be seen: 0 or 1 for the version, folder."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
-        lines = (_PROC / str(process) / "cgroup").read_text().splitlines()
+        found = (_PROC / str(process) / "cgroup").read_bytes()
+        lines = os.fsdecode(found).splitlines()
     for line in lines:
         number, controllers, own = [*line.split(":", 2), "", ""][:3]
         version = 0 if number == "0" else 1
