@@ -92,7 +92,7 @@ def test_a_process_whose_name_is_cut_inside_a_letter_knows_since_when_it_runs():
 import time
 from pathlib import Path
 from trainckpt.preemption.wall_time import process_start_s
-Path("/proc/self/comm").write_bytes("\N{latin small letter a with diaeresis}".encode() * 8)
+Path("/proc/self/comm").write_bytes("\N{LATIN SMALL LETTER A WITH DIAERESIS}".encode() * 8)
 time.sleep(0.5)
 print(time.monotonic() - process_start_s() > 0.4)
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,7 @@ from trainckpt.errors import TierUnavailable
 from trainckpt.tiers import direct, new_file
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.queue_depth import FIRST
 
 PAGE = direct.PAGE_BYTES
 FROM, PIECE = 2 * PAGE, 4 * PAGE  # small, so that many sizes can be tried
@@ -100,7 +102,7 @@ def test_whole_pages_of_a_large_part_go_past_the_page_cache_and_the_rest_through
         pytest.skip("this file system refuses O_DIRECT")
     assert disk.num_direct == (100 + size) // PAGE * PAGE - PAGE
     assert disk.reserved == [100 + size]
-    assert 2 <= len(disk.threads) <= 1 + new_file.NUM_WRITERS
+    assert 2 <= len(disk.threads) <= 1 + FIRST
 
 
 class NotOpened(Disk):
@@ -219,3 +221,37 @@ def test_no_thread_and_no_descriptor_is_left(tmp_path):
     opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [path for path in opened if path.startswith(str(tmp_path))]
     assert not [t for t in threading.enumerate() if t.name == "trainckpt-write"]
+
+
+class Late(Noting):
+    """Answers each direct write late, however many others are on their way."""
+
+    def write(self, path, descriptor, block, first_byte):
+        super().write(path, descriptor, block, first_byte)
+        if descriptor in self.direct:
+            time.sleep(0.01)
+
+
+def test_a_place_that_answers_late_is_written_by_more_with_each_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(new_file, "TELLS_FROM_BYTES", 32 * PIECE)
+    disk = Late()
+    tier = LocalTier(tmp_path, disk)
+    block, writers = memory(Random(0), 32 * PIECE, 0), []
+    for name in "abcd":
+        disk.threads.clear()
+        tier.write_parts(name, len(block), [(0, block)])
+        writers.append(len(disk.threads))
+        assert (tmp_path / name).read_bytes() == block
+    if not tier._direct.works:
+        pytest.skip("this file system refuses O_DIRECT")
+    assert writers[0] <= FIRST
+    assert writers[-1] > 2 * FIRST
+
+
+def test_what_a_small_file_took_or_one_that_others_wrote_says_nothing_of_a_disk():
+    pace = new_file.Pace()
+    pace.wrote(new_file.TELLS_FROM_BYTES - 1, FIRST, 1.0)
+    pace.wrote(new_file.TELLS_FROM_BYTES, 2 * FIRST, 1.0)
+    assert pace.num_writers == FIRST
+    pace.wrote(new_file.TELLS_FROM_BYTES, FIRST, 1.0)
+    assert pace.num_writers == 2 * FIRST

@@ -35,3 +35,28 @@ def test_a_place_that_is_fast_enough_with_some_gets_no_more():
 
 def test_one_block_is_one_read():
     assert depths(lambda _: 1e6, 3, most=1) == [1, 1, 1]
+
+
+def test_what_has_grown_by_chance_or_for_a_while_shrinks_again():
+    depth = QueueDepth(16)
+    for _ in range(6):
+        depth.measured(30e6 * depth.now)
+    assert depth.now == 16
+    found = []
+    for _ in range(40):
+        found.append(depth.now)
+        depth.measured(300e6)
+    assert found.index(FIRST) < 4 * (RESTS + 2)
+
+
+def test_what_pays_is_kept_though_half_of_it_is_tried_now_and_then():
+    found = depths(lambda number: 30e6 * number, 100)
+    assert found[3:].count(16) >= 85
+    assert found[3:].count(8) >= 3
+    assert set(found[3:]) == {8, 16}
+
+
+def test_how_much_is_enough_may_be_said():
+    depth = QueueDepth(8, enough=1e6)
+    depth.measured(1e6)
+    assert depth.now == FIRST

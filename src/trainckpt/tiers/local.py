@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers.direct import Direct
 from trainckpt.tiers.disk import Disk
-from trainckpt.tiers.new_file import new_file
+from trainckpt.tiers.new_file import Pace, new_file
 from trainckpt.tiers.read_file import NUM_READERS, ReadFile, read_parts
 from trainckpt.tiers.spares import FOLDER, Spares
 
@@ -44,7 +44,7 @@ class LocalTier:
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self.disk = disk or Disk()
-        self._direct = Direct(self.url)
+        self._direct, self._pace = Direct(self.url), Pace()
         self._spares = Spares(self.root, self.disk)
         self.num_readers = NUM_READERS
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
@@ -67,7 +67,7 @@ class LocalTier:
         with translated("write", path):
             self._make_folders(path.parent)
             is_spare = self._spares.take(path)
-            with new_file(self.disk, path, self._direct, is_spare=is_spare) as file:
+            with new_file(self.disk, path, self._direct, self._pace, is_spare=is_spare) as file:
                 file.reserve(num_bytes)
                 for first_byte, part in parts:
                     file.put(first_byte, part)
@@ -219,7 +219,7 @@ class LocalTier:
     ) -> None:
         marks = deque[int]()
         at, is_spare = 0, num_bytes is not None and self._spares.take(path)
-        with new_file(self.disk, path, self._direct, is_spare=is_spare) as file:
+        with new_file(self.disk, path, self._direct, self._pace, is_spare=is_spare) as file:
             if num_bytes is not None:
                 file.reserve(num_bytes)
             for block in blocks:

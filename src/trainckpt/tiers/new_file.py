@@ -2,7 +2,7 @@
 
     reserve     the space, where the length is known: a full disk refuses before anything is written
     put         each block to its place; of a large one the whole pages past the page cache, in
-                pieces, by several writers, while whoever writes already prepares the next block
+                pieces, by a few writers, while whoever writes already prepares the next block
     at the end  all writers are done; fsync
 
 Nothing refers to the file before that. If anything fails, no file is left.
@@ -11,12 +11,15 @@ Nothing refers to the file before that. If anything fails, no file is left.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainckpt.tiers.direct import FROM_BYTES, PIECE_BYTES, body
+from trainckpt.tiers.direct import FROM_BYTES, body
+from trainckpt.tiers.queue_depth import QueueDepth
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -26,17 +29,71 @@ if TYPE_CHECKING:
     from trainckpt.tiers.direct import Direct
     from trainckpt.tiers.disk import Disk
 
-NUM_WRITERS = 4
+MOST_WRITERS = 16
+PIECE_BYTES = 2 << 20  # of one system call
+TELLS_FROM_BYTES = 32 << 20  # what is smaller says little of a disk
+
+
+class Pace:
+    """How many writes past the page cache are on their way at once in one place. Any thread.
+
+    Few, so that others who read from the same disk need not wait; more where that pays. One file
+    tells for the next.
+    """
+
+    def __init__(self) -> None:
+        self._depth = QueueDepth(MOST_WRITERS, enough=math.inf)
+        self._lock = threading.Lock()
+
+    @property
+    def num_writers(self) -> int:
+        """Of a file that is begun now."""
+        return self._depth.now
+
+    def wrote(self, num_bytes: int, num_writers: int, busy_s: float) -> None:
+        """So much of a file was written by so many, who had something to write for so long."""
+        with self._lock:
+            if num_bytes >= TELLS_FROM_BYTES and num_writers == self._depth.now:
+                self._depth.measured(num_bytes / max(busy_s, 1e-9))
+
+
+class _Busy:
+    """For how long anybody was at it, and how much was done. A context of whoever is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num = self.num_bytes = 0
+        self._since_s = self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def at(self, num_bytes: int) -> Iterator[None]:
+        """Around so much."""
+        with self._lock:
+            if self._num == 0:
+                self._since_s = time.perf_counter()
+            self._num += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num -= 1
+                self.num_bytes += num_bytes
+                if self._num == 0:
+                    self.seconds += time.perf_counter() - self._since_s
 
 
 class NewFile:
-    """One file that is being written; used by one thread. Made by `new_file`."""
+    """One file that is being written; used by one thread. Made by `new_file`.
+
+    Attributes:
+        busy: With writing past the page cache.
+    """
 
     def __init__(
         self, disk: Disk, path: Path, descriptor: int, direct: Direct, workers: Workers
     ) -> None:
         self._disk, self._path, self._descriptor = disk, path, descriptor
-        self._direct, self._workers = direct, workers
+        self._direct, self._workers, self.busy = direct, workers, _Busy()
         self._bypass: int | None = None  # the same file, past the page cache
         self._opening = threading.Lock()
         self._places: list[tuple[int, int]] = []
@@ -108,7 +165,8 @@ class NewFile:
                 with self._opening:
                     if self._bypass is None:
                         self._bypass = self._disk.open_direct(self._path)
-                self._disk.write(self._path, self._bypass, piece, first_byte)
+                with self.busy.at(len(piece)):
+                    self._disk.write(self._path, self._bypass, piece, first_byte)
                 return
         self._through_cache(first_byte, piece)
 
@@ -119,21 +177,25 @@ class NewFile:
 
 @contextlib.contextmanager
 def new_file(
-    disk: Disk, path: Path, direct: Direct, *, is_spare: bool = False
+    disk: Disk, path: Path, direct: Direct, pace: Pace, *, is_spare: bool = False
 ) -> Iterator[NewFile]:
     """A file to put blocks into, on stable storage when the context ends; removed if that fails.
 
-    `is_spare`: it is there, with bytes of no worth.
+    Args:
+        disk, path, direct, pace: Where, and how.
+        is_spare: It is there, with bytes of no worth.
     """
+    num_writers = pace.num_writers
     descriptor = disk.open_again(path) if is_spare else disk.create(path)
     try:
         with contextlib.ExitStack() as stack:
-            workers = Workers(NUM_WRITERS, "trainckpt-write")
+            workers = Workers(num_writers, "trainckpt-write")
             file = NewFile(disk, path, descriptor, direct, workers)
             stack.callback(file.close)
             stack.enter_context(workers)  # left first: then no writer is at the file
             yield file
             file.finish()
+            pace.wrote(file.busy.num_bytes, num_writers, file.busy.seconds)
     except BaseException:
         with contextlib.suppress(OSError):  # on a full disk, the space it took
             disk.remove(path)
