@@ -160,6 +160,13 @@ def test_criu_is_out_of_reach_of_a_terminals_ctrl_c(tmp_path):
         assert int(said.split()[1]) != os.getsid(0)
 
 
+def test_what_criu_said_before_is_not_said_again(tmp_path):
+    says = "echo 'Error (x:1): of old' > restore.log; exit 1"
+    program = pretend(tmp_path / "criu", "4.2", f"cd {tmp_path}; {says}")
+    assert criu.restore(program, tmp_path, print) == "of old"
+    assert "No such file" in criu.restore(tmp_path / "none", tmp_path, print)
+
+
 def test_criu_holds_the_lock_of_a_dump_as_long_as_it_works(tmp_path):
     """Whoever called it may be gone by then."""
     with (tmp_path / "lock").open("w") as lock:

@@ -7,6 +7,7 @@ before whether the time suffices, and a session of its own keeps a terminal's Ct
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -184,6 +185,8 @@ def _tell(
     run: Callable[[list[str | Path]], subprocess.CompletedProcess[str]] | None = None,
 ) -> str:
     log = images / f"{verb}.log"
+    with contextlib.suppress(OSError):
+        log.unlink()  # what was said before, of a restore that failed
     # GPUs are none of CRIU's business here, so it finds no plugins: the folder holds none.
     common = ["-D", str(images), "-o", log.name, "-v2", "--libdir", str(images), *FLAGS]
     arguments = [verb, *options, *common]
