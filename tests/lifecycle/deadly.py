@@ -54,6 +54,7 @@ def main(place, steps, snapshot, when, how):
         place, model=model, optimizer=optimizer, deadly=deadly, every="2 steps", keep_last=9
     ) as ckpt:
         while ckpt.boundary():
+            ckpt._attempt.saver.wait()  # while a save is on its way, another may be skipped
             if ckpt.cursor.step >= steps:
                 break
             deadly.step = ckpt.cursor.step + 1

@@ -69,6 +69,7 @@ def train(place, model, called="model"):
     with Checkpointer(place, every="1 step", keep_last=9, **tracked) as ckpt:
         for step in range(2):
             ckpt.boundary()
+            ckpt._attempt.saver.wait()  # while a save is on its way, another may be skipped
             generator = torch.Generator().manual_seed(step)
             for parameter in model.parameters():
                 whole = torch.randn(parameter.shape, generator=generator)
