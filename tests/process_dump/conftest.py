@@ -20,6 +20,20 @@ def criu_here():
 
 
 @pytest.fixture
+def counting(criu_here, tmp_path):
+    """A small process of five threads that counts, and can be dumped."""
+    from tests.process_dump.test_refusals import IDLE_THREADS, PROGRAM, Counting
+
+    text = IDLE_THREADS + PROGRAM
+    found = Counting(tmp_path, criu_here.program, criu_here.version, text)
+    try:
+        assert found.counts_on()
+        yield found
+    finally:
+        found.end()
+
+
+@pytest.fixture
 def gpu_here():
     """torch, on a machine whose GPUs' state can be set aside."""
     pytest.importorskip("cuda.bindings")

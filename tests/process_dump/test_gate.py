@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.process_dump.test_numbers import IDLE_THREADS
 from tests.process_dump.test_refusals import NAME, PROGRAM, Counting
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.process_dump import criu, dump, gate, tree
@@ -47,17 +46,6 @@ if os.fork() == 0:
 
 class NotClaimedError(Exception):
     """Whatever keeps an attempt from being claimed."""
-
-
-@pytest.fixture
-def counting(criu_here, tmp_path):
-    """A process of several threads that runs."""
-    found = Counting(tmp_path, criu_here.program, criu_here.version, IDLE_THREADS + PROGRAM)
-    try:
-        assert found.counts_on()
-        yield found
-    finally:
-        found.end()
 
 
 def descriptors(pid="self"):

@@ -9,26 +9,8 @@ from threading import Thread
 import pytest
 
 from tests.process_dump.taken_pid import next_is, with_number
-from tests.process_dump.test_refusals import PROGRAM, Counting
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.process_dump import criu, dump, numbers, restore, tree
-
-IDLE_THREADS = """
-import threading, time
-for _ in range(4):
-    threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
-"""
-
-
-@pytest.fixture
-def counting(criu_here, tmp_path):
-    """A process of five threads that runs."""
-    found = Counting(tmp_path, criu_here.program, criu_here.version, IDLE_THREADS + PROGRAM)
-    try:
-        assert found.counts_on()
-        yield found
-    finally:
-        found.end()
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,11 @@ for number in range(10**9):
     os.write(1, b"%d\\n" % number)
     time.sleep(0.01)
 """
+IDLE_THREADS = """
+import threading, time
+for _ in range(4):
+    threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+"""
 
 
 def pretend(path: Path, version: str, check: str = "exit 0") -> Path:
@@ -241,17 +246,6 @@ class Counting:
                 process.wait()
 
 
-@pytest.fixture
-def counting(criu_here, tmp_path):
-    """A small process that runs."""
-    found = Counting(tmp_path, criu_here.program, criu_here.version)
-    try:
-        assert found.counts_on()
-        yield found
-    finally:
-        found.end()
-
-
 def test_whatever_is_wrong_with_a_dump_is_said_and_once_it_is_right_again_it_is_restored(
     counting, tmp_path, monkeypatch
 ):
@@ -420,6 +414,45 @@ def test_pause_says_why_not_and_the_command_goes_on_and_a_dump_that_is_refused_s
         (tmp_path / "end").touch()
         assert run.resume("--dumps", "off").wait() == 0
         assert run.lines() == ["0", "closed"]  # from the beginning, as was asked for
+
+
+def test_an_attempt_that_begins_while_images_are_read_is_noticed_before_a_file_is_cut_back(
+    criu_here, counting, tmp_path, monkeypatch
+):
+    record, real = counting.dump(), restore.examined
+    attempts.found_run(counting.tier)
+    attempts.claim(counting.tier, partial(AttemptRecord, parent=None))
+    with counting.log.open("ab") as log:
+        log.write(b"the other attempt's")
+    before = counting.log.read_bytes()
+
+    @contextlib.contextmanager
+    def examined(*arguments, **more):
+        with real(*arguments, **more) as whole:
+            attempts.claim(counting.tier, partial(AttemptRecord, parent=None))
+            yield whole
+
+    monkeypatch.setattr(restore, "examined", examined)
+    named = NamedRun(str(counting.tier.root), ["python"], str(tmp_path), 1)
+    dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
+    with Inbox() as inbox, pytest.raises(GoesOn, match="attempt 2 began meanwhile"):
+        supervise_restored(dumped, inbox, HeldMemory())
+    assert counting.log.read_bytes() == before
+    assert attempts.newest(counting.tier) == 2
+
+
+def test_what_somebody_else_has_brought_back_is_not_ended(counting, monkeypatch):
+    """Of a restore that failed only what is below this process is."""
+    record = counting.dump()
+    marked = f"{VARIABLE}={counting.supervisor} sleep 600 >/dev/null 2>&1 & echo $!"
+    said = subprocess.run(["sh", "-c", marked], capture_output=True, check=True).stdout
+    monkeypatch.setattr(dump, "GONE_WITHIN_S", 0.1)
+    try:
+        restore.kill(replace(record, tasks=(int(said),)))
+        assert tree.taken([int(said)]) == [int(said)]
+        assert tree.marked(VARIABLE, str(counting.supervisor)) == [int(said)]
+    finally:
+        os.kill(int(said), 9)
 
 
 class Slower(NamedRun):

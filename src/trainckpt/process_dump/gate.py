@@ -75,11 +75,13 @@ class Gate:
         return asked
 
     def _is_asked(self, process: subprocess.Popen[bytes]) -> bool:
-        # What CRIU had begun to restore may hold the other end, and outlive it.
-        while not select.select([self._asked], [], [], LOOK_EVERY_S)[0]:
+        asks = select.poll()
+        asks.register(self._asked, select.POLLIN)
+        while not asks.poll(1000 * LOOK_EVERY_S):
+            # What CRIU had begun to restore may hold the other end, and outlive it.
             if process.poll() is not None:
-                break
-        return bool(select.select([self._asked], [], [], 0)[0] and os.read(self._asked, 1))
+                return False
+        return bool(os.read(self._asked, 1))
 
     def _opened(self, *descriptors: int) -> tuple[int, ...]:
         self._open.update(descriptors)
