@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from trainckpt.lifecycle.run.told import CLAIMED, LEFT, LISTENING, Told
@@ -32,7 +34,15 @@ def end(rank: int, code: int, at: float = T) -> End:
         (Course(1, ends=[end(1, 3), end(0, -15, T + 1)]), 3, "failed"),
         (Course(1, ends=[end(0, 1), end(1, 3, T + 0.1)]), 3, "failed"),
         (Course(1, ends=[end(0, 1), end(1, -9, T + 0.1)]), 137, "killed"),
+        (Course(1, ends=[end(0, 1), end(1, -9, T + 1.5)]), 137, "killed"),
         (Course(1, ends=[end(0, 1), end(1, 7, T + 9)]), 1, "failed"),
+        # torchrun waited for it before its end was seen
+        (Course(1, [said(0, "failed", 1), said(1)], [end(0, 1), end(1, -9, math.inf)]),
+         137, "killed"),
+        (Course(1, [said(0, "stopped", 75, at=T + 1), said(1)], [end(1, -9, math.inf)]),
+         137, "killed"),
+        (Course(1, [said(0, "stopped", 75), said(1)], [end(1, -15, math.inf)]), 75, "stopped"),
+        (Course(1, [said(0, "failed", 1), said(1)], [end(1, -15, math.inf)]), 1, "failed"),
         # stops
         (Course(1, [said(0, "stopped", 75), said(1, "stopped", 75)],
                 [end(0, 75), end(1, -15, T + 1)]), 75, "stopped"),

@@ -42,7 +42,7 @@ REFUSALS = frozenset(
 # why we ended it ourselves
 START_UP, DEADLINE, SECOND_INTERRUPT, OTHERS_LOST = "start-up", "deadline", "interrupt", "lost"
 DUMPED = "dumped"
-TOGETHER_S = 0.5  # ends so close together do not say which was the cause
+TOGETHER_S = 2.0  # ends so close together do not say which was the cause; busy machines look late
 # A lost connection is an exception (1) or an abort; 71 and SIGTERM follow on a peer's failure.
 CONSEQUENCES = frozenset({1, NoAgreement.exit_code, -signal.SIGABRT, -signal.SIGTERM})
 NOTICES = frozenset(
@@ -110,6 +110,14 @@ class _Failure:
     def exit_code(self) -> int:
         return 128 - self.code if self.code < 0 else self.code
 
+    @property
+    def may_be_consequence(self) -> bool:
+        return self.code in CONSEQUENCES
+
+    def is_before(self, at: float) -> bool:
+        """Also where nobody saw when, and it was no consequence of anything that we know of."""
+        return self.at < at or (math.isinf(self.at) and not self.may_be_consequence)
+
 
 def judge(course: Course) -> Verdict:
     """How it ended."""
@@ -142,7 +150,7 @@ def _stop(course: Course, failures: Sequence[_Failure]) -> Verdict | None:
     if not stops:
         return None
     before = min(at for _, at in stops)
-    if not course.signalled and any(failure.at < before for failure in failures):
+    if not course.signalled and any(failure.is_before(before) for failure in failures):
         return None
     told = min((told for told, _ in stops), key=lambda t: t.rank)
     assert told.exit_code is not None
@@ -170,8 +178,8 @@ def _failures(course: Course) -> list[_Failure]:
 
 
 def _from_first(failures: Sequence[_Failure], course: Course) -> Verdict:
-    together = [f for f in failures if f.at <= failures[0].at + TOGETHER_S]
-    first = next((f for f in together if f.code not in CONSEQUENCES), together[0])
+    together = [f for f in failures if f.is_before(failures[0].at + TOGETHER_S)]
+    first = next((f for f in together if not f.may_be_consequence), failures[0])
     if first.code in NOTICES and course.ours and not first.has_said_so:
         why = f"{first.who} got {_name(first.code)} before it listened"
         return Verdict(START_AGAIN, NOTICE, why, on_purpose=True)
