@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -80,6 +81,18 @@ def test_its_age_is_that_of_the_file_system_whatever_this_hosts_clock_says(tier,
     path_of(tier, 1).touch()
     monkeypatch.setattr(time, "time", lambda: 9e9)
     assert age_s(tier, 1) < 5
+
+
+def test_on_a_full_disk_its_age_is_seen_all_the_same(tier):
+    """`prune` is what makes room there, and it asks who lives."""
+    path_of(tier, 1).touch()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file may hold a byte
+    try:
+        assert age_s(tier, 1) < 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tier.root.joinpath("attempts").iterdir()] == ["1.heartbeat"]
 
 
 def test_where_nothing_can_be_written_this_hosts_clock_has_to_do(tier, monkeypatch):

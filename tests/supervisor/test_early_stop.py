@@ -62,6 +62,17 @@ def test_the_supervisor_asks_where_no_rank_could(asked):
     assert asked() == [SHOW, NOTED, REQUEUE]
 
 
+def test_a_restart_that_is_stopped_while_it_imports_is_queued_again_by_the_supervisor(asked):
+    """The attempt before failed; none of its ranks has asked. One that stopped has."""
+    failed = AttemptRecord(1, outcome={"outcome": "killed", "exit_code": 137})
+    ended = replace(STOPPED, record=failed, restarts=1, begun=True)
+    ask_to_be_queued_again(ended, heard("SIGTERM"), first=FIRST)
+    assert asked() == [SHOW, REQUEUE]
+    stopped = failed.with_(outcome={"outcome": "stopped", "kind": "snapshot"})
+    ask_to_be_queued_again(replace(ended, record=stopped), heard("SIGTERM"), first=FIRST)
+    assert asked() == [SHOW, REQUEUE]
+
+
 def test_a_rank_that_has_spoken_may_have_begun_a_run_though_no_record_can_be_read(asked, tmp_path):
     """Its place does not answer any more: nobody knows then what it has committed there."""
     gone = str(tmp_path / "gone")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.format.attempt import STOPPED
 from trainckpt.format.dump import KIND as DUMP
 from trainckpt.lifecycle.places import place
 from trainckpt.snapshot import attempts
@@ -66,9 +67,15 @@ def ask_to_be_queued_again(
         first: The command, if it may begin its run; None: it goes on from something.
     """
     outcome = (ended.record.outcome or {}) if ended.record is not None else {}
-    begun = ended.record is not None and outcome.get("kind") != DUMP  # then ranks have asked
-    begun = begun or ended.exit_code != START_AGAIN
-    if begun or not inbox.first or os.environ.get(TASK_VARIABLE, "0") != "0":
+    # Ranks that stopped have asked; not those of an attempt before, which failed.
+    is_theirs = ended.record is not None and outcome.get("outcome") in (None, STOPPED)
+    asked = is_theirs and outcome.get("kind") != DUMP
+    if (
+        asked
+        or ended.exit_code != START_AGAIN
+        or not inbox.first
+        or os.environ.get(TASK_VARIABLE, "0") != "0"
+    ):
         return
     from trainckpt.lifecycle.run.log import prepare
     from trainckpt.lifecycle.stopping.requeue import Requeue

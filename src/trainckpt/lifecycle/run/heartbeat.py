@@ -150,7 +150,8 @@ def _place_clock_s(tier: LocalTier) -> float:
     except OSError:
         return time.time()
     try:
-        os.write(descriptor, b"\n")
+        with contextlib.suppress(OSError):  # a full disk; that it was made has a time as well
+            os.write(descriptor, b"\n")
         return os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
