@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,41 @@ def test_what_cannot_work_is_78_with_a_hint(argv, why, capsys):
         error = json.loads(capsys.readouterr().out)
         assert why in error["error"]
         assert error["code"] == 78
+
+
+@pytest.fixture
+def no_reader():
+    """A pipe whose reader has gone, as after Ctrl-C at `trainckpt ... | tee log`."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+def command(*argv: object, **streams: object) -> int:
+    """The exit code of the command itself; nothing that it prints waits in a buffer."""
+    line = [sys.executable, "-um", "trainckpt.cli.main", *map(str, argv)]
+    known = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
+    done = subprocess.run(line, env=known, timeout=120, check=False, **streams)
+    return done.returncode
+
+
+def test_that_nobody_reads_what_run_says_changes_neither_its_restarts_nor_its_exit_code(
+    no_reader, tmp_path
+):
+    script = f"echo x >>{tmp_path}/starts; exit 3"
+    argv = ["run", "--max-restarts", "1", "--no-python", "--", "sh", "-c", script]
+    assert command(*argv, stdout=no_reader, stderr=no_reader) == 3
+    assert (tmp_path / "starts").read_text() == "x\nx\n"
+
+
+def test_a_verdict_that_nobody_reads_is_no_success(no_reader, make_run):
+    run = make_run(steps=1)
+    next(run.rglob("rank00000.safetensors")).write_bytes(b"")
+    for stream in ("stdout", "stderr"):
+        assert command("verify", run, **{stream: no_reader}) != 0
+    assert command("list", run, stdout=no_reader) == 0
+    assert command("list", run / "nowhere", stderr=no_reader) == 66
 
 
 def test_the_scripts_own_json_option_is_not_ours(capsys):

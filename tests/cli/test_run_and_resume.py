@@ -181,7 +181,7 @@ def test_a_script_that_fails_by_itself_passes_its_code_through(tmp_path):
 TELL = """
 import json, os, sys
 names = ("TRAINCKPT_ACCEPT_OLDER", "TRAINCKPT_RESUME_AT", "TRAINCKPT_RESTART", "ACCELERATE_X",
-         "TRAINCKPT_TIERS")
+         "TRAINCKPT_TIERS", "SLURM_JOB_ID")
 with open(sys.argv[1], "a") as file:
     print(json.dumps([os.environ.get(name) for name in names]), file=file)
 sys.exit(int(sys.argv[2]))
@@ -218,14 +218,14 @@ def test_what_resume_is_asked_for_reaches_the_ranks(recorded, tmp_path, capfd):
     assert main(["resume", run, "--accept-older", "--at", "s3"]) == 0
     far = str(tmp_path / "far")
     assert main(["resume", run, "--tiers", far]) == 0
-    assert told(file) == [[None] * 5, ["1", "s3", *[None] * 3], [*[None] * 4, far]]
+    assert told(file) == [[None] * 6, ["1", "s3", *[None] * 4], [*[None] * 4, far, None]]
 
 
 def test_resume_starts_again_what_fails(recorded, tmp_path, capfd):
     """As often as it is told to; the command's own code passes through."""
     file = recorded("python", 4)
     assert main(["resume", str(tmp_path / "run"), "--max-restarts", "1"]) == 4
-    assert told(file) == [[None] * 5] * 2
+    assert told(file) == [[None] * 6] * 2
     shown = capfd.readouterr().err
     assert "the script ended with 4; restart 1 of 1" in shown
     assert main(["resume", str(tmp_path / "run"), "--max-restarts", "many"]) == 78
@@ -237,8 +237,20 @@ def test_a_run_of_accelerate_gets_its_variables_back(recorded, tmp_path, monkeyp
     env = {"ACCELERATE_X": "bf16", "ACCELERATE_TOKEN": "<redacted>"}
     file = recorded("accelerate", env=env)
     assert main(["resume", "--json", str(tmp_path / "run")]) == 0
-    assert told(file) == [[None, None, None, "bf16", None]]
+    assert told(file) == [[None, None, None, "bf16", None, None]]
     assert json.loads(capfd.readouterr().out)["exit_code"] == 0
+
+
+def test_a_run_that_is_resumed_is_no_part_of_the_slurm_job_in_which_it_began(
+    recorded, tmp_path, monkeypatch, capfd
+):
+    """Else it would stop when that job ends, and queue that job again."""
+    file = recorded("python", env={"SLURM_JOB_ID": "7"})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert [line[-1] for line in told(file)] == [None, "8"]
 
 
 def test_a_command_without_a_checkpointer_keeps_its_options_when_it_is_launched_again(

@@ -7,9 +7,6 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from trainckpt.cli import show
 from trainckpt.lifecycle.places import source
 
@@ -38,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     a, b = (Contents(source.open_source(target)) for target in (arguments.a, arguments.b))
     names = {*a.names, *b.names}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with show.progress() as progress:
         task = progress.add_task("comparing", total=len(names))
         tensors = list(
             difference.tensor_differences(

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from trainckpt.cli.aside import tell
 from trainckpt.cli.dumped import dumps_of
 from trainckpt.encryption.keys import read_identity
 from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
@@ -203,4 +204,4 @@ def _key(record: DumpRecord) -> bytes:
 
 
 def _say(line: str) -> None:
-    print(f"trainckpt: {line}", file=sys.stderr, flush=True)
+    tell(f"trainckpt: {line}")

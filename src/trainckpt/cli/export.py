@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress
-
 from trainckpt.cli import show
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs
@@ -56,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     plan = export_plan.plan_export(contents, wish)
     total = sum(item.num_bytes for item in plan.items)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with show.progress() as progress:
         task = progress.add_task("writing", total=total)
         files = export.export(
             contents, plan, out,

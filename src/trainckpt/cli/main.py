@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainckpt.cli.aside import tell
 from trainckpt.errors import ConfigurationError, TrainckptError
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ VERBS = {
 }
 # Those that read what a checkpoint holds, or relaunch what does.
 READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
+ONLY_TELL = ("list", "show", "config")  # what is not read of them has no say in the exit code
 _MODULES = {"list": "list_", "show": "show_"}  # where the verb's own name is taken
-INTERRUPTED = 130
+INTERRUPTED, READER_GONE = 130, 141  # as shells say SIGINT and SIGPIPE
 IDENTITY_VARIABLE = "TRAINCKPT_IDENTITY"
 
 
@@ -95,25 +97,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    verb = ""
     try:
         arguments = parse(argv)
+        verb = arguments.verb
         with _identity(getattr(arguments, "identity", None)):
-            code: int = module_of(arguments.verb).execute(arguments)
+            code: int = module_of(verb).execute(arguments)
         return code
     except TrainckptError as error:
         if "--json" in itertools.takewhile(lambda word: word != "--", argv):
             body = {"error": error.message, "code": error.exit_code, "hint": error.hint}
             print(json.dumps(body))
         else:
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
-        return 0
+        return 0 if verb in ONLY_TELL else READER_GONE
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:  # noqa: BLE001 - whatever is left is our own mistake
-        traceback.print_exc()
-        print("error: this is a bug in trainckpt; please report it", file=sys.stderr)
+        tell(f"{traceback.format_exc()}error: this is a bug in trainckpt; please report it")
         return TrainckptError.exit_code
 
 

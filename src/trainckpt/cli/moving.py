@@ -8,9 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress
-
 from trainckpt.cli import dump_home, show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import DumpName
@@ -45,7 +42,7 @@ def move(
     if name is None and not (dump is not None and not _has_snapshots(everywhere, sources)):
         manifest = _manifest(everywhere, wanted, sources)
     total = 0 if manifest is None else sum(file.num_bytes for _, file in files_of(manifest))
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with show.progress() as progress:
         task = progress.add_task("copying", total=len(targets) * total or None)
 
         def tell(num_bytes: int) -> None:

@@ -18,12 +18,12 @@ import contextlib
 import json
 import os
 import secrets
-import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
+from trainckpt.cli.aside import tell
 from trainckpt.cli.asking import (
     can_be_dumped,
     is_by_supervisor,
@@ -136,7 +136,7 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
         more |= {"no_dump": outcome["no_dump"]} if "no_dump" in outcome else {}
         show.document({**facts, **more, **error})
     elif code:
-        print(f"error: {sentence}\nnext: {hint}", file=sys.stderr)
+        tell(f"error: {sentence}\nnext: {hint}")
     else:
         print(sentence)
     return code
@@ -325,7 +325,7 @@ def _interrupted(attempt: int, *, as_json: bool) -> int:
     if as_json:
         show.document({"error": sentence, "code": INTERRUPTED, "hint": ""})
     else:
-        print(f"error: {sentence}", file=sys.stderr)
+        tell(f"error: {sentence}")
     return INTERRUPTED
 
 
@@ -337,4 +337,4 @@ def _duration(text: str) -> float:
 
 
 def _say(line: str) -> None:
-    print(f"pause: {line}", file=sys.stderr, flush=True)
+    tell(f"pause: {line}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from trainckpt.cli import show
+from trainckpt.cli.aside import tell
 from trainckpt.errors import ConfigurationError
 from trainckpt.prove.proof import Proof, prove
 
@@ -45,4 +45,4 @@ def report(proof: Proof, *, as_json: bool) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"prove: {line}", file=sys.stderr, flush=True)
+    tell(f"prove: {line}")

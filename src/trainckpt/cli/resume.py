@@ -203,10 +203,9 @@ def _variables(
     elsewhere: Sequence[str],
 ) -> dict[str, str]:
     """What was recorded and this environment lacks, and what the options say."""
-    recorded = facts.get("env") or {}
     variables = {
         name: value
-        for name, value in recorded.items()
+        for name, value in launch.recorded_environment(facts).items()
         if name not in os.environ and launch.REDACTED not in value
     }
     if arguments.at:

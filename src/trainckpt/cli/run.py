@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from trainckpt.cli import dumps, show
+from trainckpt.cli.aside import tell
 from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle.run.command_word import COMMAND_VARIABLE, command_word
 from trainckpt.supervisor.command import (
@@ -89,7 +90,7 @@ def processes(nproc: int, options: list[str]) -> int:
 
 def say(line: str) -> None:
     """A line for people, while it runs."""
-    print(f"trainckpt: {line}", file=sys.stderr, flush=True)
+    tell(f"trainckpt: {line}")
 
 
 def report(ended: Ended, *, as_json: bool) -> int:

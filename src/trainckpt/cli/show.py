@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -33,13 +34,32 @@ def document(value: Any) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
     """Print a table on stdout, as wide as it needs to be where stdout is no terminal."""
-    console = Console()
+    console = _Output()
     if not console.is_terminal:
-        console = Console(width=220)
+        console = _Output(width=220)
     drawn = Table(*columns, title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
     for row in rows:
         drawn.add_row(*map(escape, row))  # a name may hold what rich takes for its markup
     console.print(drawn)
+
+
+def progress() -> Progress:
+    """A bar on stderr, gone when it is over."""
+    return Progress(console=_Aside(stderr=True), transient=True)
+
+
+class _Output(Console):
+    """Whose reader has gone: the verb decides what that means, where rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class _Aside(Console):
+    """Whose reader has gone: what is shown beside the work does not end the work."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def size(num_bytes: int) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import Progress
-
 from trainckpt.cli import show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import RECORD, DumpName
@@ -109,7 +106,7 @@ def _check(everywhere: Everywhere, names: Collection[str]) -> list[Copy]:
     found: list[Copy] = []
     known: dict[str, dict[tuple[str, int, str, str], str]] = {}
     opener = Opener(read_options({}).identity)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with show.progress() as progress:
         task = progress.add_task("reading", total=total)
         for tier, candidate in listed:
             if candidate.manifest is None:

@@ -152,5 +152,6 @@ def _note(tier: Tier, number: int, snapshot: str, done: Sequence[str]) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{SAID}{' '.join(line.split())}\n")
-    sys.stdout.flush()
+    with suppress(OSError):  # the supervisor may be gone: what was begun is ended
+        sys.stdout.write(f"{SAID}{' '.join(line.split())}\n")
+        sys.stdout.flush()

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle.run.launch import REDACTED
+from trainckpt.lifecycle.run.launch import REDACTED, recorded_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,11 +29,10 @@ def read(facts: Mapping[str, Any]) -> Options:
     """
     from trainckpt.lifecycle.run.options import read_options
 
-    recorded = facts.get("env")
     known = {
         name: value
-        for name, value in (recorded if isinstance(recorded, dict) else {}).items()
-        if name == ENCRYPT_TO_VARIABLE or REDACTED not in str(value)
+        for name, value in recorded_environment(facts).items()
+        if name == ENCRYPT_TO_VARIABLE or REDACTED not in value
     }
     return read_options({}, {**known, **os.environ}, folder(facts))
 

@@ -168,6 +168,16 @@ def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def recorded_environment(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The variables of an attempt's facts, for whoever goes on with it.
+
+    Not those of its Slurm job, which is over: what goes on is no part of that job.
+    """
+    recorded = facts.get("env")
+    known = recorded if isinstance(recorded, dict) else {}
+    return {name: str(v) for name, v in known.items() if not name.startswith("SLURM_")}
+
+
 def redact_text(text: str) -> str:
     """A text with the secrets in it replaced: pairs, passwords in URLs, well-known keys."""
     text = keys_redacted(_URL_SECRET.sub(REDACTED, text))
