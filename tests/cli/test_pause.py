@@ -13,12 +13,14 @@ import pytest
 
 from tests.cli import pausing
 from tests.ranks.processes import context, run_ranks
-from trainckpt.cli import pause
+from trainckpt.cli import asking, pause
 from trainckpt.cli.main import main
 from trainckpt.format.attempt import AttemptRecord
+from trainckpt.lifecycle.deciding.dump_choice import DUMP
 from trainckpt.lifecycle.run import heartbeat
 from trainckpt.lifecycle.run.heartbeat import Heartbeat
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import requests
 from trainckpt.tiers.local import LocalTier
 
 OUTCOME = {"outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds",
@@ -133,6 +135,26 @@ def test_a_notice_that_nobody_answered_stands_and_never_stops_the_next_attempt(t
     assert train.exitcode == 0
     assert attempts.read_attempts(played.tier)[2].outcome["outcome"] == "finished"
     assert notices(tmp_path) == [notice]
+
+
+def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, capsys, monkeypatch):
+    """The supervisor chose it, and died, or its host."""
+    monkeypatch.setattr(asking, "SAY_EVERY_S", 0.2)
+    played = Played(tmp_path, facts={"launch": {"by": "supervisor"}})
+    dies = threading.Thread(target=chooses_a_dump, args=(played.tier,))
+    dies.start()
+    assert main(["pause", "--deadline", "2s", str(tmp_path)]) == 71
+    dies.join()
+    said = capsys.readouterr().err
+    assert "attempt 1 was not dumped in the time that was left" in said
+    assert "waiting for the dump, " in said
+    played.heart.stop()
+    assert notices(tmp_path) == []
+
+
+def chooses_a_dump(tier):
+    wait_for(lambda: requests.find(tier, 1, set()))
+    requests.answer(tier, requests.find(tier, 1, set()), requests.Answer(DUMP, "it fits"))
 
 
 def test_a_run_that_is_killed_meanwhile_is_66_and_says_so(tmp_path, capsys, monkeypatch):

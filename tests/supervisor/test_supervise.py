@@ -339,6 +339,20 @@ def test_how_such_a_command_ended_is_recorded_at_its_end(program, tmp_path, end,
     assert (ended.record.outcome["outcome"], ended.record.outcome["exit_code"]) == (outcome, code)
 
 
+@pytest.mark.parametrize(
+    "end",
+    ["from trainckpt.lifecycle.run.told import Teller\n"
+     "Teller('x').tell(state='left', how='refused', exit_code=66); sys.exit(66)",
+     "import trainckpt, a_module_that_is_not_there"],
+)  # fmt: skip
+def test_what_fails_before_its_checkpointer_founds_no_run(program, tmp_path, end):
+    """A restart with a mistyped place would go on from it, at step 0, and nobody would notice."""
+    ended = program(end, name=named(tmp_path))
+    assert ended.exit_code in (1, 66)
+    assert ended.record is None
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_a_rank_that_claims_its_own_attempt_is_not_doubled(program, tier, tmp_path):
     """The name is there for commands that need one."""
     program(TELL, name=named(tmp_path), RUN=tier.url)

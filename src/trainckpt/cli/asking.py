@@ -6,6 +6,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import NoAgreement
 from trainckpt.lifecycle.deciding.dump_choice import NOTHING
 from trainckpt.process_dump import criu
 from trainckpt.supervisor import requests
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
-LOOK_EVERY_S = 0.1
+LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
 NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
 
 
@@ -67,9 +68,20 @@ def _why_nobody(live: AttemptRecord) -> str:
 
 
 def wait_for_dump(
-    tier: Place, key: str, read: Callable[[], AttemptRecord]
+    tier: Place,
+    key: str,
+    read: Callable[[], AttemptRecord],
+    limit_s: float | None,
+    say: Callable[[str], None],
 ) -> AttemptRecord | Answer:
-    """The attempt's record once it was dumped, or the answer that says why it was not."""
+    """The attempt's record once it was dumped, or the answer that says why it was not.
+
+    What is being dumped gives no sign of life, so whether anybody still dumps it is not known.
+
+    Raises:
+        NoAgreement: neither came within `limit_s`.
+    """
+    begun = said = time.monotonic()
     while True:
         record = read()
         if record.outcome is not None:
@@ -77,4 +89,14 @@ def wait_for_dump(
         found = requests.read_answer(tier, key)
         if found is not None and found.error:
             return found
+        now = time.monotonic()
+        if limit_s is not None and now - begun >= limit_s:
+            raise NoAgreement(
+                f"attempt {record.attempt} was not dumped in the time that was left, "
+                f"{limit_s:.1f} s; it may be yet",
+                hint=f"trainckpt list --attempts {tier.url}",
+            )
+        if now - said >= SAY_EVERY_S:
+            said = now
+            say(f"waiting for the dump, {now - begun:.0f} s")
         time.sleep(LOOK_EVERY_S)

@@ -176,13 +176,17 @@ def _dumped(
 
     Raises:
         SaveFailed: they cannot, and no dump was taken.
+        NoAgreement: the time is over.
     """
+    begun = time.monotonic()
     key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=requests.ASK)
     try:
         answer = wait_for_answer(tier, key, live)
         _say(f"{answer.choice}: {answer.why}")
         if answer.choice == DUMP:
-            found = wait_for_dump(tier, key, partial(_read, tier, live))
+            gone_s, limit_s = time.monotonic() - begun, arguments.deadline
+            left_s = None if limit_s is None else max(0.0, limit_s - gone_s)
+            found = wait_for_dump(tier, key, partial(_read, tier, live), left_s, _say)
             if isinstance(found, AttemptRecord):
                 return found
             answer = found

@@ -32,7 +32,7 @@ from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.resuming.choice import DIED_WHILE
 from trainckpt.lifecycle.run import heartbeat, launch
 from trainckpt.lifecycle.run.heartbeat import Heartbeat
-from trainckpt.lifecycle.run.told import LEFT, Told
+from trainckpt.lifecycle.run.told import LEFT, REFUSED, Told
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.supervisor.command import is_silent
 from trainckpt.supervisor.processes import children, environment
@@ -243,9 +243,21 @@ class NamedRun:
         if time.time() - self._begun >= self._claim_after_s and not imported:
             self._claim(ranks)
 
-    def end(self, ranks: Sequence[Told], verdict: Verdict) -> AttemptRecord | None:
-        """The command has ended: write how, unless a rank claimed an attempt."""
-        if verdict.how != NOTICE:  # nothing was begun
+    def end(
+        self, ranks: Sequence[Told], verdict: Verdict, *, ours: bool = False
+    ) -> AttemptRecord | None:
+        """The command has ended: write how, unless a rank claimed an attempt.
+
+        Where nothing was begun, nothing is founded: the next start of a run whose place was
+        mistyped, or not mounted, would take it for one that has saved nothing yet.
+
+        Args:
+            ranks: What they told.
+            verdict: How it ended.
+            ours: The command uses trainckpt: it claims attempts itself, once it gets that far.
+        """
+        by_itself = verdict.how == FINISHED or verdict.dump or not ours
+        if verdict.how not in (NOTICE, REFUSED) and by_itself:
             self._claim(ranks)
         if self.record is None:
             return None

@@ -273,7 +273,7 @@ def settle(
     asked = inbox.signalled or any(each.asked for each in ranks)
     record = records.settle(ranks, verdict, asked=asked)
     if record is None and named is not None:
-        record = named.end(ranks, verdict)
+        record = named.end(ranks, verdict, ours=course.ours)
     return verdict, record, ranks, asked
 
 
