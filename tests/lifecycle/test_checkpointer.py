@@ -20,6 +20,7 @@ from tests.lifecycle.training import (
 )
 from trainckpt import Checkpointer, ConfigurationError
 from trainckpt.errors import NothingToResume, SaveFailed
+from trainckpt.lifecycle.run.told import RETURNED, SUPERVISOR_VARIABLE, read_told
 from trainckpt.lifecycle.saving.arenas import Arenas
 from trainckpt.tiers.disk import Disk
 
@@ -85,7 +86,12 @@ def test_a_stop_inside_a_window_is_exact_and_continues_at_that_micro_batch(tmp_p
     assert outcome["snapshot"] == str(ckpt._attempt.beginning.manifest.name)
 
 
-def test_with_on_stop_return_the_loops_end_instead(tmp_path):
+def test_with_on_stop_return_the_loops_end_instead(tmp_path, monkeypatch):
+    """And whoever launched it hears that what comes now is the script's own."""
+    told = tmp_path / "told"
+    told.mkdir()
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(told))
+
     def slowly(ckpt, _):
         if ckpt.cursor.micro_batches == 1:
             notice(tmp_path, ckpt.attempt)
@@ -94,6 +100,7 @@ def test_with_on_stop_return_the_loops_end_instead(tmp_path):
     _, ckpt = attempt(tmp_path, epochs=1000, inside=slowly, on_stop="return")
     assert 1 < ckpt.cursor.micro_batches < 2000
     assert record(tmp_path, 1)["outcome"]["outcome"] == "stopped"
+    assert (read_told(told)[0].state, read_told(told)[0].how) == (RETURNED, "stopped")
     assert list(ckpt.batches()) == []
     assert list(ckpt.epochs(9999)) == []
     _, again = attempt(tmp_path, epochs=0)

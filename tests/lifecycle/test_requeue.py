@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
+from tests.lifecycle.training import notice, record
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, read_told
 from trainckpt.lifecycle.stopping.requeue import LINGER_S, Requeue
 from trainckpt.preemption.slurm import UNKNOWN, Job, Scontrol
 
@@ -80,3 +88,31 @@ def test_outside_of_slurm_and_in_a_proof_nobody_is_asked():
     assert Requeue.of({}) is None
     assert Requeue.of({"SLURM_JOB_ID": "7"}) is not None
     assert Requeue.of({"SLURM_JOB_ID": "7", "TRAINCKPT_PROVE": "{}"}) is None
+
+
+TRAINS = "import sys; from tests.cli.pausing import train; train(0, sys.argv[1])"
+
+
+def test_while_slurm_is_asked_the_supervisor_keeps_time_no_more(tmp_path):
+    """What is committed is safe, and to end a rank that waits for Slurm would lose the requeue."""
+    told, run = tmp_path / "told", tmp_path / "run"
+    told.mkdir()
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\ncp {told}/rank0.json {tmp_path}\nexit 1\n")
+    scontrol.chmod(0o755)
+    known = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
+    environment = {
+        **known, SUPERVISOR_VARIABLE: str(told), "SLURM_JOB_ID": "7", "TRAINCKPT_GRACE": "60s",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
+    command = [sys.executable, "-c", TRAINS, str(run)]
+    with subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2]) as process:
+        until = time.monotonic() + 60
+        while not (run / "attempts/1.json").exists() or record(run, 1)["state"] != "running":
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert read_told(told)[0].grace_s == 60.0
+        notice(run, 1)
+        assert process.wait(60) == 75
+    then = read_told(tmp_path)[0]
+    assert (then.how, then.exit_code, then.grace_s) == ("stopped", 75, None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.lifecycle.run.told import CLAIMED, LEFT, LISTENING, Told
+from trainckpt.lifecycle.run.told import CLAIMED, LEFT, LISTENING, RETURNED, Told
 from trainckpt.supervisor import grace, orders
 from trainckpt.supervisor.launched import Launched
 from trainckpt.supervisor.orders import Order, Rank, about_signal, deadline_after_s
@@ -18,8 +18,8 @@ from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.verdict import Verdict
 
 
-def rank(number: int, how: str | None = None, *, alive=True, code=None, state=CLAIMED, grace=None):
-    state = LEFT if how else state
+def rank(number: int, how: str | None = None, *, alive=True, code=None, state=None, grace=None):
+    state = state or (LEFT if how else CLAIMED)
     told = Told(number, 100 + number, "h", "/run", 1, state, grace, how)
     return Rank(told, 0.0, alive, code)
 
@@ -48,6 +48,8 @@ def test_signals_go_to_the_ranks_that_listen(sent, delivered):
         ([rank(0, "stopped")], True, "nothing"),
         ([rank(0, "stopped"), rank(1, "failed")], True, "nothing"),
         ([rank(0, alive=False)], True, "nothing"),
+        ([rank(0, "stopped", state=RETURNED)], True, "pass on"),
+        ([rank(0, "stopped", state=RETURNED), rank(1, "stopped")], True, "nothing"),
         ([rank(0, "finished")], True, "pass on"),
         ([rank(0, "failed")], True, "pass on"),
     ],

@@ -341,8 +341,8 @@ def test_how_such_a_command_ended_is_recorded_at_its_end(program, tmp_path, end,
 
 @pytest.mark.parametrize(
     "end",
-    ["from trainckpt.lifecycle.run.told import Teller\n"
-     "Teller('x').tell(state='left', how='refused', exit_code=66); sys.exit(66)",
+    [("from trainckpt.lifecycle.run.told import Teller\n"
+     "Teller('x').tell(state='left', how='refused', exit_code=66); sys.exit(66)"),
      "import trainckpt, a_module_that_is_not_there"],
 )  # fmt: skip
 def test_what_fails_before_its_checkpointer_founds_no_run(program, tmp_path, end):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.format.attempt import FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.lifecycle.run.told import CLAIMED, LISTENING
+from trainckpt.lifecycle.run.told import CLAIMED, LISTENING, RETURNED
 from trainckpt.supervisor.verdict import REFUSALS, Verdict
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class Rank:
         return self.alive and self.told.state in (LISTENING, CLAIMED)
 
     @property
+    def is_stopping(self) -> bool:
+        """Stopped, and about to end; not where its script goes on after the stop."""
+        return self.told.how == STOPPED and self.told.state != RETURNED
+
+    @property
     def is_gone(self) -> bool:
         """Dead, and not in order."""
         return not self.alive and self.told.how not in IN_ORDER and self.code != 0
@@ -87,7 +92,7 @@ def about_signal(number: int, ranks: Sequence[Rank], *, ours: bool, interrupts: 
     if not ranks:
         return Order(END if ours else PASS_ON)
     leaving = [rank for rank in ranks if rank.alive]
-    if not leaving or any(rank.told.how == STOPPED for rank in leaving):
+    if not leaving or any(rank.is_stopping for rank in leaving):
         return Order(NOTHING)
     return Order(PASS_ON)  # the training is over; what the script does now is its own
 

@@ -29,6 +29,7 @@ SUPERVISOR_VARIABLE = "TRAINCKPT_SUPERVISOR"
 MAX_BYTES = 64 * 1024
 # state
 LISTENING, CLAIMED, LEFT = "listening", "claimed", "left"
+RETURNED = "returned"  # left, and the script goes on by itself
 # how a rank left, besides the outcomes of format.attempt
 REFUSED = "refused"
 
@@ -38,7 +39,8 @@ class Told:
     """What one rank has said so far.
 
     Attributes:
-        state: `LISTENING` (it hears signals), `CLAIMED` (it belongs to `attempt`), `LEFT`.
+        state: `LISTENING` (it hears signals), `CLAIMED` (it belongs to `attempt`), `LEFT`, or
+            `RETURNED` (it has left, and its script goes on).
         grace_s: The option `grace`, in seconds; None: the run has no deadline of its own.
         how: Once it has left: "stopped", "finished", "failed" or "refused".
         exit_code: What its process is to end with.

@@ -23,7 +23,7 @@ from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.lifecycle.run.fingerprint import EXACT
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.lifecycle.run.told import LEFT
+from trainckpt.lifecycle.run.told import LEFT, RETURNED
 from trainckpt.lifecycle.stopping.requeue import LINGER_S, Requeue
 from trainckpt.lifecycle.stopping.stopped import Stopped
 from trainckpt.preemption import kubernetes
@@ -130,6 +130,7 @@ class Departure:
         leaves = self._options.on_stop == "exit"
         self._stop_watching(leaves=leaves)
         if not leaves:
+            self._teller.tell(state=RETURNED)
             return False
         exit_soon(self._code, EXIT_AFTER_S)
         raise Stopped(self._code, snapshot, reason)
@@ -228,7 +229,10 @@ class Departure:
         requeue = Requeue.of(os.environ)
         if requeue is None or self._options.requeue == "never" or self._options.on_stop != "exit":
             return
-        self._watch.deadline.met()  # from here on there is nothing left to lose
+        # From here on there is nothing left to lose: neither here nor outside is time kept, since
+        # the job counts as completed if what lingers is ended before Slurm does it.
+        self._watch.deadline.met()
+        self._teller.tell(grace_s=None)
         if self._channel.world.rank == 0:
             requeue.ask(reason)
         self._barrier("asked", ASKED_WITHIN_S)
