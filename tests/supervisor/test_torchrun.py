@@ -8,16 +8,20 @@ import os
 import signal
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.campaign import launch as campaign
+from tests.supervisor.survive_script import DIES_AT
 from trainckpt.cli.main import main
 from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import orders
 from trainckpt.supervisor.supervise import supervise, torchrun_command
 
 LIMIT_S = 100.0
+SURVIVE = Path(__file__).parent / "survive_script.py"
 
 TRAIN = """
     import os, signal, sys, time
@@ -186,6 +190,19 @@ def test_a_signal_after_construction_stops_at_the_first_boundary_and_quietly(run
     assert "Traceback" not in log
     assert "FAILED" not in log
     assert "closing signal" not in log
+
+
+def test_ranks_that_survive_another_save_before_they_are_ended(folder, monkeypatch):
+    """First they have to find out; for what is in flight alone the supervisor leaves them less."""
+    monkeypatch.setattr(orders, "OTHERS_S", 1.0)
+    command = torchrun_command(2, [], [str(SURVIVE), str(folder / "run")])
+    with (folder / "log").open("wb") as log:
+        ended = supervise(command, output=log)
+    said = (folder / "log").read_text()
+    assert (ended.exit_code, ended.record.outcome["outcome"]) == (137, "killed"), said
+    assert "(survivors of rank 1)" in said
+    last = DIES_AT - 1, DIES_AT  # the one that died may not have heard how its last step ended
+    assert ended.record.outcome["snapshot"] in [f"s{step}~1.1" for step in last]
 
 
 def test_a_killed_rank_takes_the_others_with_it_and_the_run_goes_on(run, folder):

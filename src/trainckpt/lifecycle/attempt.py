@@ -190,8 +190,9 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     saver.protecting.on_this_host = partial(on_this_host, crew.channel, crew.tier.url, hosts)
     departure = _departure(crew, saver, log)
     survival = survive(
-        crew.options, crew.channel, crew.tier, crew.registry, facts, saver, departure, hosts, seals
-    )
+        crew.options, crew.channel, crew.tier, crew.registry, facts, saver, departure, hosts,
+        crew.teller, seals,
+    )  # fmt: skip
     departure.survival = survival
     if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
         # What is encrypted nobody here can read back.

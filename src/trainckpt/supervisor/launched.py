@@ -187,10 +187,10 @@ class Launched:
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now
-        elif now - self._lost_since >= orders.OTHERS_S:
+        elif now - self._lost_since >= (limit_s := orders.others_s(ranks)):
             gone = [rank for rank in ranks if rank.is_gone] or ranks
             self._end(verdict.OTHERS_LOST, f"rank {gone[0].told.rank} is gone, and the others did "
-                      f"not end within {orders.OTHERS_S:.0f} s")  # fmt: skip
+                      f"not end within {limit_s:.0f} s")  # fmt: skip
 
     def _dumped_instead(self, name: str, number: int, ranks: list[Rank]) -> bool:
         """Whether the processes were dumped because of a signal that they were to hear."""

@@ -122,6 +122,14 @@ def less_margin_s(grace_s: float) -> float:
     return grace_s - min(MOST_MARGIN_S, MARGIN * grace_s)
 
 
+def others_s(ranks: Sequence[Rank]) -> float:
+    """How long after a rank died the others get to finish what is in flight, or to save.
+
+    More where they save without it (`survivors`), by the word of those that live.
+    """
+    return OTHERS_S + max((rank.told.survives_s or 0.0 for rank in ranks if rank.alive), default=0)
+
+
 def someone_is_lost(ranks: Sequence[Rank]) -> bool:
     """Whether a rank is lost, and others may wait for it in vain.
 

@@ -44,6 +44,8 @@ class Told:
         grace_s: The option `grace`, in seconds; None: the run has no deadline of its own.
         how: Once it has left: "stopped", "finished", "failed" or "refused".
         exit_code: What its process is to end with.
+        survives_s: Once another rank has died, how much longer than others it may take: first to
+            find that out, then to save. None: it does not.
         asked: It has found a notice that came to the ranks alone, such as that of `pause`.
         encrypt_to: To whom it encrypts what it saves; so are images of its memory.
     """
@@ -58,6 +60,7 @@ class Told:
     how: str | None = None
     exit_code: int | None = None
     asked: bool = False
+    survives_s: float | None = None
     encrypt_to: tuple[str, ...] = ()
 
 
@@ -117,7 +120,7 @@ def _is_readable(told: Told) -> bool:
         all(type(number) is int and -(2**31) <= number < 2**31 for number in numbers)
         and all(type(word) is str and "\0" not in word for word in words)
         and type(told.asked) is bool
-        and (told.grace_s is None or _is_wait(told.grace_s))
+        and all(each is None or _is_wait(each) for each in (told.grace_s, told.survives_s))
     )
 
 

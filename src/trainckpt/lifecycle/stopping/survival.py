@@ -16,7 +16,7 @@ from trainckpt.lifecycle.saving.domains import domains_of
 from trainckpt.lifecycle.surviving.moments import Moments
 from trainckpt.lifecycle.surviving.signs_of_life import SignsOfLife
 from trainckpt.lifecycle.surviving.small_states import SmallStates
-from trainckpt.lifecycle.surviving.survivors import Survivors
+from trainckpt.lifecycle.surviving.survivors import WITHIN_S, Survivors
 from trainckpt.snapshot.redundancy import NOTHING, PARTNER, Wish, make_plan
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.run.options import Options
+    from trainckpt.lifecycle.run.told import Teller
     from trainckpt.lifecycle.saving.saver import Saver
     from trainckpt.lifecycle.saving.sealing import Sealing
     from trainckpt.lifecycle.saving.writer import Facts
@@ -48,10 +49,13 @@ class Survival:
         survivors: Survivors,
         small: SmallStates | None,
         after_s: float,
+        teller: Teller,
     ) -> None:
         self.note: Callable[[Cursor], None] = moments.note
         self._saver, self._departure = saver, departure
         self._moments, self._survivors, self._small = moments, survivors, small
+        self._teller, self._after_s = teller, after_s
+        teller.tell(survives_s=after_s)
         self._signs = SignsOfLife(
             channel,
             after_s,
@@ -83,6 +87,7 @@ class Survival:
         self._departure.cut_short(why)
 
     def _save(self, why: str) -> None:
+        self._teller.tell(survives_s=self._after_s + WITHIN_S)
         saved = self._survivors.save(why)
         if saved is not None:
             self._saver.committed = saved.name, saved.cursor
@@ -90,7 +95,8 @@ class Survival:
 
 def set_up(
     options: Options, channel: Channel, tier: Tier, registry: Registry, facts: Facts,
-    saver: Saver, departure: Departure, hosts: Sequence[str], seals: Sealing | None = None,
+    saver: Saver, departure: Departure, hosts: Sequence[str], teller: Teller,
+    seals: Sealing | None = None,
 ) -> Survival | None:  # fmt: skip
     """What this rank does for it; None: nothing was asked for. Every rank calls it.
 
@@ -100,6 +106,7 @@ def set_up(
         tier: The run's place.
         registry, facts, saver, departure: Of this attempt.
         hosts: Of every rank.
+        teller: Tells this host's supervisor, which would end them soon after another died.
         seals: What is saved is encrypted.
     """
     wish, after_s = options.redundancy, options.survivors.seconds
@@ -119,7 +126,7 @@ def set_up(
     if channel.world.rank == 0:
         how = "" if keeps else "; redundancy='none', so that will not be bitwise"
         logger.info("if ranks die the others save the newest step they hold%s", how)
-    return Survival(channel, saver, departure, moments, survivors, small, after_s)
+    return Survival(channel, saver, departure, moments, survivors, small, after_s, teller)
 
 
 def _partners(options: Options, channel: Channel, hosts: Sequence[str]) -> tuple[int, ...]:

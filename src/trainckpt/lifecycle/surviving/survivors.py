@@ -53,6 +53,7 @@ SETTLE_S = 2.0  # others may have something newer to report
 PATIENCE_S = 15.0  # others may notice later
 STEP_ENDS_S = 5.0  # a step that was begun comes to its end within that
 WRITTEN_WITHIN_S = 300.0
+WITHIN_S = STEP_ENDS_S + PATIENCE_S + 2 * WRITTEN_WITHIN_S  # all of it: written, and committed
 MAX_BYTES = 1 << 28
 DECISION = "decision.json"
 
