@@ -219,7 +219,7 @@ _PLACE = {
 }  # fmt: skip
 _TOLD = {"rank": 0, "pid": 5, "host": "h", "run": "/r", "attempt": 1, "state": "left",
          "grace_s": 30.0, "how": "failed", "exit_code": 1, "asked": False,
-         "survives_s": 10.0}  # fmt: skip
+         "survives_s": 10.0, "namespace": "pid:[1]"}  # fmt: skip
 _LEFT = {**_TOLD, "rank": 1, "how": "stopped", "exit_code": 75, "pid": 6}
 _END = {"pid": 5, "code": -9, "at": 1.5}
 _NOTICE = {"reason": "pause", "seconds_left": 30, "mode": "window", "dump": False}

@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+from trainckpt.lifecycle.run.told import namespace_of
 from trainckpt.supervisor.agent import Ends
 
 FOLDER = Path(sys.argv[1])
@@ -28,6 +29,7 @@ def tell(rank: int, **words: object) -> None:
     body = {
         "rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "run": str(FOLDER / "run"),
         "attempt": None, "state": "listening", "grace_s": None, "how": None, "exit_code": None,
+        "namespace": namespace_of("self"),
     }  # fmt: skip
     temporary = TOLD / f"{rank}.tmp"
     temporary.write_text(json.dumps(body | words))

@@ -6,7 +6,9 @@ The ranks are small programs that tell what a Checkpointer would (`ranks`).
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -30,7 +32,7 @@ STAY = "time.sleep(120)"
 def launch(tmp_path):
     """Supervise ranks with these texts; `act` is called once the files in `when` are there."""
 
-    def run(*texts: str, when=(), act=None, **options):
+    def run(*texts: str, when=(), act=None, inside=(), **options):
         def watch(_):
             until = time.monotonic() + LIMIT_S
             while not all((tmp_path / name).exists() for name in when):
@@ -38,7 +40,7 @@ def launch(tmp_path):
                 time.sleep(0.01)
             act()
 
-        command = [sys.executable, LAUNCHER, str(tmp_path), *map(textwrap.dedent, texts)]
+        command = [*inside, sys.executable, LAUNCHER, str(tmp_path), *map(textwrap.dedent, texts)]
         return supervise(command, watch=watch if act is not None else None, **options)
 
     return run
@@ -96,6 +98,35 @@ def test_a_signal_reaches_every_rank_and_neither_launcher_nor_workers(launch, se
     """
     ended = launch(text, text, when=["up0", "up1"], act=to_us(sent))
     assert ended.exit_code == 75
+
+
+OWN_NUMBERS = ["unshare", "--pid", "--fork"]
+
+
+def why_no_own_numbers() -> str:
+    if shutil.which("unshare") is None:
+        return "needs unshare"
+    can = subprocess.run([*OWN_NUMBERS, "true"], capture_output=True, check=False).returncode == 0
+    return "" if can else "no namespace of process numbers can be made"
+
+
+@pytest.mark.skipif(bool(why_no_own_numbers()), reason=why_no_own_numbers())
+def test_ranks_of_a_container_are_found_though_they_tell_other_numbers(launch, tmp_path):
+    """Nobody else who has such a number here gets the signal, or is ended with them."""
+    text = f"""
+        block()
+        assert os.getpid() < 20
+        {CLAIM}
+        ready(f"up{{rank}}")
+        heard(f"heard{{rank}}")
+        tell(rank, attempt=1, state="left", how="stopped", exit_code=75)
+        sys.exit(75)
+    """
+    up = ["up0", "up1"]
+    ended = launch(text, text, when=up, act=to_us(signal.SIGTERM), inside=OWN_NUMBERS)
+    assert ended.exit_code == 75
+    assert (tmp_path / "heard0").exists()
+    assert (tmp_path / "heard1").exists()
 
 
 def test_a_signal_before_any_rank_listens_ends_start_up_with_75(launch, tmp_path, tier):

@@ -12,9 +12,10 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle.run.told import imported, read_told
+from trainckpt.lifecycle.run.told import imported, namespace_of, read_told
 from trainckpt.supervisor import grace, orders, verdict
 from trainckpt.supervisor.dumping import Wish
 from trainckpt.supervisor.orders import Rank
@@ -24,6 +25,7 @@ from trainckpt.supervisor.processes import (
     handles,
     is_ours,
     kill_all,
+    seen_from_here,
     send,
     started,
 )
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from trainckpt.supervisor.signals import Inbox
 
 LOOK_S = 0.5
+NOBODY = 2**30  # no kernel gives a process this number
 
 
 class Launched:
@@ -72,6 +75,7 @@ class Launched:
         self._has_agent, self._ours, self._named = has_agent, ours, named
         self._dumping = dumping
         self._seen: dict[int, int | None] = {}  # pid -> when it started; None: not a rank of ours
+        self._namespace, self._elsewhere = namespace_of("self"), dict[tuple[int, str], int]()
         self._children: dict[int, int] = {}  # pid -> the agent's child that it is, or is under
         self._host = socket.gethostname()
         self._signalled_at = math.inf
@@ -115,13 +119,27 @@ class Launched:
     def _ranks(self) -> list[Rank]:
         ends = {end.pid: end.code for end in read_ends(self._folder)}
         found = []
-        for number, told in sorted(read_told(self._folder).items()):
+        for number, told in sorted(self._words().items()):
             if told.host == self._host:
                 at = self._told_at(number)
                 alive = self._is_alive(told.pid, at)
                 code = None if alive else self._code(told.pid, ends)
                 found.append(Rank(told, at, alive, code))
         return found
+
+    def _words(self) -> dict[int, Told]:
+        """What the ranks have told, their processes by the numbers that are valid here."""
+        words = read_told(self._folder)
+        return {number: self._numbered(told) for number, told in words.items()}
+
+    def _numbered(self, told: Told) -> Told:
+        if told.host != self._host or told.namespace in ("", self._namespace):
+            return told
+        known = self._elsewhere.get((told.pid, told.namespace))
+        pid = known or seen_from_here(told.pid, told.namespace, self._process.pid)
+        if pid is not None:
+            self._elsewhere[told.pid, told.namespace] = pid
+        return replace(told, pid=NOBODY if pid is None else pid)
 
     def _code(self, pid: int, ends: Mapping[int, int]) -> int | None:
         """What a rank that is gone ended with, as far as anybody will ever know."""
@@ -246,7 +264,7 @@ class Launched:
         ends = read_ends(self._folder)
         if not self._has_agent:
             ends = [*ends, End(self._process.pid, code, time.time())]
-        words = read_told(self._folder)
+        words = self._words()
         return Course(
             code=128 - code if code < 0 else code,
             told=[(told, self._told_at(number)) for number, told in words.items()],

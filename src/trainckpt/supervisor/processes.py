@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, namespace_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,13 +56,35 @@ def is_ours(pid: int, folder: str, told_at: float) -> bool:
     if mark is not None:
         return mark == folder
     ticks = started(pid)
-    if ticks is None:
+    if ticks is None or pid <= 1:  # who launches others is none of the ranks
         return False
     booted = next(
         (float(line.split()[1]) for line in (PROC / "stat").read_text().splitlines()
          if line.startswith("btime")), 0.0,
     )  # fmt: skip
     return booted + ticks / os.sysconf("SC_CLK_TCK") <= told_at + CLOCKS_DIFFER_S
+
+
+def seen_from_here(number: int, namespace: str, ancestor: int) -> int | None:
+    """The living descendant of `ancestor` that has this number in that namespace of numbers."""
+    parents = {pid: int(fields[1]) for pid, fields in _everybody()}
+    for pid in parents:
+        above = pid
+        while above > 1 and above != ancestor:
+            above = parents.get(above, 0)
+        if above == ancestor and _numbers(pid)[-1:] == [number] and namespace_of(pid) == namespace:
+            return pid
+    return None
+
+
+def _numbers(pid: int) -> list[int]:
+    """Of a process, in every namespace that it is in, the outermost first."""
+    try:
+        status = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    found = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")]
+    return [int(word) for words in found for word in words]
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -47,6 +47,8 @@ class Told:
         survives_s: Once another rank has died, how much longer than others it may take: first to
             find that out, then to save. None: it does not.
         asked: It has found a notice that came to the ranks alone, such as that of `pause`.
+        namespace: Of its process numbers, by the kernel's name for it; "": not known. A container's
+            numbers are others than those that its supervisor sees.
         encrypt_to: To whom it encrypts what it saves; so are images of its memory.
     """
 
@@ -61,6 +63,7 @@ class Told:
     exit_code: int | None = None
     asked: bool = False
     survives_s: float | None = None
+    namespace: str = ""
     encrypt_to: tuple[str, ...] = ()
 
 
@@ -72,7 +75,8 @@ class Teller:
         rank = os.environ.get("RANK", "")
         number = int(rank) if rank.isdecimal() else 0
         self._lock = threading.Lock()
-        self._told = Told(number, os.getpid(), socket.gethostname(), str(run))
+        self._told = Told(number, os.getpid(), socket.gethostname(), str(run),
+                          namespace=namespace_of("self"))  # fmt: skip
 
     def tell(self, **changes: Any) -> None:
         """Say that some fields have changed."""
@@ -98,6 +102,14 @@ class Teller:
             raise
 
 
+def namespace_of(pid: int | str) -> str:
+    """Which numbers a process counts in, see `Told.namespace`."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
 def read_told(folder: Path) -> dict[int, Told]:
     """What the ranks of this host have told, by rank; an unreadable file has said nothing."""
     found = {}
@@ -114,7 +126,7 @@ def _is_readable(told: Told) -> bool:
     """Whether every field is of its type and in range: it came from a file."""
     numbers = [told.rank, told.pid]
     numbers += [number for number in (told.attempt, told.exit_code) if number is not None]
-    words = [told.host, told.run, told.state, *told.encrypt_to,
+    words = [told.host, told.run, told.state, told.namespace, *told.encrypt_to,
              *([] if told.how is None else [told.how])]  # fmt: skip
     return (
         all(type(number) is int and -(2**31) <= number < 2**31 for number in numbers)
