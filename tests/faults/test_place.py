@@ -212,6 +212,19 @@ class NoExclusion(Disk):
         return os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
 
+class NoLinks(Disk):
+    """Nor can it put a folder's names on stable storage."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def link(self, source, target):
+        raise OSError(self.number, os.strerror(self.number))
+
+    def fsync_folder(self, path):
+        raise OSError(self.number, os.strerror(self.number))
+
+
 class Full(Disk):
     def write(self, path, descriptor, block, first_byte):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -240,6 +253,17 @@ def test_a_place_where_commits_cannot_be_atomic_is_refused_with_the_line_to_chan
         attached(tmp_path / "run", disk)
     assert 'Checkpointer("/path/on/another/file/system"' in caught.value.hint
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["EPERM", "ENOSYS", "EXDEV", "EMLINK", "ENOTSUP", "EINVAL", "ENOLCK", "EBADF"]
+)
+def test_a_place_found_fit_without_links_and_synced_folders_takes_a_run(tmp_path, name):
+    disk = NoLinks(getattr(errno, name))
+    _, found = attached(tmp_path / "run", disk)
+    assert (found["create_only"], found["folder_sync"]) == ("exclusive", False)
+    tier = LocalTier(tmp_path / "run", disk)
+    assert [tier.create("run.json", b"1"), tier.create("run.json", b"2")] == [True, False]
 
 
 @pytest.mark.parametrize("disk", [Full(), NoFolderSync()])

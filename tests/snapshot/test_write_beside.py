@@ -6,6 +6,7 @@ import itertools
 import logging
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -131,6 +132,23 @@ def test_what_a_tier_refuses_is_said_as_the_rank_would_and_the_next_file_is_writ
     tier.replace(names.RUN_RECORD, b"{}")
     write(beside, tier, NAMES[2], one)
     assert content(tier, NAMES[2]) == content(tier, NAMES[0])
+
+
+def test_a_layout_that_came_while_memory_was_short_there_is_the_next_file_s(tmp_path, tier, beside):
+    write(beside, tier, NAMES[0], kept(tmp_path))
+    one, process = kept(tmp_path, width=2400), beside._process.pid
+    pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[0])
+    room = pages * resource.getpagesize() + len(one.shard.memory) // 2
+    before = resource.prlimit(process, resource.RLIMIT_AS)
+    resource.prlimit(process, resource.RLIMIT_AS, (room, before[1]))
+    with pytest.raises(SaveFailed, match="Cannot allocate memory"):
+        write(beside, tier, NAMES[1], one)
+    resource.prlimit(process, resource.RLIMIT_AS, before)
+    write(beside, tier, NAMES[2], one)
+    other = LocalTier(tmp_path / "other")
+    other.replace(names.RUN_RECORD, b"{}")
+    write_shard(other, NAMES[2], 0, one.shard)
+    assert content(tier, NAMES[2]) == content(other, NAMES[2])
 
 
 def test_a_file_that_the_rank_gives_up_does_not_stay(tmp_path, tier, beside):

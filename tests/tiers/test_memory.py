@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.faults.dead_mount import dead_mount, why_not
 from trainckpt.tiers import held, memory
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -235,10 +237,7 @@ def test_none_means_no_shared_memory(monkeypatch):
     assert MemoryPlace.of("run") is None
 
 
-def test_the_memory_of_a_run_that_is_gone_is_given_back_and_no_other(tmp_path, monkeypatch):
-    root = tmp_path / "shm"
-    root.mkdir()
-    monkeypatch.setenv(memory.ROOT_VARIABLE, str(root))
+def test_the_memory_of_a_run_that_is_gone_is_given_back_and_no_other(tmp_path, shm):
     (tmp_path / "stays").mkdir()
     stays, gone = (MemoryPlace.of(str(tmp_path / name)) for name in ("stays", "gone"))
     for each in (stays, gone):
@@ -246,6 +245,74 @@ def test_the_memory_of_a_run_that_is_gone_is_given_back_and_no_other(tmp_path, m
     memory.reclaim()
     assert stays.root.exists()
     assert not gone.root.exists()
+
+
+@pytest.fixture
+def shm(tmp_path, monkeypatch):
+    root = tmp_path / "shm"
+    root.mkdir()
+    monkeypatch.setenv(memory.ROOT_VARIABLE, str(root))
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_nobody_waits_for_another_run_s_place_that_hangs_and_its_memory_is_kept(tmp_path, shm):
+    behind, gone = (MemoryPlace.of(str(tmp_path / name)) for name in ("net/run", "gone"))
+    for each in (behind, gone):
+        filled(each, b"x" * 100).close()
+    with dead_mount(tmp_path / "net") as disconnect:
+        start = threading.Thread(target=memory.reclaim, daemon=True)
+        start.start()
+        start.join(30)
+        assert not start.is_alive()
+        assert not gone.root.exists()
+        assert behind.root.exists()
+        disconnect()  # from here on it is refused: ENOTCONN
+        memory.reclaim()
+        assert behind.root.exists()
+
+
+def test_memory_is_kept_where_nobody_can_tell_whether_the_run_s_place_is_gone(tmp_path, shm):
+    place = MemoryPlace.of(str(tmp_path / "disk" / "run"))
+    filled(place, b"x" * 100).close()
+    (tmp_path / "disk").symlink_to("disk")  # looking there is refused: ELOOP
+    memory.reclaim()
+    assert place.root.exists()
+    (tmp_path / "disk").unlink()
+    memory.reclaim()
+    assert not place.root.exists()
+
+
+def test_memory_of_which_it_is_not_said_whose_it_is_is_kept_and_its_run_says_it_again(
+    tmp_path, shm
+):
+    place = MemoryPlace.of(str(tmp_path / "gone"))
+    filled(place, b"x" * 100).close()
+    (place.root / "place").write_bytes(b"")
+    memory.reclaim()
+    assert place.root.exists()
+    assert MemoryPlace.of(str(tmp_path / "gone")) is not None
+    memory.reclaim()
+    assert not place.root.exists()
+
+
+def test_nobody_sees_memory_whose_owner_is_half_said(tmp_path, shm):
+    over, seen = threading.Event(), []
+
+    def look():
+        while not over.is_set():
+            seen.extend(path.read_bytes() for path in (tmp_path / "shm").glob("*/*/place"))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    runs = [str(tmp_path / str(number)) for number in range(100)]
+    try:
+        places = [MemoryPlace.of(run) for run in runs]
+    finally:
+        over.set()
+        looking.join()
+    assert set(seen) <= {run.encode() for run in runs}
+    for place in places:
+        assert [path.name for path in place.root.iterdir()] == ["place"]
 
 
 def test_what_ranks_of_an_earlier_attempt_left_is_given_back(place):

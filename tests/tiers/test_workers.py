@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from trainckpt.tiers.workers import Workers
+from trainckpt.tiers.workers import InTurn, Workers
 
 
 class Memory:
@@ -60,3 +60,23 @@ def test_who_waits_is_woken_when_that_is_over_and_not_for_each_call(settle):
         assert len(woken) <= 1
         workers.settle()
     assert sorted(made) == list(range(100))
+
+
+def test_calls_in_turn_are_all_made_whatever_fails_and_nothing_is_kept_of_them():
+    memory, made = Memory(), []
+    found = weakref.ref(memory)
+    gc.disable()
+    try:
+        with InTurn("test") as calls:
+            first = calls.submit(partial(fail, memory))
+            number = calls.submit(lambda: made.append(1) or len(made))
+            last = calls.submit(partial(fail, memory))
+            del memory
+        assert number.result() == 1
+        for failed in (first, last):
+            with pytest.raises(OSError, match="not Memory"):
+                failed.result()
+        del first, last, failed
+        assert found() is None
+    finally:
+        gc.enable()

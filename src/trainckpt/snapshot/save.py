@@ -7,7 +7,6 @@ This is 1, and the receipt of 2. Nothing refers to the file yet; a crash leaves 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +17,7 @@ from trainckpt.format.encryption import Plain
 from trainckpt.format.manifest import FileEntry
 from trainckpt.snapshot.save_sealed import stream_sealed, write_sealed
 from trainckpt.tiers.direct import address
+from trainckpt.tiers.workers import InTurn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -132,7 +132,7 @@ def write_shard(
         complete.wait()
         return digest.digest(shard.head)
 
-    with _in_place(tier), ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
+    with _in_place(tier), InTurn("trainckpt-digest") as digesting:
         try:
             head = digesting.submit(digest_head)
             whole = digesting.submit(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.encryption.sealed_file import TAG_BYTES, Layout, Place, Sealer
@@ -23,9 +23,11 @@ from trainckpt.format.encryption import Plain
 from trainckpt.format.manifest import FileEntry
 from trainckpt.tiers import direct
 from trainckpt.tiers.direct import address, copy, memory
+from trainckpt.tiers.workers import InTurn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.snapshot.save import InMemory
@@ -78,7 +80,7 @@ def write_sealed(
         complete.wait()
         return shard.head
 
-    with ThreadPoolExecutor(1, "trainckpt-digest") as digesting:
+    with InTurn("trainckpt-digest") as digesting:
         try:
             head = digesting.submit(digest_head)
             file = _SealedFile(name, rank, shard.header.header_bytes, len(shard.memory), seal)
@@ -146,7 +148,8 @@ class _SealedFile:
         for behind in copied:  # training may wait for that, and to encrypt takes the cores it needs
             if behind >= end_of_all:
                 break
-        with _Drained(copied) as rest:
+        with InTurn("trainckpt-copied") as copying:  # its end must not wait for what is written
+            rest = copying.submit(lambda: deque(copied, 0))
             yield from self._body(data, complete, into)
             rest.result()  # it may yet be abandoned
         last = self._end(head.result())
@@ -248,35 +251,6 @@ class _SealedFile:
         found[layout.head_bytes :] = self._sealer.tail()
         self._behind = digest.digest(found)
         return found
-
-
-class _Drained:
-    """What is left of an iterator is drawn by a thread: its end must not wait for what is written.
-
-    The thread ends before the context does. No interpreter waits for it that is about to exit.
-    """
-
-    def __init__(self, rest: Iterator[int]) -> None:
-        self._drained: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(rest,), name="trainckpt-copied", daemon=True
-        )
-
-    def _run(self, rest: Iterator[int]) -> None:
-        try:
-            for _ in rest:
-                pass
-        except BaseException as error:  # noqa: BLE001 - it is for whoever asks for the result
-            self._drained.set_exception(error)
-        else:
-            self._drained.set_result(None)
-
-    def __enter__(self) -> Future[None]:
-        self._thread.start()
-        return self._drained
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
 
 
 def _cuts(num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:

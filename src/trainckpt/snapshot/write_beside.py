@@ -125,6 +125,7 @@ class WriteBeside:
     def _write(self, end: socket.socket, file: File, copied: Iterable[int]) -> Written:
         header, memory = file.shard.header, file.shard.memory
         layout = b"" if header is self._layout else shard_file.build(header)
+        self._layout = None  # what fails may have failed before it was read there
         body: dict[str, Any] = {
             "root": file.tier and file.tier.url, "name": str(file.name), "rank": file.rank,
             "num_bytes": len(memory),
@@ -135,7 +136,6 @@ class WriteBeside:
         messages.send(end, body, layout, file.descriptor)
         if file.into is not None:
             messages.send(end, {}, descriptor=file.into[0])
-        self._layout = header
         self._tell(end, memory, copied)
         reply = self._reply(end, memory[: header.header_bytes])
         for line in reply["said"]:
@@ -143,6 +143,7 @@ class WriteBeside:
         if "error" in reply:
             kind = TierUnavailable if reply["kind"] == "unavailable" else SaveFailed
             raise kind(reply["error"], hint=reply["hint"])
+        self._layout = header
         found, each = reply["digests"], digest.NUM_HEX
         digests = {
             region.key: found[number * each : (number + 1) * each]

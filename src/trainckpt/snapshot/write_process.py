@@ -109,10 +109,12 @@ class WriteProcess:
     ) -> tuple[dict[str, Any], memoryview]:
         body = asked.body
         behind = messages.receive(self._end) if body["into"] else None
+        if layout:  # first: it holds for the next files too, whatever becomes of this one
+            self._header = shard_file.parse(
+                layout, "what a rank sent", file_bytes=body["num_bytes"]
+            )
         data = self._take(asked, body["num_bytes"])
         into = self._take(behind, body["into"]) if behind is not None else None
-        if layout:
-            self._header = shard_file.parse(layout, "what a rank sent", file_bytes=len(data))
         assert self._header is not None
         name, rank = SnapshotName.parse(body["name"]), body["rank"]
         assert name is not None

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.tiers.disk import Disk
+from trainckpt.tiers.disk import CANNOT, Disk
 from trainckpt.tiers.local import TEMPORARY, translated
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ PAGE = 4096
 REMOTE = ("nfs", "ceph", "lustre", "gpfs", "beegfs", "fuse", "9p", "virtiofs", "cifs", "smb",
           "glusterfs", "afs", "ocfs2", "gfs2", "wekafs")  # fmt: skip
 TAIL = 904  # bytes behind the last whole page
-# What a file system answers that cannot do a thing; anything else means that the place is ill.
-_CANNOT = frozenset({
-    errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK,
-    errno.ENOLCK, errno.EXDEV, errno.EBADF,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ def measure(folder: Path, disk: Disk | None = None) -> Capabilities:
             create_only = _create_only(disk, scratch)
             lock = _can(lambda: _flock(scratch / "file"))
             direct, direct_tail = _direct(scratch / "direct")
-            folder_sync = os.name == "nt" or _can(lambda: _sync(scratch))
+            folder_sync = os.name == "nt" or _can(lambda: disk.fsync_folder(scratch))
             return Capabilities(
                 file_system(folder), rename, create_only, folder_sync, lock, direct, direct_tail,
                 _free_bytes(folder),
@@ -123,7 +118,7 @@ def _can(act: Callable[[], object]) -> bool:
     try:
         act()
     except (OSError, ImportError, AttributeError) as error:
-        if isinstance(error, OSError) and error.errno not in _CANNOT:
+        if isinstance(error, OSError) and error.errno not in CANNOT:
             raise
         return False
     return True
@@ -189,14 +184,6 @@ def _direct(path: Path) -> tuple[bool, bool]:
     if not _can(write):
         return False, False
     return True, _can(cut) and path.stat().st_size == PAGE + TAIL
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free_bytes(folder: Path) -> int:

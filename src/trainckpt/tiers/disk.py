@@ -22,7 +22,12 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _READ = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _MOST = 1 << 30  # bytes of one call; Linux takes no more than 2 GiB
-_CANNOT = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_NOT_RESERVED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+# What a file system answers that cannot do a thing; anything else means that the place is ill.
+CANNOT = frozenset({
+    errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK,
+    errno.ENOLCK, errno.EXDEV, errno.EBADF,
+})  # fmt: skip
 _seeking = threading.Lock()  # where a file has one position, and no call names another
 
 
@@ -61,7 +66,7 @@ class Disk:
             return
         while _fallocate(descriptor, 0, 0, num_bytes):
             number = ctypes.get_errno()
-            if number in _CANNOT:
+            if number in _NOT_RESERVED:
                 return
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
@@ -89,12 +94,17 @@ class Disk:
         """
         if os.name == "nt":
             return
+        try:
+            self.fsync_folder(path)
+        except OSError as error:
+            if error.errno not in CANNOT:
+                raise
+
+    def fsync_folder(self, path: Path) -> None:
+        """As `sync_folder`, but raises where the system cannot."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
-                raise
         finally:
             os.close(descriptor)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.tiers.direct import Direct
-from trainckpt.tiers.disk import Disk
+from trainckpt.tiers.disk import CANNOT, Disk
 from trainckpt.tiers.new_file import Pace, new_file
 from trainckpt.tiers.read_file import NUM_READERS, ReadFile, read_parts
 from trainckpt.tiers.spares import FOLDER, Spares
@@ -238,7 +238,7 @@ class LocalTier:
             except FileExistsError:
                 raise
             except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK):
+                if error.errno not in CANNOT:
                     raise
             else:
                 return

@@ -23,13 +23,15 @@ import hashlib
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.tiers import memfd
 from trainckpt.tiers.arena import SNAPSHOTS, Arena
 from trainckpt.tiers.held import Held, Locked
-from trainckpt.tiers.private import is_private, make_private, must_be_private
+from trainckpt.tiers.patience import those_that_answer
+from trainckpt.tiers.private import is_private, make_private, must_be_private, write_private
 
 try:
     import fcntl
@@ -87,9 +89,8 @@ class MemoryPlace:
         if not make_private(self.root):
             return False
         owner = self.root / _OWNER
-        if self._run is not None and not owner.exists():
-            owner.touch(mode=0o600)
-            owner.write_bytes(os.fsencode(self._run))
+        if self._run is not None and not (owner.exists() and owner.stat().st_size):
+            write_private(owner, os.fsencode(self._run))
         return True
 
     @classmethod
@@ -327,25 +328,34 @@ class MemoryPlace:
 
 
 def reclaim() -> None:
-    """Give back the memory of runs whose place is gone, and sweep links that lead nowhere."""
+    """Give back the memory of runs whose place is gone, and sweep links that lead nowhere.
+
+    The places of other runs are waited for only a moment: what does not answer is not gone.
+    """
     root = _user_folder(make=False)
     if root is None:
         return
     with contextlib.suppress(OSError):
-        for folder in root.iterdir():
+        looks = {folder: partial(_is_gone, folder) for folder in root.iterdir()}
+        gone = those_that_answer(looks)
+        for folder in looks:  # here: on another thread it would meet locks of this process
             with contextlib.suppress(OSError):
                 place = MemoryPlace(folder)
-                if _is_gone(folder) and not place.is_in_use:
+                if gone.get(folder) and not place.is_in_use:
                     place.remove()
                 else:
                     place.sweep()
 
 
 def _is_gone(folder: Path) -> bool:
-    """Whether the run whose memory this is has ended for good."""
+    """Whether the run whose memory this is has ended for good; OSError: nobody knows."""
     owner = (folder / _OWNER).read_bytes()
     if b"://" not in owner:
-        return not os.path.lexists(owner)
+        try:
+            os.lstat(owner)
+        except (FileNotFoundError, NotADirectoryError):
+            return bool(owner)
+        return False
     used = max(path.stat().st_mtime for path in (folder, folder / SNAPSHOTS) if path.exists())
     return time.time() - used > _STORE_KEPT_S  # nobody asks a store for this
 

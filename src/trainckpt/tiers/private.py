@@ -1,9 +1,10 @@
-"""Private folders: of this user, closed to all others, and no link to anywhere else."""
+"""Private folders and files: of this user, closed to all others, and no link to anywhere else."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,3 +31,14 @@ def is_private(folder: Path) -> bool:
     except OSError:
         return False
     return (found.st_mode & 0o170077) == 0o040000 and found.st_uid == os.getuid()
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Make a file with this content at once: nobody sees less of it. Not to outlive a power cut."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.touch(mode=0o600, exist_ok=False)
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

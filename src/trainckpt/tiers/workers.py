@@ -1,18 +1,22 @@
-"""A few threads that make calls into a file system, so that several are on their way at once.
+"""A few threads that make calls into a file system, so that several are on their way at once; and
+one that makes calls beside such a one.
 
 They are daemons, unlike those of `concurrent.futures`: a call that hangs in a dead file system must
-not keep the interpreter from ending.
+not keep the interpreter from ending, nor must one that waits for it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    Result = TypeVar("Result")
 
 
 class Workers:
@@ -117,3 +121,39 @@ class Workers:
 def _never() -> bool:
     """Nobody waits."""
     return False
+
+
+class InTurn:
+    """Makes calls on one thread, each after those asked for before; whatever fails, all of them.
+
+    Used as a context: at its end all are made.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Its result, or its error."""
+        future: Future[Result] = Future()
+        self._queue.put((future, call))
+        return future
+
+    def __enter__(self) -> InTurn:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            future, call = job
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is for whoever asks for the result
+                future.set_exception(error)
+            del job, future, call  # an error has this frame, so it would keep their memory
