@@ -82,11 +82,17 @@ class ObjectStoreTier:
     # ---- write
 
     def write(
-        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+        self,
+        key: str,
+        blocks: Iterable[memoryview],
+        num_bytes: int | None = None,
+        held: int = 1,
+        *,
+        replacing: bool = False,
     ) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
         del num_bytes, held  # nothing can be reserved here; what comes is copied
-        path = self._new(key)
+        path = self._path(key) if replacing else self._new(key)
         size = 2 * self._calls.limits.part_bytes  # how many there will be is not known
         parts = uploads.gathered(blocks, size)
         first = next(parts, b"")
@@ -236,6 +242,9 @@ class ObjectStoreTier:
 
     def clear_spares(self) -> None:
         """Nothing is ever put aside."""
+
+    def clear_unfinished(self, folder: str) -> None:
+        """What is not finished is no object: see `abort_stale_uploads`."""
 
     # ---- how it stands
 

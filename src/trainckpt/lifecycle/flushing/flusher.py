@@ -313,7 +313,8 @@ class Flusher:
             there = {*order["there"], *self._done}
             for key, file in flush.share(manifest, self._rank, self._size):
                 if key not in there:
-                    flush.copy_file((work.near, work.place), self.tier, key, file, self._go_on)
+                    sources = (work.near, work.place)
+                    flush.copy_missing(sources, self.tier, manifest, key, file, self._go_on)
                     self._done.add(key)
         except Exception as error:  # noqa: BLE001 - it is reported, and training goes on
             return _failure(error, self._rank)
