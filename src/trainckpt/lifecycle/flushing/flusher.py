@@ -243,7 +243,7 @@ class Flusher:
             else:
                 self._commit(manifest, data)
         except Exception as error:  # noqa: BLE001 - the other ranks wait, and training goes on
-            verdict = _failure(error, 0)
+            verdict = {**_failure(error, 0), "anew": isinstance(error, SaveFailed)}
         if ordered:
             self._attempt(lambda: self._orders.tell(verdict))
         return verdict
@@ -256,11 +256,7 @@ class Flusher:
         flush.mirror_records(place, self.tier, self._sent)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        try:
-            flush.commit_copy(self.tier, manifest, data)
-        except SaveFailed:
-            self._done.clear()  # something of it was taken away
-            raise
+        flush.commit_copy(self.tier, manifest, data)
         self.newest = str(manifest.name)
         self._work.log.note(COMMITS, self.tier.name, self.newest)
         try:
@@ -337,6 +333,8 @@ class Flusher:
             self._arrived(name)
             return
         self.failed += 1
+        if verdict.get("anew"):  # something of it was taken away
+            self._done.clear()
         if verdict.get("lost") and self._rank == 0:
             logger.warning("%s is not copied to %s: %s", name, self.tier.name, error)
         elif not self._stopping:
