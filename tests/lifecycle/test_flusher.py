@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.snapshot.written import written
 from tests.state.helpers import registry, shard_of
-from trainckpt.errors import SaveFailed
+from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.flushing import flusher as flushers
 from trainckpt.lifecycle.flushing.flush_work import Near, Work
@@ -80,6 +80,13 @@ def offered(flusher, manifest):
     return pending
 
 
+def until(condition):
+    give_up_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
 def durable(pending):
     """Wait, as often as it is tried anew."""
     give_up_s = time.monotonic() + WITHIN_S
@@ -113,3 +120,60 @@ def test_a_file_that_vanished_from_the_tier_is_copied_again_by_whichever_rank_wr
     assert len(taken) == 2
     assert flush.holds(tiers[0], manifest.name)
     assert lead.failed == follower.failed == 1
+
+
+class Down(LocalTier):
+    """Refuses every look while it is down."""
+
+    is_down = True
+
+    def size(self, key):
+        if self.is_down:
+            raise TierUnavailable("the store is down")
+        return super().size(key)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["rank 0 first", "rank 0 last"])
+def test_what_fails_on_rank_0_before_anybody_copies_is_told_to_who_waits_on_other_ranks(
+    place, manifest, tmp_path, first
+):
+    tiers = [Down(tmp_path / "slow"), LocalTier(tmp_path / "slow")]
+    with flushing(place, tiers) as ranks:
+        handles = {}
+        for rank in (first, 1 - first):
+            handles[rank] = offered(ranks[rank], manifest)
+            if rank == 0 and first == 0:
+                until(lambda: ranks[0].failed)
+        for rank in (0, 1):
+            with pytest.raises(SaveFailed, match="rank 0: the store is down"):
+                handles[rank].wait("durable", WITHIN_S)
+        tiers[0].is_down = False
+        for rank in (0, 1):
+            durable(handles[rank])
+
+
+def test_a_snapshot_that_is_gone_is_lost_for_good_on_all_ranks_however_late_they_wait(
+    place, manifest, tmp_path
+):
+    place.remove(f"{manifest.name.folder}/manifest.json")
+    with flushing(place, [LocalTier(tmp_path / "slow") for _ in range(2)]) as ranks:
+        handles = [offered(ranks[0], manifest)]
+        until(lambda: ranks[1].failed)
+        handles.append(offered(ranks[1], manifest))
+        for handle in 2 * handles:
+            with pytest.raises(SaveFailed, match=r"manifest\.json is missing"):
+                handle.wait("durable", WITHIN_S)
+        assert [each.predicted_s() for each in ranks] == [0.0, 0.0]
+
+
+def test_a_damaged_record_of_the_tier_is_no_loss_of_the_snapshot(place, manifest, tmp_path):
+    tiers = [LocalTier(tmp_path / "slow") for _ in range(2)]
+    tiers[0].create("run.json", b"{")
+    with flushing(place, tiers) as ranks:
+        handles = [offered(each, manifest) for each in ranks]
+        for handle in handles:
+            with pytest.raises(SaveFailed, match=r"run\.json"):
+                handle.wait("durable", WITHIN_S)
+        tiers[0].remove("run.json")
+        for handle in handles:
+            durable(handle)

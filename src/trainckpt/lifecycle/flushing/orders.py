@@ -1,6 +1,7 @@
 """Orders: what ranks tell each other of the copies to one tier, and when that is forgotten.
 
-    <n>/order       rank 0 to all: which snapshot; the last one says that it is over
+    <n>/order       rank 0 to all: which snapshot, or why none of it can be copied; the last one
+                    says that it is over
     <n>/report/<r>  rank r to rank 0: how its share went
     <n>/verdict     rank 0 to all
 
@@ -13,11 +14,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import NoAgreement
+from trainckpt.errors import NoAgreement, UnusableSnapshot
 from trainckpt.ranks.channel import DAY_S
 
 if TYPE_CHECKING:
     from trainckpt.ranks.channel import Channel
+
+
+def failure(error: Exception, rank: int) -> dict[str, Any]:
+    """A report or verdict; `lost`: there is nothing left to try again with."""
+    message = getattr(error, "message", None) or str(error) or repr(error)
+    return {"error": f"rank {rank}: {message}", "lost": isinstance(error, UnusableSnapshot)}
 
 
 class Orders:
