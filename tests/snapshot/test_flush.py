@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from types import SimpleNamespace
 
+import fsspec
 import pytest
 
 from tests.snapshot.written import committed, shard_path
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.format import digest
 from trainckpt.format.names import MANIFEST
 from trainckpt.snapshot import catalog, flush
 from trainckpt.snapshot.verify import verify
+from trainckpt.tiers import uploads
+from trainckpt.tiers.calls import Calls, Limits
+from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
-from trainckpt.tiers.object_store import open_object_store
+from trainckpt.tiers.object_client import ObjectClient
+from trainckpt.tiers.object_store import ObjectStoreTier, open_object_store
 
 NAME = "s1~1.1"
 
@@ -137,3 +146,49 @@ def test_what_a_killed_copier_has_left_is_no_file_and_goes_with_the_commit(tmp_p
     there = {path.name for path in folder.iterdir()}
     assert there == {".tmp-1", MANIFEST, "rank00000.safetensors"}
     assert is_good(target, manifest)
+
+
+class FewParts(ObjectClient):
+    """A store that takes so many parts of an object, and no more."""
+
+    def begin(self, path, part_bytes):
+        upload = super().begin(path, part_bytes)
+        send = upload.part
+
+        def part(number, data):
+            if number > uploads.MOST_PARTS:
+                raise ValueError("Part number must be an integer between 1 and 10000, inclusive")
+            send(number, data)
+
+        upload.part = part
+        return upload
+
+
+@pytest.mark.parametrize("of_bytes", [300_000, 6_000_000])
+def test_a_copy_has_no_more_parts_than_a_store_takes(tmp_path, monkeypatch, of_bytes):
+    monkeypatch.setattr(uploads, "MOST_PARTS", 4)
+    data = bytes(range(250)) * (of_bytes // 250)
+    file = SimpleNamespace(num_bytes=len(data), digest=digest.digest(data))
+    place, url = LocalTier(tmp_path), f"memory://{tmp_path.name}"
+    place.replace("k", data)
+    calls = Calls(url, Limits(part_bytes=64 << 10, give_up_first_s=0.0, give_up_s=0.0))
+    client = FewParts(fsspec.filesystem("memory"))
+    store = ObjectStoreTier("memory", url, client, f"/{tmp_path.name}", calls)
+    flush.copy_file([place], store, "k", file)
+    assert store.read("k", max_bytes=len(data)) == data
+
+
+def test_a_copy_that_a_full_disk_has_no_room_for_is_refused_before_a_byte_is_read(tmp_path):
+    class Full(Disk):
+        def reserve(self, path, descriptor, num_bytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read():
+        pytest.fail("it was read")
+
+    place, target = LocalTier(tmp_path / "run"), LocalTier(tmp_path / "slow", Full())
+    manifest = committed(place, NAME)
+    key, file = next(iter(flush.files_of(manifest)))
+    with pytest.raises(TierUnavailable, match="No space left"):
+        flush.copy_file([Meanwhile(place, read)], target, key, file)
+    assert not list((target.root / manifest.name.folder).iterdir())

@@ -97,7 +97,8 @@ def copy_file(
     refused: list[UnusableSnapshot] = []
     for source in sources:
         try:
-            target.write(key, _blocks(source, key, file, check), replacing=True)
+            blocks = _blocks(source, key, file, check)
+            target.write(key, blocks, file.num_bytes, replacing=True)
         except _NotGood as error:
             refused.append(error.why)
         except UnusableSnapshot as error:  # its folder vanished under us

@@ -91,9 +91,11 @@ class ObjectStoreTier:
         replacing: bool = False,
     ) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
-        del num_bytes, held  # nothing can be reserved here; what comes is copied
+        del held  # what comes is copied
         path = self._path(key) if replacing else self._new(key)
-        size = 2 * self._calls.limits.part_bytes  # how many there will be is not known
+        size = 2 * self._calls.limits.part_bytes
+        if num_bytes is not None:  # else how many there will be is not known
+            size = uploads.part_bytes(num_bytes, size)
         parts = uploads.gathered(blocks, size)
         first = next(parts, b"")
         if len(first) < size:
