@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,16 +16,19 @@ from tests.state.helpers import registry, shard_of
 from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.flushing import flusher as flushers
+from trainckpt.lifecycle.flushing import orders
 from trainckpt.lifecycle.flushing.flush_work import Near, Work
 from trainckpt.lifecycle.flushing.flusher import Flusher
+from trainckpt.lifecycle.flushing.orders import ENDS_WITHIN_S, HANGS_AFTER_S, Orders, Signs
 from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
 from trainckpt.lifecycle.run.pending import COMMITTED, PendingSave
-from trainckpt.ranks.channel import OverStore
+from trainckpt.ranks.channel import Alone, OverStore
 from trainckpt.ranks.world import World
 from trainckpt.snapshot import flush
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.save import write_shard
+from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
 
 NAME = "s1~1.1"
@@ -177,3 +181,98 @@ def test_a_damaged_record_of_the_tier_is_no_loss_of_the_snapshot(place, manifest
         tiers[0].remove("run.json")
         for handle in handles:
             durable(handle)
+
+
+def test_a_copy_hangs_once_no_rank_gets_on_with_it_which_the_end_of_a_file_may_hide_for_longer():
+    channel = Alone(World(0, 1, 0, "host"))
+    signs, copier, now_s = Signs(channel), Orders(channel), 1000.0
+    assert not signs.stop_at(now_s)
+    assert not signs.stop_at(now_s + HANGS_AFTER_S)
+    assert signs.stop_at(now_s + HANGS_AFTER_S + 1)
+    copier.sign(8)
+    now_s += HANGS_AFTER_S + 2
+    assert not signs.stop_at(now_s)
+    assert not signs.stop_at(now_s + HANGS_AFTER_S)
+    assert signs.stop_at(now_s + HANGS_AFTER_S + 1)
+    with copier.copying():
+        copier.sign(0)
+        assert not signs.stop_at(now_s)
+        assert not signs.stop_at(now_s + ENDS_WITHIN_S)
+        assert signs.stop_at(now_s + ENDS_WITHIN_S + 1)
+    assert not signs.stop_at(now_s)
+    assert signs.stop_at(now_s + HANGS_AFTER_S + 1)
+
+
+class Syncing(Disk):
+    """Takes its time to make a file durable."""
+
+    def __init__(self):
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def sync(self, path, descriptor):
+        if ".tmp-copy-" in path.name:
+            self.begun.set()
+            assert self.may_end.wait(WITHIN_S)
+        super().sync(path, descriptor)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_last_copy_whose_end_takes_long_on_some_rank_is_waited_for(
+    place, manifest, tmp_path, monkeypatch, caplog, slow
+):
+    monkeypatch.setattr(orders, "HANGS_AFTER_S", 1.0)
+    disk = Syncing()
+    tiers = [LocalTier(tmp_path / "slow", disk if rank == slow else None) for rank in range(2)]
+    with flushing(place, tiers) as ranks:
+        for each in ranks:
+            offered(each, manifest)
+        assert disk.begun.wait(WITHIN_S)
+        drains = [threading.Thread(target=each.drain, args=(WITHIN_S,)) for each in ranks]
+        for drain in drains:
+            drain.start()
+        drains[0].join(2.5)
+        assert "it hangs" not in caplog.text
+        monkeypatch.setattr(orders, "HANGS_AFTER_S", WITHIN_S)
+        disk.may_end.set()
+        for drain in drains:
+            drain.join(WITHIN_S)
+    assert flush.holds(tiers[0], manifest.name)
+
+
+def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
+    place, manifest, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(orders, "HANGS_AFTER_S", 1.5)
+    monkeypatch.setattr(orders, "SIGN_S", 0.05)
+    monkeypatch.setattr(flush, "BLOCK_BYTES", 1 << 10)
+
+    class Slow(Disk):
+        def write(self, path, descriptor, block, first_byte):
+            if ".tmp-copy-" in path.name:
+                time.sleep(0.2)
+            super().write(path, descriptor, block, first_byte)
+
+    tiers = [LocalTier(tmp_path / "slow", disk) for disk in (None, Slow())]
+    with flushing(place, tiers) as ranks:
+        for each in ranks:
+            offered(each, manifest)
+        others = threading.Thread(target=ranks[1].drain, args=(WITHIN_S,))
+        others.start()
+        ranks[0].drain(WITHIN_S)
+        others.join(WITHIN_S)
+    assert flush.holds(tiers[0], manifest.name)
+
+
+def test_a_last_copy_that_nobody_gets_on_with_is_given_up(place, manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(orders, "HANGS_AFTER_S", 0.2)
+    monkeypatch.setattr(orders, "ENDS_WITHIN_S", 0.2)
+    disk = Syncing()
+    tiers = [LocalTier(tmp_path / "slow"), LocalTier(tmp_path / "slow", disk)]
+    with flushing(place, tiers) as ranks:
+        for each in ranks:
+            offered(each, manifest)
+        assert disk.begun.wait(WITHIN_S)
+        ranks[0].drain(1e6)  # for ever, if it were not given up
+        ranks[1].drain(WITHIN_S)
+        assert not flush.holds(tiers[0], manifest.name)
+        disk.may_end.set()

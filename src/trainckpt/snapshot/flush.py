@@ -80,7 +80,7 @@ def copy_file(
     target: Tier,
     key: str,
     file: Stored,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Copy one file from the first source that holds it as it should be.
 
@@ -88,7 +88,8 @@ def copy_file(
         sources: Nearest first; only `read_into` is asked of them.
         target: Where it is written anew. What lies there under this key stands until then.
         key, file: Of the file.
-        check: Called at each block; what it raises ends the copy.
+        check: Called at each block, with how many bytes there are to come; with 0 when all came,
+            are good, and have yet to be made durable. What it raises ends the copy.
 
     Raises:
         UnusableSnapshot: no source holds it; the target is as it was.
@@ -114,7 +115,7 @@ def copy_missing(
     manifest: Manifest,
     key: str,
     file: FileEntry,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[int], None] = lambda num_bytes: None,
 ) -> bool:
     """Copy one file of a snapshot, unless somebody commits that there before; whether it was.
 
@@ -148,14 +149,14 @@ class _NotGood(Exception):
 
 
 def _blocks(
-    source: Readable, key: str, file: Stored, check: Callable[[], None]
+    source: Readable, key: str, file: Stored, check: Callable[[int], None]
 ) -> Iterator[memoryview]:
     passed = digest.Running()
     memory = memoryview(bytearray(min(BLOCK_BYTES, file.num_bytes)))
 
     def read() -> Iterator[memoryview]:
         for at in range(0, file.num_bytes, BLOCK_BYTES):
-            check()
+            check(file.num_bytes - at)
             block = memory[: min(BLOCK_BYTES, file.num_bytes - at)]
             try:
                 source.read_into(key, at, block)
@@ -166,6 +167,7 @@ def _blocks(
     yield from passed.over(read())
     if passed.hexdigest() != file.digest:  # raised inside `write`, which then leaves nothing
         raise _NotGood(UnusableSnapshot(f"{key} in {source.url} does not match its digest"))
+    check(0)
 
 
 def found_there(place: Readable, target: Tier, run: str, *, again: bool = False) -> None:

@@ -21,7 +21,7 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.lifecycle.deciding.tier_interval import LastCopy
 from trainckpt.lifecycle.flushing.flush_queue import Queue
-from trainckpt.lifecycle.flushing.orders import Orders, failure
+from trainckpt.lifecycle.flushing.orders import Orders, Signs, failure
 from trainckpt.lifecycle.flushing.tidy import Tidy
 from trainckpt.lifecycle.places.slower import COMMITS, TROUBLE
 from trainckpt.lifecycle.run.log import logger
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S, MOST_RETRY_S = 15.0, 600.0
 STOPPED_WITHIN_S = 2.0
-HANGS_AFTER_S = 300.0  # without a block
 
 
 class GivenUp(Exception):
@@ -86,7 +85,7 @@ class Flusher:
         self._left = work.channel.scoped(f"flush/{number}")
         self._orders = Orders(self._left.connection())
         self._changed = threading.Condition()
-        self._retry_s, self._retry_after_s, self._block_s = 0.0, FIRST_RETRY_S, 0.0
+        self._retry_s, self._retry_after_s = 0.0, FIRST_RETRY_S
         self._draining = self._stopping = self._is_there = False
         self._newest_bytes = 0
         self._last: SnapshotName | None = None  # the newest that was copied
@@ -130,14 +129,13 @@ class Flusher:
         """Copy what waits, but try nothing twice; every rank. Rank 0 decides when it is over."""
         with self._changed:
             self._draining, self._retry_s = True, 0.0
-            self._block_s = time.monotonic()
             self._changed.notify_all()
         if self._rank:
             self._left.wait("left", limit_s)
         else:
-            until_s = time.monotonic() + limit_s
+            signs, until_s = Signs(self._left), time.monotonic() + limit_s
             while self._thread.is_alive() and (now_s := time.monotonic()) < until_s:
-                if now_s - self._block_s > HANGS_AFTER_S:
+                if signs.stop_at(now_s):
                     self._warn("it hangs")
                     break
                 self._thread.join(min(until_s - now_s, 1.0))
@@ -307,16 +305,17 @@ class Flusher:
             for key, file in flush.share(manifest, self._rank, self._size):
                 if key not in there:
                     sources = (work.near, work.place)
-                    flush.copy_missing(sources, self.tier, manifest, key, file, self._go_on)
+                    with self._orders.copying():
+                        flush.copy_missing(sources, self.tier, manifest, key, file, self._go_on)
                     self._done.add(key)
         except Exception as error:  # noqa: BLE001 - it is reported, and training goes on
             return failure(error, self._rank)
         return {"ok": True}
 
-    def _go_on(self) -> None:
-        self._block_s = time.monotonic()
+    def _go_on(self, num_bytes: int) -> None:
         if self._stopping:
             raise GivenUp("this rank leaves")
+        self._orders.sign(num_bytes)
 
     def _told(self, name: SnapshotName, verdict: dict[str, Any], took_s: float) -> None:
         """One try is over, in the same way on all ranks."""
