@@ -223,6 +223,26 @@ def test_no_thread_and_no_descriptor_is_left(tmp_path):
     assert not [t for t in threading.enumerate() if t.name == "trainckpt-write"]
 
 
+class Lost(Disk):
+    """Somebody else puts a file of his own in the place of each, and syncing fails."""
+
+    def sync(self, path, descriptor):
+        path.unlink()
+        path.write_bytes(b"another's")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_who_fails_removes_his_own_file_and_no_other(tmp_path):
+    tier = LocalTier(tmp_path, Lost())
+    for name, write in (
+        ("k", lambda: tier.write("k", [memoryview(b"1")])),
+        ("l", lambda: tier.write_parts("l", 1, [(0, memoryview(b"1"))])),
+    ):
+        with pytest.raises(TierUnavailable):
+            write()
+        assert (tmp_path / name).read_bytes() == b"another's"
+
+
 class Late(Noting):
     """Answers each direct write late, however many others are on their way."""
 

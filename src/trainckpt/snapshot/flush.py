@@ -9,6 +9,9 @@
 So a slower tier looks as the run's place does, and a run can go on from it when that is gone. A
 crash before 4 leaves garbage for `prune`: what lies in a folder without a manifest may be cut
 short whatever its length is, so it is never taken for a copy.
+
+Several may copy to one tier at once, and what is copied may be there already, good or bad: a file
+takes its place in one act, when it is whole, and whoever fails removes nothing but his own.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Protocol
 
-from trainckpt.errors import ConfigurationError, SaveFailed, TierUnavailable, UnusableSnapshot
+from trainckpt.errors import (
+    ConfigurationError,
+    SaveFailed,
+    TierUnavailable,
+    TrainckptError,
+    UnusableSnapshot,
+)
 from trainckpt.format import digest, names
 from trainckpt.format import manifest as manifests
 from trainckpt.format.attempt import MAX_BYTES
@@ -71,26 +80,26 @@ def copy_file(
     target: Tier,
     key: str,
     file: Stored,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Copy one file from the first source that holds it as it should be.
 
     Args:
         sources: Nearest first; only `read_into` is asked of them.
-        target: Where it is written anew, whatever lies there under this key.
+        target: Where it is written anew. What lies there under this key stands until then.
         key, file: Of the file.
-        check: Called at each block; what it raises ends the copy.
+        check: Called at each block, with how many bytes there are to come; with 0 when all came,
+            are good, and have yet to be made durable. What it raises ends the copy.
 
     Raises:
-        UnusableSnapshot: no source holds it; nothing was left behind.
+        UnusableSnapshot: no source holds it; the target is as it was.
         TierUnavailable: a tier refused.
     """
     refused: list[UnusableSnapshot] = []
     for source in sources:
         try:
-            if target.size(key) is not None:
-                target.remove(key)
-            target.write(key, _blocks(source, key, file, check))
+            blocks = _blocks(source, key, file, check)
+            target.write(key, blocks, file.num_bytes, replacing=True)
         except _NotGood as error:
             refused.append(error.why)
         except UnusableSnapshot as error:  # its folder vanished under us
@@ -98,6 +107,37 @@ def copy_file(
         else:
             return
     raise refused[-1]
+
+
+def copy_missing(
+    sources: Sequence[Readable],
+    target: Tier,
+    manifest: Manifest,
+    key: str,
+    file: FileEntry,
+    check: Callable[[int], None] = lambda num_bytes: None,
+) -> bool:
+    """Copy one file of a snapshot, unless somebody commits that there before; whether it was.
+
+    Raises: as `copy_file`, of which the arguments are; `manifest` is the snapshot's.
+    """
+    if _is_committed(target, manifest, key, file):
+        return False
+    try:
+        copy_file(sources, target, key, file, check)
+    except TrainckptError:
+        if _is_committed(target, manifest, key, file):
+            return False
+        raise
+    return True
+
+
+def _is_committed(target: Tier, manifest: Manifest, key: str, file: FileEntry) -> bool:
+    with contextlib.suppress(UnusableSnapshot):
+        if holds(target, manifest.name) and target.size(key) == file.num_bytes:
+            there = catalog.load_manifest(target, manifest.run, manifest.name)
+            return manifests.bound(there) == manifests.bound(manifest)
+    return False
 
 
 class _NotGood(Exception):
@@ -109,14 +149,14 @@ class _NotGood(Exception):
 
 
 def _blocks(
-    source: Readable, key: str, file: Stored, check: Callable[[], None]
+    source: Readable, key: str, file: Stored, check: Callable[[int], None]
 ) -> Iterator[memoryview]:
     passed = digest.Running()
     memory = memoryview(bytearray(min(BLOCK_BYTES, file.num_bytes)))
 
     def read() -> Iterator[memoryview]:
         for at in range(0, file.num_bytes, BLOCK_BYTES):
-            check()
+            check(file.num_bytes - at)
             block = memory[: min(BLOCK_BYTES, file.num_bytes - at)]
             try:
                 source.read_into(key, at, block)
@@ -127,6 +167,7 @@ def _blocks(
     yield from passed.over(read())
     if passed.hexdigest() != file.digest:  # raised inside `write`, which then leaves nothing
         raise _NotGood(UnusableSnapshot(f"{key} in {source.url} does not match its digest"))
+    check(0)
 
 
 def found_there(place: Readable, target: Tier, run: str, *, again: bool = False) -> None:
@@ -193,6 +234,12 @@ def commit_copy(target: Tier, manifest: Manifest, data: bytes) -> None:
         size = target.size(key)
         if size != file.num_bytes:
             raise SaveFailed(f"{key} has {size} bytes in {target.url}, not {file.num_bytes}")
+    _commit(target, manifest, data)
+    with contextlib.suppress(TrainckptError):  # whoever still copies one of these finds it there
+        target.clear_unfinished(manifest.name.folder)
+
+
+def _commit(target: Tier, manifest: Manifest, data: bytes) -> None:
     key = f"{manifest.name.folder}/{names.MANIFEST}"
     if target.create(key, data):
         return
@@ -229,9 +276,11 @@ def flush(
     there = committed_keys(target, manifest.run) if trust else frozenset[str]()
     copied = 0
     for key, file in files_of(manifest):
-        if key not in there or target.size(key) != file.num_bytes:
+        if not trust:
             copy_file(sources, target, key, file)
             copied += file.num_bytes
+        elif key not in there or target.size(key) != file.num_bytes:
+            copied += file.num_bytes * copy_missing(sources, target, manifest, key, file)
         progress(file.num_bytes)
     commit_copy(target, manifest, data)
     return copied

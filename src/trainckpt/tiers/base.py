@@ -5,7 +5,9 @@ Any mix of calls, from several threads. Keys are relative paths with `/`.
     write    new bytes under a new key. When it returns they survive a power cut. Not atomic:
              nothing may refer to the key before `write` returned. Each block is done with when the
              next is asked for; with `held`, when so many others behind it were asked for, so that
-             several are on their way. With `num_bytes`, space is made for so many bytes first.
+             several are on their way. With `num_bytes`, space is made for so many bytes first. With
+             `replacing` the key may be there: what stands there stays until all the new bytes are
+             durable, and if that fails.
     write_parts  as `write`, of so many bytes that come as (first byte, memory), in any order, each
              byte once; all that memory must stay as it is until the call returns. If it fails, or
              what gives the parts raises, there is no key.
@@ -19,6 +21,8 @@ Any mix of calls, from several threads. Keys are relative paths with `/`.
              reused was written by nobody but this run's ranks, is complete, and nothing refers to
              it: its bytes may be overwritten by the next file of that name, until `clear_spares`
              deletes what is kept for that.
+    clear_unfinished  what writers that died have left in a folder, of keys they were replacing. One
+             that is alive fails.
 
 An absent key is `UnusableSnapshot`, anything the place refuses is `TierUnavailable`.
 """
@@ -50,7 +54,13 @@ class Tier(Readable, Protocol):
     """One place for bytes, with a speed and a lifetime."""
 
     def write(
-        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+        self,
+        key: str,
+        blocks: Iterable[memoryview],
+        num_bytes: int | None = None,
+        held: int = 1,
+        *,
+        replacing: bool = False,
     ) -> None: ...
     def write_parts(
         self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]
@@ -62,3 +72,4 @@ class Tier(Readable, Protocol):
         self, folder: str, keep: Collection[str] = (), *, reuse: bool = False
     ) -> None: ...
     def clear_spares(self) -> None: ...
+    def clear_unfinished(self, folder: str) -> None: ...

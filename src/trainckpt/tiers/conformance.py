@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TierUnavailable, TrainckptError, UnusableSnapshot
@@ -87,6 +88,30 @@ def a_key_is_written_once_and_replaced_whole(tier: Tier) -> None:
     assert tier.read("k", max_bytes=9) == b"old"
     tier.replace("k", b"newer")
     assert tier.read("k", max_bytes=9) == b"newer"
+
+
+def what_is_replaced_stands_until_the_new_bytes_are_whole(tier: Tier) -> None:
+    """And if they never are. Small and large, and where nothing was before."""
+    large = memoryview(bytes(17 << 20))
+    tier.write("f/k", _views(b"old"))
+
+    def broken(*blocks: memoryview) -> Iterator[memoryview]:
+        yield from blocks
+        assert tier.read("f/k", max_bytes=9) == b"old"
+        raise _Broken
+
+    for key, blocks in itertools.product(("f/k", "f/absent"), ([_THREE], [large, large])):
+        _must_raise(_Broken, partial(tier.write, key, broken(*blocks), replacing=True))
+    assert tier.read("f/k", max_bytes=9) == b"old"
+    assert tier.list("f") == ["k"]
+    for key in ("f/k", "f/new"):
+        for new in (b"newer", b"", bytes(large) * 2):
+            tier.write(key, _views(new), len(new), replacing=True)
+            assert tier.read(key, max_bytes=len(new)) == new
+    tier.clear_unfinished("f")
+    assert tier.list("f") == ["k", "new"]
+    tier.clear_unfinished("absent")
+    tier.remove_folder("f")
 
 
 def readers_see_the_old_bytes_or_the_new(tier: Tier) -> None:
@@ -200,6 +225,7 @@ CHECKS: Sequence[Callable[[Tier], None]] = (
     large_files_are_written_and_read_in_parts,
     what_fails_leaves_no_key,
     a_key_is_written_once_and_replaced_whole,
+    what_is_replaced_stands_until_the_new_bytes_are_whole,
     readers_see_the_old_bytes_or_the_new,
     one_of_many_creators_wins,
     what_is_absent_is_absent,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 TEMPORARY = ".tmp-"
+UNFINISHED = f"{TEMPORARY}copy-"  # of what replaces another file
 MOST_FOLDERS = 50  # known to be synced; what is forgotten is synced once more
 
 
@@ -50,13 +51,24 @@ class LocalTier:
         self._durable: set[Path] = set()  # folders whose names this process knows to be synced
 
     def write(
-        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+        self,
+        key: str,
+        blocks: Iterable[memoryview],
+        num_bytes: int | None = None,
+        held: int = 1,
+        *,
+        replacing: bool = False,
     ) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
         path = self._path(key)
         with translated("write", path):
             self._make_folders(path.parent)
-            self._write_file(path, blocks, num_bytes, held)
+            if replacing:
+                with self._temporary(path, UNFINISHED) as temporary:
+                    self._write_file(temporary, blocks, num_bytes, held)
+                    self.disk.rename(temporary, path)
+            else:
+                self._write_file(path, blocks, num_bytes, held)
             self.disk.sync_folder(path.parent)
 
     def write_parts(
@@ -79,7 +91,8 @@ class LocalTier:
         path = self._path(key)
         with translated("write", path):
             self._make_folders(path.parent)
-            with self._temporary(path, data) as temporary:
+            with self._temporary(path) as temporary:
+                self._write_file(temporary, [memoryview(data)])
                 self.disk.rename(temporary, path)
             self.disk.sync_folder(path.parent)
 
@@ -180,6 +193,14 @@ class LocalTier:
         with translated("remove", path):
             self._spares.clear()
 
+    def clear_unfinished(self, folder: str) -> None:
+        """Delete what is left in `folder` of files that were to replace others."""
+        path = self._path(folder)
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            for entry in sorted(path.iterdir()):
+                if entry.name.startswith(UNFINISHED):
+                    self.disk.remove(entry)
+
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -232,7 +253,8 @@ class LocalTier:
                 file.must_hold(num_bytes)
 
     def _create(self, path: Path, data: bytes) -> None:
-        with self._temporary(path, data) as temporary:
+        with self._temporary(path) as temporary:
+            self._write_file(temporary, [memoryview(data)])
             try:
                 self.disk.link(temporary, path)
             except FileExistsError:
@@ -247,10 +269,10 @@ class LocalTier:
         self._write_file(path, [memoryview(data)])
 
     @contextlib.contextmanager
-    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
-        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    def _temporary(self, path: Path, prefix: str = TEMPORARY) -> Iterator[Path]:
+        """A name beside `path` for a file of this writer alone; gone when the context ends."""
+        temporary = path.with_name(f"{prefix}{secrets.token_hex(8)}")
         try:
-            self._write_file(temporary, [memoryview(data)])
             yield temporary
         finally:
             with contextlib.suppress(FileNotFoundError):

@@ -5,7 +5,8 @@
                 pieces, by a few writers, while whoever writes already prepares the next block
     at the end  all writers are done; fsync
 
-Nothing refers to the file before that. If anything fails, no file is left.
+Nothing refers to the file before that. If anything fails, no file is left; what somebody else has
+put in its place is his, and stays.
 """
 
 from __future__ import annotations
@@ -187,16 +188,17 @@ def new_file(
     """
     num_writers = pace.num_writers
     descriptor = disk.open_again(path) if is_spare else disk.create(path)
+    workers = Workers(num_writers, "trainckpt-write")
+    file = NewFile(disk, path, descriptor, direct, workers)
     try:
-        with contextlib.ExitStack() as stack:
-            workers = Workers(num_writers, "trainckpt-write")
-            file = NewFile(disk, path, descriptor, direct, workers)
-            stack.callback(file.close)
-            stack.enter_context(workers)  # left first: then no writer is at the file
+        with workers:  # when it is left no writer is at the file
             yield file
             file.finish()
             pace.wrote(file.busy.num_bytes, num_writers, file.busy.seconds)
     except BaseException:
         with contextlib.suppress(OSError):  # on a full disk, the space it took
-            disk.remove(path)
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                disk.remove(path)
         raise
+    finally:
+        file.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -160,25 +161,34 @@ class _StreamedUpload:
     again = False
 
     def __init__(self, filesystem: Any, path: str, part_bytes: int) -> None:
-        self._filesystem, self._path = filesystem, path
-        self._file = filesystem.open(path, "wb", block_size=part_bytes)
+        self._filesystem, self._path, self._at = filesystem, path, path
+        if filesystem.exists(path):  # not all keep what is there until the new one is finished
+            folder = path.rpartition("/")[0]
+            self._at = f"{folder}/.tmp-copy-{secrets.token_hex(8)}"
+        self._file = filesystem.open(self._at, "wb", block_size=part_bytes)
+        self._num_bytes = 0
 
     def part(self, number: int, data: bytes) -> None:
         """Append it."""
         del number
+        self._num_bytes += len(data)
         self._file.write(data)
 
     def complete(self) -> None:
         """Make it one object."""
         self._file.close()
+        if self._at != self._path:
+            self._filesystem.mv(self._at, self._path)
 
     def abort(self) -> None:
         """Drop what was sent; closing the file would make it an object."""
         self._file.discard()
         with contextlib.suppress(AttributeError):
             self._file.closed = True
-        if self._filesystem.exists(self._path):  # not all know what an unfinished object is
-            self._filesystem.rm_file(self._path)
+        with contextlib.suppress(FileNotFoundError):  # not all know what an unfinished object is
+            # What is longer is another's, who has finished it meanwhile.
+            if self._filesystem.info(self._at)["size"] <= self._num_bytes:
+                self._filesystem.rm_file(self._at)
 
 
 def must_be_small(path: str, size: int, max_bytes: int) -> None:

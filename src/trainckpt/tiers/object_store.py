@@ -82,12 +82,20 @@ class ObjectStoreTier:
     # ---- write
 
     def write(
-        self, key: str, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+        self,
+        key: str,
+        blocks: Iterable[memoryview],
+        num_bytes: int | None = None,
+        held: int = 1,
+        *,
+        replacing: bool = False,
     ) -> None:
         """Create `key` with the bytes of `blocks`; durable when it returns."""
-        del num_bytes, held  # nothing can be reserved here; what comes is copied
-        path = self._new(key)
-        size = 2 * self._calls.limits.part_bytes  # how many there will be is not known
+        del held  # what comes is copied
+        path = self._path(key) if replacing else self._new(key)
+        size = 2 * self._calls.limits.part_bytes
+        if num_bytes is not None:  # else how many there will be is not known
+            size = uploads.part_bytes(num_bytes, size)
         parts = uploads.gathered(blocks, size)
         first = next(parts, b"")
         if len(first) < size:
@@ -236,6 +244,9 @@ class ObjectStoreTier:
 
     def clear_spares(self) -> None:
         """Nothing is ever put aside."""
+
+    def clear_unfinished(self, folder: str) -> None:
+        """What is not finished is no object: see `abort_stale_uploads`."""
 
     # ---- how it stands
 

@@ -16,20 +16,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
+from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.lifecycle.deciding.tier_interval import LastCopy
-from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
 from trainckpt.lifecycle.flushing.flush_queue import Queue
-from trainckpt.lifecycle.flushing.orders import Orders
+from trainckpt.lifecycle.flushing.orders import Orders, Signs, failure
+from trainckpt.lifecycle.flushing.tidy import Tidy
 from trainckpt.lifecycle.places.slower import COMMITS, TROUBLE
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import DURABLE
 from trainckpt.ranks import talking
 from trainckpt.ranks.channel import DAY_S
-from trainckpt.snapshot import catalog, flush, prune
-from trainckpt.snapshot.attempts import newest, read_attempts
+from trainckpt.snapshot import catalog, flush
+from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.tiers.breaker import CLOSED
 from trainckpt.tiers.places import health_of
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S, MOST_RETRY_S = 15.0, 600.0
 STOPPED_WITHIN_S = 2.0
-HANGS_AFTER_S = 300.0  # without a block
 
 
 class GivenUp(Exception):
@@ -80,16 +79,17 @@ class Flusher:
         self.seconds_per_byte: float | None = None
         self.skipped = self.failed = 0
         self._work, self._is_durable = work, is_durable
+        self._tidy = Tidy(tier, work)
         world = work.channel.world
         self._rank, self._size = world.rank, world.size
         self._left = work.channel.scoped(f"flush/{number}")
         self._orders = Orders(self._left.connection())
         self._changed = threading.Condition()
-        self._retry_s, self._retry_after_s, self._block_s = 0.0, FIRST_RETRY_S, 0.0
+        self._retry_s, self._retry_after_s = 0.0, FIRST_RETRY_S
         self._draining = self._stopping = self._is_there = False
-        self._dumps_tidied = 0  # the attempt for which that was done
         self._newest_bytes = 0
         self._last: SnapshotName | None = None  # the newest that was copied
+        self._failed: dict[SnapshotName, tuple[SaveFailed, bool]] = {}  # the last try, if it has
         self._said = ""
         self._noted = (CLOSED, "")
         self._done: set[str] = set()  # copied, of a snapshot that is not committed there yet
@@ -112,26 +112,30 @@ class Flusher:
         name = manifest.name
         with self._changed:
             if (last := self._last) is None or name > last:
-                self._queue.add(name, pending, tagged=bool(manifest.tags))
+                # Rank 0 may have tried before this rank's save had returned.
+                why, lost = self._failed.get(name, (None, False))
+                if not lost:
+                    self._queue.add(name, pending, tagged=bool(manifest.tags))
+                if why is not None and self._is_durable:
+                    pending.fail_durable(why, for_good=lost)
                 self._newest_bytes = own_bytes
                 self._retry_s, self._retry_after_s = 0.0, FIRST_RETRY_S
                 self._changed.notify_all()
                 return
-        if self._is_durable:  # rank 0 has had it copied before this rank's save had returned
+        if self._is_durable:  # so it was copied
             self._settle(pending, name, last)
 
     def drain(self, limit_s: float) -> None:
         """Copy what waits, but try nothing twice; every rank. Rank 0 decides when it is over."""
         with self._changed:
             self._draining, self._retry_s = True, 0.0
-            self._block_s = time.monotonic()
             self._changed.notify_all()
         if self._rank:
             self._left.wait("left", limit_s)
         else:
-            until_s = time.monotonic() + limit_s
+            signs, until_s = Signs(self._left), time.monotonic() + limit_s
             while self._thread.is_alive() and (now_s := time.monotonic()) < until_s:
-                if now_s - self._block_s > HANGS_AFTER_S:
+                if signs.stop_at(now_s):
                     self._warn("it hangs")
                     break
                 self._thread.join(min(until_s - now_s, 1.0))
@@ -223,30 +227,39 @@ class Flusher:
             return None
 
     def _flush(self, name: SnapshotName) -> dict[str, Any]:
-        """One try; what all ranks are told, once they had an order."""
-        ordered = False
+        """One try; what all ranks are told."""
+        order: dict[str, Any] = {"snapshot": str(name)}
         try:
-            self._be_there()
-            key = f"{name.folder}/{MANIFEST}"
-            data = self._work.place.read(key, max_bytes=manifests.MAX_BYTES)
-            manifest = manifests.load(data, key)
-            there = flush.committed_keys(self.tier, manifest.run) if manifest.reached else ()
-            order = {"snapshot": str(name), "there": flush.all_reached(manifest, there)}
-            ordered = True
+            manifest, data, order["there"] = self._look(name)
+        except Exception as error:  # noqa: BLE001 - handles of other ranks are waited for too
+            order["failed"] = failure(error, 0)
+        try:
             self._orders.give(order)
             reports = [self._part(order), *self._orders.reports()]
             bad = [report for report in reports if "error" in report]
-            verdict: dict[str, Any] = {"bytes": manifest.num_bytes}
             if bad:
                 why = "; ".join(report["error"] for report in bad)
                 verdict = {"error": why, "lost": any(report["lost"] for report in bad)}
             else:
                 self._commit(manifest, data)
+                verdict = {"bytes": manifest.num_bytes}
         except Exception as error:  # noqa: BLE001 - the other ranks wait, and training goes on
-            verdict = _failure(error, 0)
-        if ordered:
-            self._attempt(lambda: self._orders.tell(verdict))
+            anew = isinstance(error, SaveFailed)
+            verdict = {**failure(error, 0), "lost": False, "anew": anew}
+        self._attempt(lambda: self._orders.tell(verdict))
         return verdict
+
+    def _look(self, name: SnapshotName) -> tuple[Manifest, bytes, list[str]]:
+        """The manifest, its bytes, and which of the older files it reaches the tier has."""
+        key = f"{name.folder}/{MANIFEST}"
+        data = self._work.place.read(key, max_bytes=manifests.MAX_BYTES)
+        manifest = manifests.load(data, key)
+        try:
+            self._be_there()
+            there = flush.committed_keys(self.tier, manifest.run) if manifest.reached else ()
+        except UnusableSnapshot as error:  # a record: the snapshot is not lost by that
+            raise TierUnavailable(error.message, hint=error.hint) from error
+        return manifest, data, flush.all_reached(manifest, there)
 
     def _be_there(self) -> None:
         """The tier holds this run, and its records."""
@@ -256,37 +269,13 @@ class Flusher:
         flush.mirror_records(place, self.tier, self._sent)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        try:
-            flush.commit_copy(self.tier, manifest, data)
-        except SaveFailed:
-            self._done.clear()  # something of it was taken away
-            raise
+        flush.commit_copy(self.tier, manifest, data)
         self.newest = str(manifest.name)
         self._work.log.note(COMMITS, self.tier.name, self.newest)
         try:
-            self._prune()
+            self._tidy.prune()
         except TrainckptError as error:
             logger.warning("%s could not be pruned: %s", self.tier.url, error.message)
-
-    def _prune(self) -> None:
-        """By the policy of the run's place; a newer attempt decides by itself."""
-        work = self._work
-
-        def is_superseded() -> bool:
-            return newest(work.place) > work.attempt
-
-        if is_superseded():
-            return
-        records = read_attempts(work.place)
-        if self._dumps_tidied != work.attempt:  # which leaves none while it runs
-            self._dumps_tidied = work.attempt
-            for old in old_dumps(self.tier, records, is_copy=True):
-                remove(self.tier, old, is_copy=True)
-        candidates = catalog.read_catalog(self.tier, work.run, records)
-        prune.prune_by_policy(
-            self.tier, candidates, keep_last=work.keep_last, attempt=work.attempt,
-            unless=is_superseded,
-        )  # fmt: skip
 
     # ---- the thread of every other rank
 
@@ -305,6 +294,8 @@ class Flusher:
 
     def _part(self, order: dict[str, Any]) -> dict[str, Any]:
         """Copy this rank's share; what to report."""
+        if "failed" in order:
+            return order["failed"] if self._rank == 0 else {"ok": True}
         work = self._work
         try:
             name = SnapshotName.parse(order["snapshot"])
@@ -313,16 +304,18 @@ class Flusher:
             there = {*order["there"], *self._done}
             for key, file in flush.share(manifest, self._rank, self._size):
                 if key not in there:
-                    flush.copy_file((work.near, work.place), self.tier, key, file, self._go_on)
+                    sources = (work.near, work.place)
+                    with self._orders.copying():
+                        flush.copy_missing(sources, self.tier, manifest, key, file, self._go_on)
                     self._done.add(key)
         except Exception as error:  # noqa: BLE001 - it is reported, and training goes on
-            return _failure(error, self._rank)
+            return failure(error, self._rank)
         return {"ok": True}
 
-    def _go_on(self) -> None:
-        self._block_s = time.monotonic()
+    def _go_on(self, num_bytes: int) -> None:
         if self._stopping:
             raise GivenUp("this rank leaves")
+        self._orders.sign(num_bytes)
 
     def _told(self, name: SnapshotName, verdict: dict[str, Any], took_s: float) -> None:
         """One try is over, in the same way on all ranks."""
@@ -335,25 +328,28 @@ class Flusher:
                 logger.info("%s is in %s", name, self.tier.name)
             self._arrived(name)
             return
+        lost = bool(verdict.get("lost"))
         self.failed += 1
-        if verdict.get("lost") and self._rank == 0:
+        if verdict.get("anew"):  # something of it was taken away
+            self._done.clear()
+        if lost and self._rank == 0:
             logger.warning("%s is not copied to %s: %s", name, self.tier.name, error)
         elif not self._stopping:
             self._warn(f"{name}: {error}")
-        failure = SaveFailed(f"{name} could not be copied to {self.tier.name}: {error}")
+        why = SaveFailed(f"{name} could not be copied to {self.tier.name}: {error}")
         with self._changed:
+            self._failed = {name: (why, lost)}
             self._retry_s = time.monotonic() + self._retry_after_s
             self._retry_after_s = min(2 * self._retry_after_s, MOST_RETRY_S)
-            lost = bool(verdict.get("lost"))
             pending = self._queue.handles.get(name)
             behind = [] if lost else self._queue.behind(name)
             if lost:
                 self._queue.forget(name)
                 self._retry_s = 0.0
         if pending is not None and self._is_durable:
-            pending.fail_durable(failure, for_good=lost)
+            pending.fail_durable(why, for_good=lost)
         for handle in behind if self._is_durable else ():  # they may not have their turn for long
-            handle.fail_durable(failure)
+            handle.fail_durable(why)
 
     def _arrived(self, name: SnapshotName) -> None:
         """It is there, and so what is older and has no tag is not needed there any more."""
@@ -383,9 +379,3 @@ class Flusher:
                 "the tier %s lags behind, training goes on and it is tried again: %s",
                 self.tier.name, why,
             )  # fmt: skip
-
-
-def _failure(error: Exception, rank: int) -> dict[str, Any]:
-    """A report or verdict; `lost`: there is nothing left to try again with."""
-    message = getattr(error, "message", None) or str(error) or repr(error)
-    return {"error": f"rank {rank}: {message}", "lost": isinstance(error, UnusableSnapshot)}

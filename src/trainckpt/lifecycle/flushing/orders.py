@@ -1,8 +1,10 @@
 """Orders: what ranks tell each other of the copies to one tier, and when that is forgotten.
 
-    <n>/order       rank 0 to all: which snapshot; the last one says that it is over
+    <n>/order       rank 0 to all: which snapshot, or why none of it can be copied; the last one
+                    says that it is over
     <n>/report/<r>  rank r to rank 0: how its share went
     <n>/verdict     rank 0 to all
+    signs, ending   counters, all to rank 0: blocks go on; so many ranks make a file durable
 
 The store keeps a key until it is deleted, and a run copies for weeks. Who has reported has read the
 order, and the verdict before it.
@@ -11,13 +13,26 @@ order, and the verdict before it.
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import NoAgreement
+from trainckpt.errors import NoAgreement, UnusableSnapshot
 from trainckpt.ranks.channel import DAY_S
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from trainckpt.ranks.channel import Channel
+
+SIGN_S = 30.0
+HANGS_AFTER_S, ENDS_WITHIN_S = 300.0, 3600.0  # without a sign; of a file that is made durable
+_SIGNS, _ENDING = "signs", "ending"
+
+
+def failure(error: Exception, rank: int) -> dict[str, Any]:
+    """A report or verdict; `lost`: there is nothing left to try again with."""
+    message = getattr(error, "message", None) or str(error) or repr(error)
+    return {"error": f"rank {rank}: {message}", "lost": isinstance(error, UnusableSnapshot)}
 
 
 class Orders:
@@ -28,6 +43,7 @@ class Orders:
         self._channel = channel
         self._rank, self._size = channel.world.rank, channel.world.size
         self._number = 0
+        self._signed_s, self._is_ending = 0.0, False
 
     def give(self, order: dict[str, Any]) -> None:
         """Rank 0: what all are to copy now."""
@@ -65,6 +81,49 @@ class Orders:
         self._forget(key)
         return verdict
 
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Around the copy of one file."""
+        try:
+            yield
+        finally:
+            if self._is_ending:
+                self._is_ending = False
+                self._count(_ENDING, -1)
+
+    def sign(self, num_bytes: int) -> None:
+        """So much of the file is to come; 0: what came is made durable, which may take long."""
+        now_s = time.monotonic()
+        if num_bytes == 0:
+            self._is_ending = True
+            self._count(_ENDING, 1)
+        elif now_s - self._signed_s > SIGN_S:
+            self._signed_s = now_s
+            self._count(_SIGNS, 1)
+
+    def _count(self, key: str, by: int) -> None:
+        with contextlib.suppress(NoAgreement):  # nobody is left who would hear of it
+            self._channel.count(key, by)
+
     def _forget(self, *keys: str) -> None:
         with contextlib.suppress(NoAgreement):  # without the store there is nothing to forget
             self._channel.forget(keys)
+
+
+class Signs:
+    """Rank 0, beside the thread that copies: whether any rank still gets on with it."""
+
+    def __init__(self, channel: Channel) -> None:
+        """`channel`: the keys of this tier; nobody waits on it."""
+        self._channel = channel
+        self._heard = 0, 0
+        self._since_s: float | None = None
+
+    def stop_at(self, now_s: float) -> bool:
+        """Whether it hangs: there was no sign for too long. Asked again and again."""
+        heard = self._heard
+        with contextlib.suppress(NoAgreement):
+            heard = self._channel.count(_SIGNS, 0), self._channel.count(_ENDING, 0)
+        if self._since_s is None or heard != self._heard:
+            self._heard, self._since_s = heard, now_s
+        return now_s - self._since_s > (ENDS_WITHIN_S if heard[1] > 0 else HANGS_AFTER_S)

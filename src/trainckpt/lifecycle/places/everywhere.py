@@ -151,11 +151,16 @@ def move(
     committed = flush.committed_keys(target, everywhere.run)
     num_bytes = 0
     for key, file in files_of(manifest):
-        if (key not in committed and not there) or check_file(target, key, file):
+        is_new = key not in committed and not there
+        if is_new or check_file(target, key, file):
             if not sources:
                 raise UnusableSnapshot(f"{key} in {target.url} is not good, and no other copy is")
-            flush.copy_file(sources, target, key, file)
-            num_bytes += file.num_bytes
+            copied = True
+            if is_new:
+                copied = flush.copy_missing(sources, target, manifest, key, file)
+            else:
+                flush.copy_file(sources, target, key, file)
+            num_bytes += file.num_bytes * copied
         progress(file.num_bytes)
     flush.commit_copy(target, manifest, data)
     how = COPIED if not there else REPAIRED if num_bytes else WAS_THERE
