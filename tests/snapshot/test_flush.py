@@ -57,7 +57,9 @@ def to_copy(place, target):
 
 
 def copied_by_another(place, target, manifest, data):
-    flush.flush([place], target, manifest, data)
+    for key, file in flush.files_of(manifest):
+        flush.copy_missing([place], target, manifest, key, file)
+    flush.commit_copy(target, manifest, data)
 
 
 def is_good(tier, manifest):

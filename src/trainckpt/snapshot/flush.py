@@ -255,37 +255,6 @@ def _commit(target: Tier, manifest: Manifest, data: bytes) -> None:
     target.replace(key, data)  # what stood there was damaged
 
 
-def flush(
-    sources: Sequence[Readable],
-    target: Tier,
-    manifest: Manifest,
-    data: bytes,
-    progress: Callable[[int], None] = lambda num_bytes: None,
-    *,
-    trust: bool = True,
-) -> int:
-    """Copy a whole snapshot, by one process; its records are there. How many bytes were copied.
-
-    Args:
-        sources: Where its files may lie, nearest first.
-        target: Where they go.
-        manifest, data: Of the snapshot, and the bytes it was read from.
-        progress: Is told the bytes of each file that is done.
-        trust: What a committed snapshot of the target has is taken for good.
-    """
-    there = committed_keys(target, manifest.run) if trust else frozenset[str]()
-    copied = 0
-    for key, file in files_of(manifest):
-        if not trust:
-            copy_file(sources, target, key, file)
-            copied += file.num_bytes
-        elif key not in there or target.size(key) != file.num_bytes:
-            copied += file.num_bytes * copy_missing(sources, target, manifest, key, file)
-        progress(file.num_bytes)
-    commit_copy(target, manifest, data)
-    return copied
-
-
 def adopt(target: Tier, source: Readable) -> None:
     """The run's place is new or was lost: let it be that of the run that `source` holds.
 
