@@ -149,7 +149,7 @@ def in_a_place_that_is_closed(place):
     return found
 
 
-def begins(place, mode="auto", patience_s=1.0):
+def begins(place, mode="auto", patience_s=30.0):
     """A Checkpointer that begins, and is left; what the log said. Errors are not caught."""
     import logging
 
@@ -158,7 +158,7 @@ def begins(place, mode="auto", patience_s=1.0):
     from trainckpt import Checkpointer
     from trainckpt.tiers import patience
 
-    patience.ANSWER_WITHIN_S = patience_s
+    patience.ANSWER_WITHIN_S = float(patience_s)  # it came by a command line
     said = []
     handler = logging.Handler()
     handler.emit = lambda line: said.append(line.getMessage())

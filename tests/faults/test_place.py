@@ -59,7 +59,7 @@ def trained(tmp_path_factory):
 def test_a_place_that_hangs_is_69_and_named_within_the_limit(begins, tmp_path, mode):
     with dead_mount(tmp_path / "net"):
         begun = time.monotonic()
-        code, said = begins(f"{tmp_path}/net/run", mode)
+        code, said = begins(f"{tmp_path}/net/run", mode, 1.0)
         assert time.monotonic() - begun < 60
     assert code == 69, said
     assert f"{tmp_path}/net/run did not answer within 1 s" in said
