@@ -169,8 +169,9 @@ class Saved:
             shape, coalesced = node["sparse"]
             parts = [self._fresh(name, target) for name in node["parts"]]
             return torch.sparse_coo_tensor(
-                parts[0], parts[1], tuple(shape), is_coalesced=coalesced, check_invariants=True
-            )
+                parts[0], parts[1], tuple(shape), device=parts[1].device, is_coalesced=coalesced,
+                check_invariants=True,
+            )  # fmt: skip
         fresh = self._fresh(node["$tensor"], target)
         fresh = in_memory_order(fresh, node["order"]) if "order" in node else fresh
         wrap = self.wraps.get(node["$tensor"])
