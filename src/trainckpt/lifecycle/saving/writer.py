@@ -302,15 +302,13 @@ class Writer:
         """Rank 0: collect every report, then commit; returns what all ranks are told."""
         sequence = manifest.name.sequence
         try:
-            others = [
-                self._background.get(save_keys.report(sequence, r), RANKS_TIMEOUT_S)
-                for r in range(1, self._size)
-            ]
-            reports = [own, *others]
+            reports = [own]
+            for r in range(1, self._size):
+                key = save_keys.report(sequence, r)
+                reports.append(self._background.get(key, RANKS_TIMEOUT_S))
             errors = [report["error"] for report in reports if "error" in report]
-            self._told.update({r["table"]: sequence for r in reports if "table" in r})
+            self._forget_tables(sequence, reports)
             if not errors:
-                self._forget_tables(sequence)
                 try:
                     tensors = self._all_tensors(reports, entries)
                 except SaveFailed as error:
@@ -364,11 +362,13 @@ class Writer:
         check_whole(merged, [(tables[name], ranks) for name, ranks in told_by.items()])
         return merged
 
-    def _forget_tables(self, sequence: int) -> None:
-        """Rank 0: all ranks have told their tables of this save, and wait for the verdict.
-
-        So none just looks for an older one, and each takes only that of this save for told.
+    def _forget_tables(self, sequence: int, reports: Sequence[dict[str, Any]]) -> None:
+        """Rank 0, once all ranks have told their tables of this save and wait for the verdict: none
+        just looks for an older one, and each takes only that of this save for told.
         """
+        self._told.update({report["table"]: sequence for report in reports if "table" in report})
+        if any("error" in report for report in reports):
+            return
         old = [name for name, last in self._told.items() if last < sequence - TABLES_STAY]
         with contextlib.suppress(NoAgreement):  # without the store there is nothing to forget
             for name in old:
