@@ -213,3 +213,46 @@ def save_often(rank, folder, looks):
             pending.wait("partner", 60)
         ckpt._attempt.saver.protecting.take_way()
         return found, (pending.unprotected, time.monotonic() - begun_s)
+
+
+class Grows:
+    """One element more with each save; on the other rank two, and now and then none."""
+
+    def __init__(self, rank):
+        self.rank, self.kept = rank, torch.zeros(0)
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+    def go_on(self, number):
+        if number % 3:
+            self.kept = torch.cat([self.kept, torch.full((1 + self.rank,), float(number))])
+
+
+def save_what_grows(rank, folder, looks):
+    """Keys in the ranks' store after so many saves of a tensor that is never as large as before,
+    and what the next attempt finds of it.
+    """
+    torch.set_num_threads(1)
+    model, grows, found = nn.Linear(4, 4), Grows(rank), []
+    with Checkpointer(f"{folder}/run", model=model, grows=grows, every="never") as ckpt:
+        for number in range(1, max(looks) + 1):
+            grows.go_on(number)
+            if number % 2:  # two tables that take turns
+                model.weight.grad = None
+            else:
+                model.weight.grad = torch.ones(4, 4)
+            pending = ckpt.save()
+            while pending.snapshot is None:
+                ckpt.boundary()
+            pending.wait("local", 30)
+            if number in looks:
+                torch.distributed.barrier()
+                found.append(ckpt._crew.channel.store.num_keys())
+    again = Grows(rank)
+    with Checkpointer(f"{folder}/run", model=nn.Linear(4, 4), grows=again, every="never"):
+        pass
+    return found, torch.equal(again.kept, grows.kept)

@@ -228,6 +228,33 @@ def test_a_loop_without_a_loader_has_boundaries_of_its_own(tmp_path):
     assert run() == {step: loss for step, loss in whole.items() if step >= 4}
 
 
+def test_a_loop_that_clips_one_flat_buffer_of_gradients_goes_on_bitwise(tmp_path):
+    def run(place, crash_at=None):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        flat = torch.zeros(20)
+        model.weight.grad, model.bias.grad = flat[:16].view(4, 4), flat[16:]
+        losses = {}
+        with Checkpointer(place, model=model, optimizer=optimizer, every="2 steps") as ckpt:
+            while ckpt.cursor.step < 7 and ckpt.boundary():
+                step = ckpt.cursor.step
+                if step == crash_at:
+                    raise Crash
+                flat.zero_()
+                loss = model(torch.ones(3, 4)).square().mean()
+                loss.backward()
+                flat.mul_(min(1.0, 0.1 / (flat.norm().item() + 1e-6)))
+                optimizer.step()
+                losses[step] = loss.item().hex()
+        return losses
+
+    whole = run(tmp_path / "straight")
+    with pytest.raises(Crash):
+        run(tmp_path / "run", crash_at=5)
+    assert run(tmp_path / "run") == {step: loss for step, loss in whole.items() if step >= 4}
+
+
 def test_required_without_a_run_is_nothing_to_resume(tmp_path):
     with pytest.raises(NothingToResume) as caught:
         attempt(tmp_path / "run", resume="required")

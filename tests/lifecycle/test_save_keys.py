@@ -79,3 +79,12 @@ def test_a_rank_that_lets_go_of_what_is_kept_keeps_no_other_waiting_for_its_part
     for _, (why, took_s) in saved_often:
         assert "rank 0: a last save needs the network" in why
         assert took_s < STEP_S / 2
+
+
+def test_tables_of_tensors_whose_shapes_change_are_forgotten(tmp_path):
+    """Two keys for each table: of the last saves, of either rank."""
+    for (at_10, at_30), is_as_saved in run_ranks(
+        kept_by_others.save_what_grows, 2, str(tmp_path), (10, 30)
+    ):
+        assert abs(at_30 - at_10) <= UNDER_WAY
+        assert is_as_saved

@@ -10,6 +10,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.state.helpers import frozen, move, registry
 from trainckpt.state import apply
 from trainckpt.state.kinds import ddp
 
@@ -105,3 +106,26 @@ def test_parameters_are_walked_through_once_for_each_reducer(monkeypatch):
 
 def test_what_is_not_wrapped_has_nothing_hidden():
     assert ddp.capture(nn.Linear(1, 1), "") is None
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained before"])
+def test_gradients_of_an_open_window_go_on_whether_they_are_views_of_buckets_or_not(
+    as_view, trained
+):
+    def build(seed):
+        torch.manual_seed(seed)
+        return DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=as_view)
+
+    model, other = build(0), build(1)
+    train(model)
+    if trained:
+        train(other)
+    move(registry(model=model), registry(model=other))
+    for one in (model, other):
+        with one.no_sync():
+            train(one)
+        train(one)
+    assert frozen([p.grad for p in other.parameters()]) == frozen(
+        [p.grad for p in model.parameters()]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -59,3 +60,40 @@ def test_gradients_of_frozen_and_complex_parameters_come_back():
     model.weight.grad = torch.randn(2, 2, dtype=torch.complex128)
     move(registry(model=model), registry(model=other))
     assert bits(other.weight.grad) == bits(model.weight.grad)
+
+
+def test_gradients_that_are_views_of_one_buffer_stay_in_it():
+    model, other = pair(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    model(torch.randn(3, 4)).square().sum().backward()
+    flat = torch.ones(sum(p.numel() for p in other.parameters()))
+    for p, part in zip(other.parameters(), flat.split([16, 4, 8, 2]), strict=True):
+        p.grad = part.view_as(p)
+    model[1].bias.grad = None
+    move(registry(model=model), registry(model=other))
+    want = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    assert bits(flat[:28]) == bits(torch.cat(want))
+    assert other[1].bias.grad is None
+    assert [p.grad.data_ptr() for p in other.parameters() if p.grad is not None] == [
+        flat[at:].data_ptr() for at in (0, 16, 20)
+    ]
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        torch.zeros(1).expand(2, 2),
+        torch.zeros(2, 2).t(),
+        torch.zeros(2, 2, requires_grad=True),
+        torch.zeros(2, 2).to_sparse(),
+        torch.inference_mode()(torch.zeros)(2, 2),
+    ],
+    ids=["expanded", "of another order", "with a graph", "sparse", "of inference"],
+)
+def test_a_gradient_that_is_not_like_the_saved_one_is_replaced(live):
+    model, other = pair(lambda: nn.Linear(2, 2))
+    model.weight.grad = torch.randn(2, 2)
+    other.weight.grad = live
+    move(registry(model=model), registry(model=other))
+    assert bits(other.weight.grad) == bits(model.weight.grad)
+    assert other.weight.grad is not live
+    assert not other.weight.grad.requires_grad

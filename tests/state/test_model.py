@@ -86,6 +86,36 @@ def test_conjugated_and_negated_views_come_back_by_value():
     assert torch.equal(other.c, -held.imag)
 
 
+def views(dtype):
+    """A model of a conjugated parameter and conjugated, negated and expanded buffers."""
+    held = torch.randn(40, 40, dtype=dtype)
+    model = Holder(
+        conj=torch.randn(40, 40, dtype=dtype).conj(),
+        neg=torch.randn(40, 40, dtype=dtype).conj().imag,
+        both=torch.randn(1, 3, dtype=dtype).conj().expand(5, 3),
+    )
+    model.weight = nn.Parameter(held.mH)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_what_the_script_made_as_conjugated_or_negated_views_gets_the_saved_values(dtype):
+    torch.manual_seed(0)
+    model, other, plain = views(dtype), views(dtype), views(dtype)
+    for name, buffer in list(plain.named_buffers()):  # the bits are not the values
+        plain.register_buffer(name, buffer.resolve_conj().resolve_neg().clone())
+    plain.weight = nn.Parameter(plain.weight.detach().resolve_conj().clone())
+    for source, target in [(model, other), (other, plain), (plain, model)]:
+        want = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+        is_conj = target.weight.is_conj(), target.conj.is_conj(), target.neg.is_neg()
+        move(registry(model=source), registry(model=target))
+        assert all(torch.equal(target.state_dict()[name], want[name]) for name in want)
+        assert (target.weight.is_conj(), target.conj.is_conj(), target.neg.is_neg()) == is_conj
+        with torch.no_grad():
+            for tensor in (target.weight, target.conj, target.neg):
+                tensor.mul_(3)
+
+
 class Kitchen(nn.Module):
     """Batch norm, tied weights, a buffer that is not persistent, and state of its own."""
 

@@ -3,13 +3,15 @@
 Kept of them: the state of each distinct torch.Generator, the integers `seed` and `epoch` of each
 sampler, and the state_dict of samplers that have one. With the main process's randomness from just
 before the iterator was made this fixes the order, for torch's samplers and for every sampler that
-is a pure function of these. Other samplers are named by `unproven_samplers`.
+is a pure function of these. Other samplers are named by `unproven_samplers`. A state_dict may be
+what the sampler works with, and what it is given it may work on: both ways it is copied.
 
 Used by: sources.py, dealing.py; `set_epoch` by whoever runs the epochs.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +50,7 @@ def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]
             for key, value in _integers(sampler)
         },
         "samplers": {
-            name: sampler.state_dict()
+            name: copy.deepcopy(sampler.state_dict())
             for name, sampler in samplers.items()
             if stateful and has_state(sampler)
         },
@@ -66,7 +68,7 @@ def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
             if value != now:
                 setattr(sampler, key, value)
         if name in saved["samplers"] and has_state(sampler):
-            sampler.load_state_dict(saved["samplers"][name])
+            sampler.load_state_dict(copy.deepcopy(saved["samplers"][name]))
 
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:

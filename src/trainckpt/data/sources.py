@@ -317,4 +317,4 @@ class LoaderSource:
 
     def _put_dataset_state(self, saved: dict[str, Any]) -> None:
         if saved["own"] is not None and not self._replays():
-            self._loader.dataset.load_state_dict(saved["own"])  # type: ignore[attr-defined]
+            streams.load(self._loader.dataset, saved["own"])

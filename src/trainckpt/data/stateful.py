@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.data import streams
 from trainckpt.data.dealing import INSTEAD, Deal, Dealer
 from trainckpt.data.iterators import Progress
 from trainckpt.data.randomness import main_rng, set_main_rng
@@ -73,7 +74,7 @@ class StatefulSource:
         self.shutdown()
         self.progress = Progress(saved["position"], saved["samples"])
         if saved["own"] is not None:
-            self._loader.load_state_dict(saved["own"])
+            streams.load(self._loader, saved["own"])
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal for a saved state to be exact here."""

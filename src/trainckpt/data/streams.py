@@ -15,7 +15,7 @@ Some ten samples are loaded for that and not used. If no way is seen to lead the
 one is taken, with a warning. A dataset need not have a state before its first pass; where it had to
 be put back to that one, the error says so.
 
-Used by: sources.py.
+Used by: sources.py; `load` by stateful.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def begin_next_pass(name: str, dataset: Any, ended: Any, *, exhausted: bool) -> 
         elif not _left(dataset, ended, made):
             doubt = "no way that was tried leads to what a pass has after one that was left"
     except Exception as error:  # noqa: BLE001 - a dataset may raise anything
-        _load(dataset, ended)
+        load(dataset, ended)
         doubt = f"what a new pass has could not be tried: {type(error).__name__}: {error}"
     finally:
         set_main_rng(before)
@@ -103,13 +103,13 @@ def _put_back(name: str, dataset: Any, made: Any) -> None:
             "first pass, so that is not known",
             hint=f"let {kind} have its position from __init__ on, and resume again",
         )
-    _load(dataset, made)
+    load(dataset, made)
 
 
 def _run_out(dataset: Any, ended: Any) -> bool:
     """False: it would stay at its end for ever."""
     if _begin_and_leave(dataset, ended):
-        _load(dataset, ended)
+        load(dataset, ended)
         return True
     if not _draw(dataset, 1):
         return False
@@ -123,9 +123,9 @@ def _left(dataset: Any, ended: Any, made: Any) -> bool:
     _draw(dataset, 1)
     left = copy.deepcopy(dataset.state_dict())
     want = _look(dataset, rng)
-    ways: list[Callable[[Any, Any], Any]] = [_load, _begin_and_leave]
+    ways: list[Callable[[Any, Any], Any]] = [load, _begin_and_leave]
     if made is not None:
-        ways.insert(1, lambda dataset, _: _load(dataset, made))
+        ways.insert(1, lambda dataset, _: load(dataset, made))
     best, most = ways[-1], 0
     for way in ways:
         with suppress(Exception):  # a way that fails is none
@@ -155,7 +155,7 @@ def _matches(seen: Seen, want: Seen) -> int:
 
 
 def _begin_and_leave(dataset: Any, state: Any) -> list[Any]:
-    _load(dataset, state)
+    load(dataset, state)
     return _draw(dataset, 1)
 
 
@@ -176,7 +176,8 @@ def _copied(sample: Any) -> Any:
         return object()
 
 
-def _load(dataset: Any, state: Any) -> None:
+def load(dataset: Any, state: Any) -> None:
+    """Hand an object its own state, a copy."""
     dataset.load_state_dict(copy.deepcopy(state))  # it may go on to change what it is given
 
 

@@ -76,7 +76,7 @@ class Captured:
             return {"$tensor": name, "device": device, "sparse": shape, "parts": parts}
         while name in self.tensors:  # paths of the state can meet: {"a.b": x, "a": {"b": y}}
             name += "'"
-        self.tensors[name] = dense(tensor, name)
+        self.tensors[name] = _resolved(dense(tensor, name))
         if group:
             self.groups[name] = group
         node = {"$tensor": name, "device": "cpu" if tensor.is_cpu else tensor.device.type}
@@ -169,8 +169,9 @@ class Saved:
             shape, coalesced = node["sparse"]
             parts = [self._fresh(name, target) for name in node["parts"]]
             return torch.sparse_coo_tensor(
-                parts[0], parts[1], tuple(shape), is_coalesced=coalesced, check_invariants=True
-            )
+                parts[0], parts[1], tuple(shape), device=parts[1].device, is_coalesced=coalesced,
+                check_invariants=True,
+            )  # fmt: skip
         fresh = self._fresh(node["$tensor"], target)
         fresh = in_memory_order(fresh, node["order"]) if "order" in node else fresh
         wrap = self.wraps.get(node["$tensor"])
@@ -221,7 +222,10 @@ class Saved:
 
 
 def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor`, detached, if its bytes are all there is to it; else `UnknownValue`."""
+    """`tensor`, detached, if bytes are what it is made of; else `UnknownValue`.
+
+    Its own memory, to which a restore copies: also where what lies there is conjugated or negated.
+    """
     if type(tensor) not in sharded.PLAIN:
         if isinstance(tensor, _LAZY):
             raise values.UnknownValue(
@@ -236,8 +240,12 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise values.UnknownValue(f"{name} is a {kind} tensor, which cannot be captured")
-    found = tensor.detach()
-    return found.resolve_conj().resolve_neg() if found.is_complex() or found.is_neg() else found
+    return tensor.detach()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, a copy where what lies in memory is conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:

@@ -131,7 +131,7 @@ class Destination:
         """
         for name, box in self._wanted.items():
             if name not in self._tensors and box is not None and box.is_empty:
-                self._tensors[name] = torch.empty(box.shape, dtype=TYPES[dtypes[name]])
+                self._tensors[name] = _empty(box.shape, TYPES[dtypes[name]])
             tensor = self._tensors.get(name)
             if tensor is None or self._filled.get(name, 0) != tensor.numel():
                 raise UnusableSnapshot(f"{name[:100]}: a part of it is missing")
@@ -170,9 +170,13 @@ def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch
     num_bytes = math.prod(box.shape) * dtype.itemsize
     before = (first_byte - element * dtype.itemsize) % shard_file.PAGE_BYTES
     if num_bytes < FROM_BYTES or before % dtype.itemsize:
-        return torch.empty(box.shape, dtype=dtype)
+        return _empty(box.shape, dtype)
     flat = private_memory(before + num_bytes)[before:]
     return torch.frombuffer(flat, dtype=dtype).view(box.shape)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the script's default is
 
 
 def _inside(region: Region, part: Box, data: memoryview) -> torch.Tensor:

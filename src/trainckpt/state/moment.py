@@ -122,7 +122,7 @@ class ShareCopies:
     """Memory for the shares of two moments, filled in turn."""
 
     def __init__(self) -> None:
-        self._memory = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
         self._turn = 0
 
     def begin(
@@ -199,6 +199,6 @@ def read_small(data: memoryview, what: str) -> tuple[Mapping[str, torch.Tensor],
         found[region.tensor] = (
             torch.frombuffer(part, dtype=kind).view(region.shape)
             if region.num_bytes
-            else torch.empty(region.shape, dtype=kind)
+            else torch.empty(region.shape, dtype=kind, device="cpu")
         )
     return found, list(header.regions)

@@ -174,11 +174,11 @@ def _strides(ranks: torch.Tensor) -> tuple[int, ...] | None:
     """Of a regular array of ranks, or None."""
     flat = ranks.flatten()
     strides = []
-    regular = torch.full(ranks.shape, int(flat[0]))
+    regular = torch.full(ranks.shape, int(flat[0]), device=ranks.device)
     for m, extent in enumerate(ranks.shape):
         step = ranks.select(m, 1).flatten()[0] - flat[0] if extent > 1 else 1
         strides.append(int(step))
-        along = torch.arange(extent) * int(step)
+        along = torch.arange(extent, device=ranks.device) * int(step)
         regular = regular + along.reshape([-1 if k == m else 1 for k in range(ranks.dim())])
     if min(strides) < 1 or not torch.equal(regular, ranks.long()):
         return None

@@ -281,8 +281,8 @@ def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[i
 def _scratch(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         with contextlib.suppress(RuntimeError):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 @torch.no_grad()

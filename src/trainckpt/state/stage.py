@@ -339,7 +339,7 @@ def _page_aligned(num_bytes: int) -> torch.Tensor:
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
         page = shard_file.PAGE_BYTES
-        memory = torch.empty(num_bytes + page, dtype=torch.uint8)
+        memory = torch.empty(num_bytes + page, dtype=torch.uint8, device="cpu")
         first = -memory.data_ptr() % page
         return memory[first : first + num_bytes]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import SaveFailed, TrainckptError
+from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.manifest import Files, Manifest, TensorEntry
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.base import Tier
 
 RANKS_TIMEOUT_S = 600.0
+TABLES_STAY = 4  # saves: a window's gradients come and go, and with them two tables take turns
 TIDY_WITHIN_S = 5.0  # whoever stops waits so long for old snapshots to be pruned
 
 
@@ -118,6 +119,7 @@ class Writer:
         self._facts = facts
         self._beside = WriteBeside()
         self._tables: tuple[Any, str] = None, ""  # what was published last, and its name
+        self._told: dict[str, int] = {}  # rank 0: tables in the store -> the last save with it
         self._given_up = threading.Event()
 
     def give_up(self) -> None:
@@ -300,12 +302,12 @@ class Writer:
         """Rank 0: collect every report, then commit; returns what all ranks are told."""
         sequence = manifest.name.sequence
         try:
-            others = [
-                self._background.get(save_keys.report(sequence, r), RANKS_TIMEOUT_S)
-                for r in range(1, self._size)
-            ]
-            reports = [own, *others]
+            reports = [own]
+            for r in range(1, self._size):
+                key = save_keys.report(sequence, r)
+                reports.append(self._background.get(key, RANKS_TIMEOUT_S))
             errors = [report["error"] for report in reports if "error" in report]
+            self._forget_tables(sequence, reports)
             if not errors:
                 try:
                     tensors = self._all_tensors(reports, entries)
@@ -331,7 +333,7 @@ class Writer:
         return {"ok": True}
 
     def _publish(self, entries: dict[str, TensorEntry]) -> str:
-        """Let rank 0 see which tensors this rank has; the same table is told once an attempt.
+        """Let rank 0 see which tensors this rank has; the same table is told once while it is used.
 
         Without the values, whose length differs from save to save: rank 0 has its own.
         """
@@ -359,6 +361,19 @@ class Writer:
         merged = merge_tables(list(tables.values()))
         check_whole(merged, [(tables[name], ranks) for name, ranks in told_by.items()])
         return merged
+
+    def _forget_tables(self, sequence: int, reports: Sequence[dict[str, Any]]) -> None:
+        """Rank 0, once all ranks have told their tables of this save and wait for the verdict: none
+        just looks for an older one, and each takes only that of this save for told.
+        """
+        self._told.update({report["table"]: sequence for report in reports if "table" in report})
+        if any("error" in report for report in reports):
+            return
+        old = [name for name, last in self._told.items() if last < sequence - TABLES_STAY]
+        with contextlib.suppress(NoAgreement):  # without the store there is nothing to forget
+            for name in old:
+                del self._told[name]
+                self._background.forget([f"tensors/{name}", f"tensors/{name}/here"])
 
     def _discard(self, name: SnapshotName) -> None:
         """Every rank has written or failed, and nothing is committed: make room for the next."""

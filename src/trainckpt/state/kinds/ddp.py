@@ -87,7 +87,7 @@ def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
     reducer: Any = module.reducer
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
-    start = torch.zeros((), requires_grad=True)
+    start = torch.zeros((), requires_grad=True, device="cpu")
 
     def call_hooks(_: torch.Tensor) -> None:
         for index in order:
