@@ -27,6 +27,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.side import Side
+from trainckpt.state.untraced import untraced
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class Fence:
         """`on_step` is called before each step, with its optimizer, when nothing is waited for."""
         self._overlapped: Overlapped | None = None
         self._on_step, self._side = on_step, side or Side()
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handle = register_optimizer_step_pre_hook(untraced(self._before_step))
 
     def guard(self, overlapped: Overlapped) -> None:
         """From now on steps wait for these copies."""
