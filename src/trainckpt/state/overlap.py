@@ -27,6 +27,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.side import Side
+from trainckpt.state.untraced import untraced
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ FENCE_WITHIN_S = 60.0  # a proof waits so long for a step; after that it is made
 LOOK_S = 0.5  # how often it is asked meanwhile whether anybody waits for the save
 PROOF_PARTS = 4  # of each tensor: what is written to out of sight is most often all of it
 IN_FLIGHT_S = 0.05  # an operation counts a tensor's version only when it has ended
+LEAVE_S = 1.0  # an attempt that ends waits so long for copies that do not come
 
 
 class Piece(NamedTuple):
@@ -118,7 +120,8 @@ class Overlapped:
             self._digests = {p.target: self._digest(p, p.source.data_ptr()) for p in on_host}
         self._chunks = list(_chunks(on_host))
         self._is_copied = bytearray(len(self._chunks))
-        self._next = self._front = 0  # the first that nobody has begun with; that is not copied
+        self._begun: dict[int, int] = {}  # number of a chunk -> thread that has begun with it
+        self._next = self._front = 0  # none before it is to be begun with; is not copied
         self._helpers = num_threads - 1
         self._lock = threading.Lock()
         self._copied = threading.Event()
@@ -137,10 +140,11 @@ class Overlapped:
         for _ in range(self._helpers):
             threading.Thread(target=self._copy, name="trainckpt-copy", daemon=True).start()
         self._flight.wait()
-        while self._copy_one():
-            if self._front < len(self._chunks):
-                yield self._chunks[self._front][0]
-        self._copied.wait()
+        while not self._copied.is_set():
+            while self._copy_one():
+                if self._front < len(self._chunks):
+                    yield self._chunks[self._front][0]
+            self._copied.wait(LOOK_S)  # meanwhile another may leave its chunk to this thread
         if self._pieces:
             yield self._pieces[-1].target + self._pieces[-1].num_bytes
         if not self._is_fenced_soon(is_urgent):
@@ -156,18 +160,19 @@ class Overlapped:
                 return False
         return True
 
-    def fence(self) -> None:
+    def fence(self, limit_s: float | None = None) -> None:
         """Return when every copy is made; the training thread, before anything is changed.
 
-        A GPU may still be at it, and changes nothing before.
+        A GPU may still be at it, and changes nothing before. With a limit some copy may be missing
+        then.
         """
         self._flight.hold()
         if self._fenced.is_set():
             return
         self._copy()
-        self._copied.wait()
-        with self._lock:
-            self._check()
+        if self._copied.wait(limit_s):
+            with self._lock:
+                self._check()
 
     @property
     def is_copied(self) -> bool:
@@ -176,8 +181,13 @@ class Overlapped:
 
     def distrust(self) -> None:
         """From now on steps may be taken that nobody hears of: what a GPU copies is of no use."""
+        if self._on_device:
+            self.spoil()
+
+    def spoil(self) -> None:
+        """Nothing waits for these copies any more, so unless they are made they are of no use."""
         with self._lock:
-            if self._on_device and not self._fenced.is_set():
+            if not self._fenced.is_set():
                 self.changed += [piece.tensor for piece in self._pieces]
                 self._fenced.set()
 
@@ -211,19 +221,38 @@ class Overlapped:
 
     def _copy_one(self) -> bool:
         """Copy the next chunk; False if there is none that nobody has begun with."""
-        with self._lock:
-            number = self._next
-            if number == len(self._chunks):
-                return False
-            self._next += 1
-        ctypes.memmove(*self._chunks[number])  # without the interpreter's lock
-        with self._lock:
-            self._is_copied[number] = True
-            while self._front < len(self._chunks) and self._is_copied[self._front]:
-                self._front += 1
-            if self._front == len(self._chunks):
-                self._copied.set()
+        try:
+            with self._lock:
+                while self._next in self._begun:
+                    self._next += 1
+                number = self._next
+                if number == len(self._chunks):
+                    return False
+                self._begun[number] = threading.get_ident()
+            ctypes.memmove(*self._chunks[number])  # without the interpreter's lock
+            with self._lock:
+                self._is_copied[number] = True
+                self._advance()
+        except BaseException:  # a handler of the script's has raised, wherever this thread was
+            self._put_back()
+            raise
         return True
+
+    def _put_back(self) -> None:
+        """What this thread has begun with and not copied is left to the next that asks."""
+        me = threading.get_ident()
+        with self._lock:
+            mine = [n for n, by in self._begun.items() if by == me and not self._is_copied[n]]
+            for number in mine:
+                del self._begun[number]
+            self._next = min([self._next, *mine])
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._front < len(self._chunks) and self._is_copied[self._front]:
+            self._front += 1
+        if self._front == len(self._chunks):
+            self._copied.set()
 
 
 class Fence:
@@ -237,23 +266,25 @@ class Fence:
         """`on_step` is called before each step, with its optimizer, when nothing is waited for."""
         self._overlapped: Overlapped | None = None
         self._on_step, self._side = on_step, side or Side()
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handle = register_optimizer_step_pre_hook(untraced(self._before_step))
 
     def guard(self, overlapped: Overlapped) -> None:
         """From now on steps wait for these copies."""
         self._overlapped = overlapped
 
-    def settle(self) -> None:
+    def settle(self, limit_s: float | None = None) -> None:
         """The training thread changes nothing just now: finish what is under way."""
         overlapped = self._overlapped
         if overlapped is not None:
-            overlapped.fence()
+            overlapped.fence(limit_s)
             if overlapped.is_copied:  # else another step, on another stream, must wait as well
                 self._overlapped = None
 
     def close(self) -> None:
         """No step waits any more."""
-        self.settle()
+        self.settle(LEAVE_S)
+        if self._overlapped is not None:
+            self._overlapped.spoil()
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

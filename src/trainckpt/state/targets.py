@@ -104,6 +104,10 @@ def find_targets(
     for name, tensor in live.items():
         if name in entries and _fits(tensor, entries[name]):
             found.want(name, tensor, entries[name])
+    for name in {n for model in registry.models for n in model.owners()} & entries.keys():
+        layout = entries[name].layout
+        if name not in found.wanted and (layout is None or not layout.dividing):
+            found.lies(name, entries[name], None, ())  # a forward made it: see `kinds.model`
     seek = _Seeker(registry, entries, found)
     for optimizer in registry.optimizers:
         seek.optimizer(optimizer, values.get(optimizer.name), registry.parameter_names())

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.cursor import Cursor
+from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ class Position:
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count this optimizer's completed steps."""
         self._counts_steps_itself = None
-        optimizer.register_step_post_hook(lambda *_: self._count_step())
+        optimizer.register_step_post_hook(untraced(lambda *_: self._count_step()))
 
     def watch_scaler(self, scaler: Any) -> None:
         """Count this GradScaler's updates instead: it may skip an optimizer's step."""

@@ -90,9 +90,9 @@ class Copying:
             logger.info("from now on copied while training waits: %s", ", ".join(changed)[:500])
             raise TensorsChanged(f"{', '.join(changed[:3])} changed between two optimizer steps")
 
-    def settle(self) -> None:
+    def settle(self, limit_s: float | None = None) -> None:
         """The training thread waits, so nothing changes: let the save in flight be finished."""
-        self._fence.settle()
+        self._fence.settle(limit_s)
 
     def close(self) -> None:
         """The attempt is over."""

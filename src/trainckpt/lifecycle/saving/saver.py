@@ -205,8 +205,10 @@ class Saver:
             self._writer.haste.ask(sequence)
 
     def join(self, limit_s: float | None = None) -> None:
-        """Return when no save is in flight, or after `limit_s` seconds. Training thread."""
-        self._copying.settle()
+        """Return when no save is in flight, or after `limit_s` seconds, or twice as many where
+        its copies are not made. Training thread.
+        """
+        self._copying.settle(limit_s)
         if self._thread is not None:
             self._thread.join(limit_s)
             if not self._thread.is_alive():

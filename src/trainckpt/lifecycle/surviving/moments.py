@@ -29,6 +29,7 @@ from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.moment import Gradients, Moment, ShareCopies, small_file, without_gradients
 from trainckpt.state.overlap import only_stepped
+from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +93,7 @@ class Moments:
         self._number = self._compared = 0
         self._frozen = self._drops = False
         self._lock = threading.Lock()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hook = register_optimizer_step_pre_hook(untraced(self._before_step))
 
     def note(self, cursor: Cursor) -> None:
         """A window begins here, on all ranks. Collective as `capture` is."""

@@ -2,13 +2,15 @@
 
 Buffers are captured whether persistent or not, and stay rank-local unless all ranks hold the
 same bytes: DDP's constructor overwrites them with rank 0's, so they are loaded after wrapping.
-Loading copies into the existing storage, so whatever shares it goes on sharing it.
+Loading copies into the existing storage, so whatever shares it goes on sharing it. Only a buffer
+that a forward makes or enlarges (a mask, a rotary cache) may have none of the kind yet: it is made.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +30,36 @@ T = TypeVar("T")
 _KEPT = "_trainckpt_keeps_its_state"
 
 
+class Owner(NamedTuple):
+    """A module that has registered a buffer, and the buffer's name in it."""
+
+    module: nn.Module
+    key: str
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """As it is now."""
+        return self.module._buffers[self.key]
+
+    def differs(self, saved: torch.Tensor) -> bool:
+        """Whether it cannot be copied to, but what was saved can be put there instead."""
+        live = self.buffer
+        plain = live is None or type(live) in sharded.PLAIN
+        return plain and (live is None or live.shape != saved.shape)
+
+    def device(self, model: nn.Module) -> torch.device:
+        """Where it is, or the module's other tensors, or the model's."""
+        near = chain(
+            self.module.buffers(), self.module.parameters(), model.parameters(), model.buffers()
+        )
+        first = self.buffer if self.buffer is not None else next(near, None)
+        return torch.device("cpu") if first is None else first.device
+
+    def put(self, buffer: torch.Tensor | None) -> None:
+        """Let it be this one."""
+        self.module._buffers[self.key] = buffer
+
+
 class ModelState:
     """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it.
 
@@ -41,6 +73,7 @@ class ModelState:
         self.module = unwrap(module)
         self.excluded: frozenset[str] = frozenset()
         self._listed: dict[str, Any] | None = None  # while nothing of the module changes
+        self._empty: set[str] = set()  # buffers that were None where the state is put back
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -56,9 +89,10 @@ class ModelState:
         yield from self._once("parameters", lambda: self._full_names(fsdp.parameters(self.module)))
 
     def names(self) -> list[str]:
-        """Of every parameter and buffer, once."""
-        buffers = [name for name, _ in self._buffers()]
-        return [*(name for name, _ in self.parameters()), *buffers]
+        """Of every parameter and buffer, once; also of buffers that are still None."""
+        names = [name for found in (self.parameters(), self._buffers()) for name, _ in found]
+        empty = [name for name, owner in self.owners().items() if owner.buffer is None]
+        return [*names, *empty]
 
     def left_out(self, values: Mapping[str, Any], stored: Container[str]) -> list[str]:
         """Tensors that are not in a snapshot and need not be: excluded then, or now."""
@@ -110,10 +144,19 @@ class ModelState:
         ]
 
     def differences(self, saved: Saved) -> list[str]:
-        """What makes the saved model another one than this: names, shapes, types, ties."""
+        """What makes the saved model another one than this: names, shapes, types, ties.
+
+        A buffer that a forward makes, or makes anew, may have any shape.
+        """
         live, prefix = self.tensors(), f"{self.name}/"
         stored = {name for name in saved.shapes if name.startswith(prefix)}
-        found = compare({n: t for n, t in live.items() if n not in saved.left}, stored, saved)
+        made = self._made_by_forward(saved)
+        live = {n: t for n, t in live.items() if n not in saved.left and n not in made}
+        transient = {self._full(path) for path in saved.values[self.name].get("transient", ())}
+        unknown = (transient & stored) - live.keys() - made.keys()
+        found = compare(live, stored - made.keys() - unknown, saved)
+        found += [f"{name} is gone: only the snapshot has it; if a forward makes it, register that "
+                  "buffer before, as None or with any shape" for name in unknown]  # fmt: skip
         extra_then = saved.values[self.name]["extra"].keys()
         for path in extra_then ^ self._with_extra().keys():
             when = "in the snapshot only" if path in extra_then else "now only"
@@ -134,10 +177,43 @@ class ModelState:
     @torch.no_grad()
     def apply_buffers(self, saved: Saved) -> None:
         """Copy this rank's buffers and extra state back; after DDP has been constructed."""
+        self._make_buffers(saved)
         for name, buffer in self._buffers():
             copy(inner_tensors(buffer, name), saved)
         for path, module in self._with_extra().items():
             module.set_extra_state(saved.decode(saved.values[self.name]["extra"][path]))
+
+    def owners(self) -> dict[str, Owner]:
+        """Full name of each buffer, also of one that is None -> the module that registered it."""
+        return {
+            self._full(f"{path}.{key}" if path else key): Owner(module, key)
+            for path, module in self._modules(remove_duplicate=True)
+            for key in module._buffers
+        }
+
+    def _made_by_forward(self, saved: Saved) -> dict[str, Owner]:
+        """Buffers that were read, and are None now or of another shape."""
+        return {
+            name: owner
+            for name, owner in self.owners().items()
+            if name in saved.tensors and owner.differs(saved.tensors[name])
+        }
+
+    def _make_buffers(self, saved: Saved) -> None:
+        """Let them be what was saved. What was None then and is made since is None again."""
+        owners = self.owners()
+        tied = saved.values[self.name].get("tied buffers", {})
+        for name, owner in self._made_by_forward(saved).items():
+            fresh = saved.tensor({"$tensor": name}, owner.device(self.module))
+            owner.put(fresh)
+            for path, first in tied.items():
+                if self._full(first) == name and self._full(path) in owners:
+                    owners[self._full(path)].put(fresh)
+        if not saved.is_again:
+            empty = {name for name, owner in owners.items() if owner.buffer is None}
+            self._empty = empty - self.excluded
+        for name in self._empty & owners.keys():
+            owners[name].put(None)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Each buffer once, by its full name."""
