@@ -34,6 +34,7 @@ from trainckpt.lifecycle.deciding.outlook import Outlook
 from trainckpt.lifecycle.deciding.pace import Pace
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.reading import recorder
+from trainckpt.lifecycle.reasons import other_gradients
 from trainckpt.lifecycle.resuming.arrival import Arrival
 from trainckpt.lifecycle.resuming.last_words import LastWords
 from trainckpt.lifecycle.run import launch
@@ -350,7 +351,8 @@ class Checkpointer(Hooked):
             self._crew.last_words.stop()
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations
-            self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
+            found = self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
+            self._must_have_resumed().departure.not_as_saved(other_gradients(found))
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)

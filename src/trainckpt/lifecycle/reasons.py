@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from trainckpt.lifecycle.reading.contents import models_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from trainckpt.lifecycle.attempt import Crew
     from trainckpt.lifecycle.resuming.resume import Beginning
@@ -58,6 +58,17 @@ def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
         if apart := _of_each_rank(beginning):
             what = f"{now} of {then} go on" if now < then else "new ranks take another's"
             found.append(f"each rank had its own, {what}: {_some(apart)}")
+    return found
+
+
+def other_gradients(changed: Mapping[str, bool]) -> list[str]:
+    """`changed`: parameter -> whether it was frozen when it was saved, which it is not now."""
+    trained = [name for name, was_frozen in changed.items() if was_frozen]
+    frozen = changed.keys() - set(trained)
+    set_by = "a resume sets no requires_grad, and the script set it otherwise before the stop"
+    found = [f"frozen now, trained when it was saved: {_some(frozen)} ({set_by})"] if frozen else []
+    if trained:
+        found.append(f"trained now, frozen when it was saved: {_some(trained)} ({set_by})")
     return found
 
 

@@ -22,6 +22,7 @@ from trainckpt.lifecycle.places.place import PROVE_VARIABLE
 from trainckpt.state import stage, values
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
+from trainckpt.state.kinds import frozen
 from trainckpt.state.kinds.tracked_file import PART as FILES
 
 if TYPE_CHECKING:
@@ -103,10 +104,13 @@ def state_digests(registry: Registry) -> dict[str, str]:
         for name, tensor in captured.tensors.items()
     }
     optimizers = {optimizer.name for optimizer in registry.optimizers}
+    models = {model.name for model in registry.models}
     for part, tree in captured.values.items():
         if part == FILES:
             continue  # every run of a proof appends to the same files
         rest = tree
+        if part in models:  # what a loop sets for each micro-batch anew need not be as it was
+            rest = {key: value for key, value in tree.items() if key != frozen.KEY}
         if part in optimizers:
             rest = {key: value for key, value in tree.items() if key != "state"}
             for parameter, pairs in tree["state"].items():

@@ -8,6 +8,9 @@ first boundary      the random generators; and, if the snapshot was taken at the
                     way there (a scheduler's step, say) was in the snapshot already
 before the first    the random generators once more, after the loader's iterator was built,
   batch             which draws from them: now they are restored, last of all
+boundary after it   which parameters are frozen is the script's own doing: it is said where that is
+                    not as it was saved here and at the first boundary; some loops set it anew in
+                    each micro-batch
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.ranks import talking
 from trainckpt.state import apply
 from trainckpt.state.capture import LOADERS
+from trainckpt.state.kinds import frozen
 
 if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
@@ -38,7 +42,7 @@ class Arrival:
     """One resume on its way to the boundary where its snapshot was taken.
 
     Attributes:
-        under_way: Something has still to be restored.
+        under_way: Something has still to be restored, or looked at.
         to_come: The boundary at which the snapshot was taken has not been reached; until then
             nothing can be saved.
     """
@@ -50,6 +54,7 @@ class Arrival:
         self._saved: Saved | None = None
         self._at = Cursor()
         self._window: Cursor | None = None
+        self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
 
     def begin(
         self, saved: Saved, at: Cursor, window: Cursor | None, loader: TrackedLoader | None
@@ -82,32 +87,43 @@ class Arrival:
         state.apply(saved)
         self._continue_at(loader)
 
-    def reach(self, *, evaluation: int, has_loader: bool) -> None:
-        """A boundary was reached: the entry of so many evaluations, or 0 where training goes on."""
+    def reach(self, *, evaluation: int, has_loader: bool) -> dict[str, bool]:
+        """A boundary was reached: the entry of so many evaluations, or 0 where training goes on.
+
+        Returns the parameters with which training has gone on frozen and that were not when they
+        were saved, or vice versa -> whether they were then.
+        """
         saved, wanted = self._saved, self._at.evaluations
-        if saved is None:
-            return
-        if not self.to_come:
-            self._end()  # training went on, without the loader that the boundary is in
-            return
+        if saved is None or not self.to_come:
+            return self._look_again()  # training went on
         self._check_loaders(saved)
         if evaluation and evaluation != wanted:
-            return  # one that lies before the snapshot's boundary is repeated
+            return {}  # one that lies before the snapshot's boundary is repeated
         if wanted and not evaluation:
             logger.warning("the evaluation that the snapshot was taken at was not entered")
         # A loader's own boundary lies inside it: there it has its position already.
         apply.apply(self._registry, saved, again=True, loaders=bool(evaluation))
         self._position.restore(self._at, window=self._window, arrived=True)
         apply.apply_rng(saved)
+        self._otherwise = frozen.changed(self._registry, saved)
         self.to_come = False
         if evaluation or not has_loader:
             self._end()
+        return {}
 
     def before_first_fetch(self) -> None:
         """The loader's iterator has been built, and nothing was fetched yet."""
         if self._saved is not None:
             apply.apply_rng(self._saved)
             self._end()
+
+    def _look_again(self) -> dict[str, bool]:
+        if self._saved is not None:
+            self._end()  # without the loader that the boundary is in
+        if self._position.cursor.micro_batches == self._at.micro_batches:
+            return {}  # an epoch's end
+        otherwise, self._otherwise, self.under_way = self._otherwise, {}, False
+        return frozen.still(self._registry, otherwise)
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
         self._position.restore(self._at, window=self._window)
@@ -125,7 +141,8 @@ class Arrival:
 
     def _end(self) -> None:
         apply.settled(self._registry)
-        saved, self._saved, self.under_way, self.to_come = self._saved, None, False, False
+        saved, self._saved, self.to_come = self._saved, None, False
+        self.under_way = bool(self._otherwise)
         if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
             free([saved])
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.lifecycle.run.fingerprint import EXACT
+from trainckpt.lifecycle.run.fingerprint import EXACT, INEXACT
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.told import LEFT, RETURNED
 from trainckpt.lifecycle.stopping.requeue import LINGER_S, Requeue
@@ -95,6 +95,12 @@ class Departure:
         self._recorded = threading.Event()
         self._begun_s = time.monotonic()
         self._code = options.exit_code
+
+    def not_as_saved(self, reasons: Sequence[str]) -> None:
+        """Why the resume was none to the bit, as was seen only when training went on."""
+        for reason in reasons:
+            self.exactness = INEXACT
+            logger.warning("not exact: %s", reason)
 
     def began_from(self, snapshot: str | None, cursor: Cursor) -> None:
         """The snapshot this attempt began from; it stands until a newer one is committed."""

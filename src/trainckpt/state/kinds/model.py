@@ -18,7 +18,7 @@ from torch import nn
 from trainckpt.state import sharded
 from trainckpt.state.captured import inner_tensors
 from trainckpt.state.copies import Copies
-from trainckpt.state.kinds import fsdp
+from trainckpt.state.kinds import frozen, fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -113,7 +113,8 @@ class ModelState:
 
     def capture(self, out: Captured) -> None:
         """Add parameters, buffers, extra state and the tied names."""
-        for name, parameter in self.parameters():
+        parameters = list(self.parameters())
+        for name, parameter in parameters:
             self._add(out, name, parameter, f"{self.name} parameters")
         for name, buffer in self._buffers():
             self._add(out, name, buffer, f"{self.name} buffers")
@@ -122,6 +123,7 @@ class ModelState:
             for path, module in self._with_extra().items()
         }
         out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
+        out.values[self.name][frozen.KEY] = frozen.capture(parameters)
         if self.excluded:
             out.values[self.name]["excluded"] = sorted(self.excluded)
 
