@@ -18,7 +18,7 @@ from torch import nn
 from trainckpt.state import sharded
 from trainckpt.state.captured import inner_tensors
 from trainckpt.state.copies import Copies
-from trainckpt.state.kinds import fsdp
+from trainckpt.state.kinds import ddp, fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -64,6 +64,7 @@ class ModelState:
     """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it.
 
     Attributes:
+        reducing: The one DDP wrapper in it, however deep; the module itself if there is none.
         excluded: Full names of parameters and buffers that are not captured.
     """
 
@@ -71,6 +72,8 @@ class ModelState:
         self.name = name
         self.wrapped = module
         self.module = unwrap(module)
+        self._ddp = ddp.wrapped_in(module)
+        self.reducing = next(iter(self._ddp.values())) if len(self._ddp) == 1 else module
         self.excluded: frozenset[str] = frozenset()
         self._listed: dict[str, Any] | None = None  # while nothing of the module changes
         self._empty: set[str] = set()  # buffers that were None where the state is put back
@@ -136,12 +139,16 @@ class ModelState:
 
     def problems(self) -> list[str]:
         """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
-        return [
+        found = [
             f"{self.name}/{path or type(part).__name__} has a state_dict of its own; only its "
             "parameters, buffers and get_extra_state are kept"
             for path, part in self.module.named_modules()
             if keeps_own_state(part)
         ]
+        if len(self._ddp) > 1:
+            found.append(f"{self.name} holds several DDP modules ({', '.join(self._ddp)}), and "
+                         "what each keeps to itself is not kept; track each by itself")  # fmt: skip
+        return found
 
     def differences(self, saved: Saved) -> list[str]:
         """What makes the saved model another one than this: names, shapes, types, ties.
