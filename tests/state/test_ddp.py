@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.state.helpers import frozen, move, registry
 from trainckpt.state import apply
 from trainckpt.state.kinds import ddp
+from trainckpt.state.kinds.model import ModelState
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def test_an_order_under_a_hook_is_replayed_before_the_hook_is_there_again(hooked
     train(model)
     hidden = ddp.capture(model, "")
     registry = SimpleNamespace(
-        models=[SimpleNamespace(name="model", wrapped=fresh)], bucket_orders={}
+        models=[SimpleNamespace(name="model", reducing=fresh)], bucket_orders={}
     )
 
     apply._bucket_order(registry, SimpleNamespace(values={apply.DDP: {"model": hidden}}))
@@ -102,6 +103,16 @@ def test_parameters_are_walked_through_once_for_each_reducer(monkeypatch):
     assert not ddp.capture(model, "0")["own_way"]
     model.register_comm_hook(None, allreduce_hook)
     assert ddp.capture(model, "0")["own_way"]
+
+
+def test_of_several_inside_one_module_it_is_said_that_nothing_is_kept():
+    both = nn.ModuleDict({"g": wrapped(), "d": wrapped()})
+    (problem,) = ModelState("gan", both).problems()
+    assert problem.startswith(
+        "gan holds several DDP modules (g, d), and what each keeps to itself is"
+    )
+    assert problem.endswith("track each by itself")
+    assert ModelState("g", nn.Sequential(both["g"])).problems() == []
 
 
 def test_what_is_not_wrapped_has_nothing_hidden():

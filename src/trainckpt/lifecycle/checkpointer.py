@@ -107,7 +107,9 @@ class Checkpointer(Hooked):
         for name, value in keywords.items():
             self._registry.add(name, value)
         self._note([problem for model in registry.models for problem in model.problems()])
-        self._position.watch_steps(self._registry)
+        self._note([p for each in registry.optimizers for p in each.problems(registry.tracks)])
+        if uncounted := self._position.watch_steps(registry):
+            logger.warning("%s", uncounted)
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)

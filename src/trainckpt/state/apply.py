@@ -133,8 +133,8 @@ def _bucket_order(registry: Registry, saved: Saved) -> None:
     for model in registry.models:
         hidden = saved.values[DDP].get(model.name)
         # What was so then may be so again: a hook can be registered after the resume.
-        if ddp.rounds_by_buckets(model.wrapped) or (hidden or {}).get("own_way", True):
-            ddp.apply_bucket_order(model.wrapped, hidden)
+        if ddp.rounds_by_buckets(model.reducing) or (hidden or {}).get("own_way", True):
+            ddp.apply_bucket_order(model.reducing, hidden)
         if hidden:
             registry.bucket_orders[model.name] = hidden["bucket_order"]
 
@@ -151,7 +151,7 @@ def _buffers(registry: Registry, saved: Saved) -> None:
 
 def _forward_sync(registry: Registry, saved: Saved) -> None:
     for model in registry.models:
-        ddp.apply_forward_sync(model.wrapped, saved.values[DDP].get(model.name))
+        ddp.apply_forward_sync(model.reducing, saved.values[DDP].get(model.name))
 
 
 def _optimizers(registry: Registry, saved: Saved) -> None:
@@ -169,7 +169,7 @@ def _used_parameters(registry: Registry, saved: Saved) -> None:
     stored = saved.values[gradients.PART]
     for model in registry.models:
         used = [parameter for name, parameter in model.parameters() if name in stored]
-        ddp.apply_used_parameters(model.wrapped, saved.values[DDP].get(model.name), used)
+        ddp.apply_used_parameters(model.reducing, saved.values[DDP].get(model.name), used)
 
 
 def _gradients(registry: Registry, saved: Saved) -> None:

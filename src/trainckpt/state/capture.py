@@ -30,7 +30,7 @@ def capture(registry: Registry) -> Captured:
     # Collective, so before anything that may fail on one rank alone and leave the others waiting.
     out.values[DDP] = {}
     for model in registry.models:
-        hidden = ddp.capture(model.wrapped, registry.bucket_orders.get(model.name, ""))
+        hidden = ddp.capture(model.reducing, registry.bucket_orders.get(model.name, ""))
         if hidden is not None:
             registry.bucket_orders[model.name] = hidden["bucket_order"]
             out.values[DDP][model.name] = hidden

@@ -60,9 +60,10 @@ class Registry:
         refuse(value, name)
         self._claim(name, value)
         if isinstance(value, nn.Module) and not _is_like_a_metric(value):
-            ddp.self_test(value, name)
+            model = ModelState(name, value)
+            ddp.self_test(model.reducing, name)
             fsdp.self_test(value, name)
-            self.models.append(ModelState(name, value))
+            self.models.append(model)
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizers.append(OptimizerState(name, value))
         elif callable(getattr(value, "state_dict", None)) and callable(

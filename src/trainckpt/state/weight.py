@@ -72,5 +72,5 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def shard_bytes(registry: Registry, world: int) -> int:
     """About how large one rank's shard file will be at a window's end."""
-    shared = any(isinstance(m.wrapped, DistributedDataParallel) for m in registry.models)
+    shared = any(isinstance(m.reducing, DistributedDataParallel) for m in registry.models)
     return weigh(registry, gradients=False).state // (world if shared else 1)

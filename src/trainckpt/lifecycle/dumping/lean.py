@@ -75,7 +75,7 @@ class Lean:
             return 0
         (captured, manifest), self._prepared = self._prepared, None
         for model in self._registry.models:  # first: to make them anew is collective
-            make = ddp.let_go_of_buckets(model.wrapped)
+            make = ddp.let_go_of_buckets(model.reducing)
             self._buckets += [make] if make is not None else []
         lean.discard(self._unused())
         dropped = lean.drop(captured, manifest.tensors)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.cursor import Cursor
+from trainckpt.state.kinds.optimizer import counts_steps
 from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
@@ -68,14 +69,26 @@ class Position:
         epoch, step, batches, micro_batches, samples, evaluations = self._window
         return Cursor(epoch, step, 0, batches, micro_batches, samples, evaluations)
 
-    def watch_steps(self, registry: Registry) -> None:
-        """Count the updates of the first scaler, else the steps of the first optimizer."""
+    def watch_steps(self, registry: Registry) -> str:
+        """Count the updates of the first scaler, else the steps of the first optimizer.
+
+        Returns why they cannot be counted, or "".
+        """
         for generic in registry.generics:
             if type(generic.target).__name__ == "GradScaler":
                 self.watch_scaler(generic.target)
-                return
-        for optimizer in registry.optimizers[:1]:
-            self.watch_optimizer(optimizer.optimizer)
+                return ""
+        for first in registry.optimizers[:1]:
+            if counts_steps(first.optimizer):
+                self.watch_optimizer(first.optimizer)
+            elif not self._counts_steps_itself:
+                kind = type(first.optimizer).__name__
+                return (
+                    f"steps are not counted, so nothing is saved by their number: {first.name} (a "
+                    f"{kind}) never calls Optimizer.__init__, so its hooks are not called; let it, "
+                    "or track the optimizer inside it first, or say accumulate="
+                )
+        return ""
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count this optimizer's completed steps."""

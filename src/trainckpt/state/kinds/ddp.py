@@ -39,6 +39,12 @@ _REDUCER_NAMES = ("prepare_for_forward", "prepare_for_backward", "_autograd_hook
 _IN_BACKWARD: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
 
 
+def wrapped_in(module: nn.Module) -> dict[str, DistributedDataParallel]:
+    """Path -> each DDP wrapper in a module: itself, under torch.compile's, or deeper."""
+    parts = module.named_modules()
+    return {path: part for path, part in parts if isinstance(part, DistributedDataParallel)}
+
+
 def self_test(module: nn.Module, name: str) -> None:
     """Raise `ConfigurationError` if this torch lacks what capture and apply rely on."""
     if not isinstance(module, DistributedDataParallel):
@@ -54,7 +60,7 @@ def self_test(module: nn.Module, name: str) -> None:
 
 
 def capture(module: nn.Module, known_order: str) -> dict[str, Any] | None:
-    """DDP's hidden state, or None if `module` is not wrapped in DDP. Collective.
+    """DDP's hidden state, or None if `module` is no DDP wrapper. Collective.
 
     `known_order` is the bucket order of an earlier capture: once rebuilt it never changes.
     """
@@ -112,7 +118,8 @@ def apply_used_parameters(
     inside_window = bool(saved) and not (saved or {})["forward_sync"]
     if not (isinstance(module, DistributedDataParallel) and module.find_unused_parameters):
         return
-    terms = [(parameter * 0).sum() for parameter in used if parameter.requires_grad]
+    own = {id(parameter) for parameter in module.parameters()}
+    terms = [(p * 0).sum() for p in used if p.requires_grad and id(p) in own]
     if inside_window and terms:
         with module.no_sync():
             torch.stack([term.float() for term in terms]).sum().backward()  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from torch import nn
 from trainckpt.state import sharded
 from trainckpt.state.captured import inner_tensors
 from trainckpt.state.copies import Copies
-from trainckpt.state.kinds import frozen, fsdp
+from trainckpt.state.kinds import ddp, frozen, fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -42,10 +42,15 @@ class Owner(NamedTuple):
         return self.module._buffers[self.key]
 
     def differs(self, saved: torch.Tensor) -> bool:
-        """Whether it cannot be copied to, but what was saved can be put there instead."""
+        """Whether it cannot be copied to, but what was saved can be put there instead.
+
+        A persistent one of another shape is that of another model, as for `load_state_dict`.
+        """
         live = self.buffer
-        plain = live is None or type(live) in sharded.PLAIN
-        return plain and (live is None or live.shape != saved.shape)
+        if live is None:
+            return True
+        transient = self.key in self.module._non_persistent_buffers_set
+        return transient and type(live) in sharded.PLAIN and live.shape != saved.shape
 
     def device(self, model: nn.Module) -> torch.device:
         """Where it is, or the module's other tensors, or the model's."""
@@ -64,6 +69,7 @@ class ModelState:
     """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it.
 
     Attributes:
+        reducing: The one DDP wrapper in it, however deep; the module itself if there is none.
         excluded: Full names of parameters and buffers that are not captured.
     """
 
@@ -71,6 +77,8 @@ class ModelState:
         self.name = name
         self.wrapped = module
         self.module = unwrap(module)
+        self._ddp = ddp.wrapped_in(module)
+        self.reducing = next(iter(self._ddp.values())) if len(self._ddp) == 1 else module
         self.excluded: frozenset[str] = frozenset()
         self._listed: dict[str, Any] | None = None  # while nothing of the module changes
         self._empty: set[str] = set()  # buffers that were None where the state is put back
@@ -138,17 +146,21 @@ class ModelState:
 
     def problems(self) -> list[str]:
         """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
-        return [
+        found = [
             f"{self.name}/{path or type(part).__name__} has a state_dict of its own; only its "
             "parameters, buffers and get_extra_state are kept"
             for path, part in self.module.named_modules()
             if keeps_own_state(part)
         ]
+        if len(self._ddp) > 1:
+            found.append(f"{self.name} holds several DDP modules ({', '.join(self._ddp)}), and "
+                         "what each keeps to itself is not kept; track each by itself")  # fmt: skip
+        return found
 
     def differences(self, saved: Saved) -> list[str]:
         """What makes the saved model another one than this: names, shapes, types, ties.
 
-        A buffer that a forward makes, or makes anew, may have any shape.
+        A buffer that a forward makes, or makes anew where it is not persistent, may have any.
         """
         live, prefix = self.tensors(), f"{self.name}/"
         stored = {name for name in saved.shapes if name.startswith(prefix)}
@@ -158,7 +170,7 @@ class ModelState:
         unknown = (transient & stored) - live.keys() - made.keys()
         found = compare(live, stored - made.keys() - unknown, saved)
         found += [f"{name} is gone: only the snapshot has it; if a forward makes it, register that "
-                  "buffer before, as None or with any shape" for name in unknown]  # fmt: skip
+                  "buffer before, as None or not persistent" for name in unknown]  # fmt: skip
         extra_then = saved.values[self.name]["extra"].keys()
         for path in extra_then ^ self._with_extra().keys():
             when = "in the snapshot only" if path in extra_then else "now only"

@@ -14,9 +14,13 @@ from trainckpt.state import sharded
 from trainckpt.state.copies import Copies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from trainckpt.state.captured import Captured, Saved
+
+
+# Whose state_dict tells nothing that state and param_groups do not.
+_PLAIN_PACKAGES = frozenset({"torch", "accelerate", "bitsandbytes"})
 
 
 class OptimizerState:
@@ -30,6 +34,24 @@ class OptimizerState:
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter of every group, in order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def problems(self, tracks: Callable[[object], bool]) -> list[str]:
+        """What may be lost, one sentence each: state beside `state` and `param_groups`.
+
+        `tracks`: whether an object is tracked.
+        """
+        optimizer, kind = self.optimizer, type(self.optimizer)
+        found = [
+            f"{self.name} (a {kind.__name__}) steps by an optimizer of its own, {attribute}, whose "
+            f"state is not kept; track that too: optimizer=[opt, opt.{attribute}]"
+            for attribute, inner in _inner(optimizer)
+            if inner.state is not optimizer.state and not tracks(inner)
+        ]
+        is_own = kind.state_dict is not torch.optim.Optimizer.state_dict
+        if is_own and kind.__module__.split(".")[0] not in _PLAIN_PACKAGES:
+            found.append(f"{self.name} (a {kind.__name__}) has a state_dict of its own; only its "
+                         "state and param_groups are kept")  # fmt: skip
+        return found
 
     def capture(self, out: Captured, names: Mapping[int, str]) -> None:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
@@ -172,6 +194,21 @@ class OptimizerState:
             for j, parameter in enumerate(group["params"]):
                 known.setdefault(id(parameter), f"{self.name}.group{i}.{j}")
         return known
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of its steps are called: torch sees to that when the optimizer is made."""
+    return hasattr(type(optimizer).step, "hooked")
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Optimizers that it holds, by the attribute; of a list or dict, by attribute and key."""
+    for name, value in vars(optimizer).items():
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+        items = enumerate(value) if isinstance(value, (list, tuple)) else items
+        for path, item in ((name, value), *((f"{name}[{key!r}]", item) for key, item in items)):
+            if isinstance(item, torch.optim.Optimizer):
+                yield path, item
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

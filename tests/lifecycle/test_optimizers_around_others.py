@@ -1,0 +1,130 @@
+"""Optimizers that step by another one: what they lose is said, and what to do holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from trainckpt import Checkpointer
+from trainckpt.state.kinds.optimizer import OptimizerState
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM's: another optimizer inside, on the same groups."""
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, options)
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+class Ahead(torch.optim.Optimizer):
+    """As timm's Lookahead, which leaves out Optimizer.__init__ on purpose."""
+
+    def __init__(self, base):
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._base, self.defaults, self.num_steps = base, base.defaults, 0
+        self.param_groups, self.state = base.param_groups, defaultdict(dict)
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        return self._base.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self._base.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {**self._base.state_dict(), "num_steps": self.num_steps}
+
+
+class Shown(torch.optim.Optimizer):
+    """A wrapper that shows the state of what it wraps as its own."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, base.defaults)
+        self.parts, self.state = {"base": base}, base.state
+
+
+def sharp(model):
+    return Sharp(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def ahead(model):
+    return Ahead(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+def train(place, make, until, tracked=lambda optimizer: optimizer, **options):
+    """Steps up to `until`; the losses by step, and the Checkpointer."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = make(model)
+    losses = {}
+    options = {"every": "2 steps", **options}
+    with Checkpointer(place, model=model, optimizer=tracked(optimizer), **options) as ckpt:
+        for number in range(ckpt.cursor.micro_batches, until):
+            ckpt.boundary()
+            loss = model(torch.ones(2, 3)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[number] = loss.item().hex()
+    return losses, ckpt
+
+
+def problems(optimizer, *tracked):
+    return OptimizerState("optimizer", optimizer).problems(lambda one: one in tracked)
+
+
+def test_an_optimizer_inside_that_is_not_tracked_is_named():
+    optimizer = sharp(nn.Linear(3, 1))
+    (problem,) = problems(optimizer)
+    assert problem.startswith(
+        "optimizer (a Sharp) steps by an optimizer of its own, base_optimizer,"
+    )
+    assert problem.endswith("; track that too: optimizer=[opt, opt.base_optimizer]")
+    assert problems(optimizer, optimizer.base_optimizer) == []
+
+
+def test_a_state_dict_of_its_own_is_named():
+    optimizer = ahead(nn.Linear(3, 1))
+    found = problems(optimizer, optimizer._base)
+    assert [f.split(";")[0] for f in found] == ["optimizer (a Ahead) has a state_dict of its own"]
+
+
+def test_what_is_all_there_has_no_problems():
+    base = torch.optim.Adam(nn.Linear(3, 1).parameters())
+    assert problems(base) == problems(Shown(base)) == []
+    assert problems(torch.optim.LBFGS(nn.Linear(3, 1).parameters())) == []
+
+
+def test_what_was_said_to_do_resumes_exactly(tmp_path):
+    def both(optimizer):
+        return [optimizer, optimizer.base_optimizer]
+
+    straight, _ = train(tmp_path / "straight", sharp, 8, both)
+    train(tmp_path / "run", sharp, 5, both)
+    resumed, ckpt = train(tmp_path / "run", sharp, 8, both)
+    assert ckpt.resumed_from.step == 5
+    assert resumed == {number: straight[number] for number in (5, 6, 7)}
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("the optimizer inside first", {"tracked": lambda one: [one._base, one]}),
+        ("accumulate", {"accumulate": 1}),
+        ("nothing", {}),
+    ],
+)
+def test_steps_that_cannot_be_counted_are_said_at_the_start(tmp_path, caplog, how, options):
+    _, ckpt = train(tmp_path, ahead, 5, **options)
+    assert ckpt.cursor.step == (0 if how == "nothing" else 5)
+    said = "steps are not counted, so nothing is saved by their number: optimizer (a Ahead) never"
+    assert (said in caplog.text) == (how == "nothing")
