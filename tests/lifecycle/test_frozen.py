@@ -86,7 +86,9 @@ def test_a_layer_that_was_frozen_then_is_named_too(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "how", [{"thaw": from_then_on}, {"thaw": never}, {"toggle": True}], ids=str
+    "how",
+    [{"thaw": from_then_on}, {"thaw": never}, {"toggle": True}],
+    ids=["epoch after epoch", "never", "by turns"],
 )
 @pytest.mark.parametrize("stop_at", [2, 5])
 def test_a_script_that_sets_it_again_goes_on_bitwise_and_nothing_is_said(
