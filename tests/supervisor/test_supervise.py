@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from trainckpt import Checkpointer, NothingToResume
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, read_told
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, Teller, namespace_of, read_told
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import processes, record
 from trainckpt.supervisor.record import NamedRun
@@ -231,6 +232,15 @@ def test_a_refused_resume_tells_its_supervisor(tmp_path, monkeypatch):
         Checkpointer(tmp_path / "run", resume="required").resume()
     told = read_told(tmp_path)[0]
     assert (told.how, told.exit_code, told.attempt) == ("refused", 66, None)
+
+
+def test_a_rank_that_comes_back_in_another_namespace_of_numbers_says_so(tmp_path, monkeypatch):
+    """Its memory, out of a dump, knows the one it was dumped in; nobody would find it there."""
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(tmp_path))
+    teller = Teller("run")
+    teller._told = replace(teller._told, namespace="pid:[1]")
+    teller.tell(asked=False)
+    assert read_told(tmp_path)[0].namespace == namespace_of("self")
 
 
 @pytest.fixture

@@ -79,11 +79,7 @@ def seen_from_here(number: int, namespace: str, ancestor: int) -> int | None:
 
 def _numbers(pid: int) -> list[int]:
     """Of a process, in every namespace that it is in, the outermost first."""
-    try:
-        status = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")]
+    found = [line.split()[1:] for line in _status(pid) if line.startswith("NSpid:")]
     return [int(word) for words in found for word in words]
 
 
@@ -103,11 +99,7 @@ def children(parent: int) -> list[int]:
 
 def handles(pid: int, number: int) -> bool:
     """Whether a process has a handler of its own for a signal, or ignores it."""
-    try:
-        status = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    masks = [int(line.split()[1], 16) for line in status.splitlines()
+    masks = [int(line.split()[1], 16) for line in _status(pid)
              if line.startswith(("SigCgt:", "SigIgn:"))]  # fmt: skip
     return any(mask >> (number - 1) & 1 for mask in masks)
 
@@ -181,6 +173,15 @@ def _everybody() -> list[tuple[int, list[str]]]:
     """Every process, with the fields of its `stat` from the state on."""
     pids = (int(entry.name) for entry in PROC.glob("[0-9]*"))
     return [(pid, fields) for pid in pids if (fields := _stat(pid))]
+
+
+def _status(pid: int) -> list[str]:
+    """Its lines; none of a process that is gone."""
+    try:
+        text = (PROC / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()
 
 
 def _stat(pid: int) -> list[str]:

@@ -75,13 +75,13 @@ class Teller:
         rank = os.environ.get("RANK", "")
         number = int(rank) if rank.isdecimal() else 0
         self._lock = threading.Lock()
-        self._told = Told(number, os.getpid(), socket.gethostname(), str(run),
-                          namespace=namespace_of("self"))  # fmt: skip
+        self._told = Told(number, os.getpid(), socket.gethostname(), str(run))
 
     def tell(self, **changes: Any) -> None:
         """Say that some fields have changed."""
         with self._lock:
-            self._told = replace(self._told, **changes)
+            # Asked anew each time: a dump may have been restored in another namespace.
+            self._told = replace(self._told, namespace=namespace_of("self"), **changes)
             if self._folder and os.getpid() == self._told.pid:
                 self._write(Path(self._folder))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # Whose state_dict tells nothing that state and param_groups do not.
-_PLAIN_PACKAGES = frozenset({"torch", "accelerate", "bitsandbytes"})
+_PLAIN_PACKAGES = frozenset({"torch", "accelerate"})
 
 
 class OptimizerState:
