@@ -127,6 +127,34 @@ def test_a_script_that_an_alarm_ends_does_not_wait_for_copies_that_do_not_come(
     assert "changed between two optimizer steps" in str(error_of(pending))
 
 
+def test_what_an_alarm_raises_inside_a_capture_reaches_the_script_and_the_next_save_is_taken(
+    tmp_path, memory
+):
+    class Slow:
+        is_slow = False
+
+        def state_dict(self):
+            if self.is_slow:
+                signal.raise_signal(signal.SIGALRM)
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    model, slow = Model(), Slow()
+    (optimizer,) = adam(model)
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, slow=slow, every="never") as ckpt:
+        slow.is_slow = True
+        failed = ckpt.save()
+        with pytest.raises(TimeoutError, match="an alarm of the script's"):
+            ckpt.boundary()
+        assert failed.ended
+        slow.is_slow = False
+        taken = ckpt.save()
+        ckpt.boundary()
+        taken.wait("local")
+
+
 def interrupted_step(ckpt, memory, optimizer, saves):
     saves.append(ckpt.save())
     ckpt.boundary()

@@ -38,6 +38,7 @@ from trainckpt.lifecycle.saving.protecting import Protecting
 from trainckpt.lifecycle.saving.references import References
 from trainckpt.lifecycle.saving.stale import Stale
 from trainckpt.lifecycle.saving.writer import RANKS_TIMEOUT_S, Facts, Writer
+from trainckpt.preemption.alarms import raised_by_handler
 from trainckpt.ranks import talking
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
@@ -145,7 +146,8 @@ class Saver:
     ) -> PendingSave:
         """Take a snapshot now. Every rank calls it at the same boundary.
 
-        Returns when the state is staged, or the save has failed; never raises for a failed save.
+        Returns when the state is staged, or the save has failed; never raises for a failed save,
+        but what a signal handler of the script's raised meanwhile.
 
         Args:
             cursor, reason, tags: For the manifest.
@@ -178,6 +180,8 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._writer.tell(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._failed(pending, name, SaveFailed(f"nothing was captured: {error}"))
+            if alarm := raised_by_handler(error):
+                raise alarm from None
             return pending
         name = replace(name, attempt=attempt)
         self.in_flight = pending
@@ -297,18 +301,19 @@ class Saver:
     ) -> tuple[stage.Shard | stage.Stream, dict[str, TensorEntry], int]:
         """Steps 2 to 4. Returns the shard, an entry for every tensor of this rank, the attempt."""
         world = self._channel.world
-        answer: dict[str, Any] = {"place": cursor.place(), "behind": behind}
-        answer["attempt"] = self._facts.attempt
+        answer = dict[str, Any](place=cursor.place(), behind=behind, attempt=self._facts.attempt)
+        cause: Exception | None = None
         try:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
             answer.update(self._comparing.answer(captured, stepped, last=last))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
+            cause = error
         key = save_keys.groups(self._sequence)
         agreed = self._channel.fold(key, answer, verdict, RANKS_TIMEOUT_S)
         if agreed["error"]:
-            raise SaveFailed(agreed["error"])
+            raise SaveFailed(agreed["error"]) from cause
         if agreed["behind"]:
             raise _Skipped("the one before it is still being written")
         plan = self._plans.plan(captured, self._comparing.alike(agreed))
@@ -325,8 +330,7 @@ class Saver:
             "world": self._channel.world.size,
             "references": {} if self._in_memory else self.references.find(captured, planned),
         }
-        if how["references"]:
-            planned = [region for region in planned if region.key not in how["references"]]
+        planned = [region for region in planned if region.key not in how["references"]]
         if (stepped is not None or self.arenas.are_ready) and self.protecting.lets_go():
             later = self._copying.later(stepped) if stepped else set[str]()
             memory, side = self.arenas.memory, self.arenas.side
