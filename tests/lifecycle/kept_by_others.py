@@ -176,6 +176,22 @@ def damage(rank, place, memory, what, of):
             file.write(bytes([byte ^ 16]))
 
 
+UNDER_WAY = 8  # keys that are about to be deleted when one looks
+
+
+def num_keys(ckpt, found, limit_s=20.0):
+    """In the ranks' store. What is being forgotten by other threads is waited for, until there are
+    hardly more keys than were `found` before.
+    """
+    torch.distributed.barrier()
+    store, until_s = ckpt._crew.channel.store, time.monotonic() + limit_s
+    while found and store.num_keys() > found[0] + UNDER_WAY and time.monotonic() < until_s:
+        time.sleep(0.01)
+    number = store.num_keys()
+    torch.distributed.barrier()
+    return number
+
+
 def save_often(rank, folder, looks):
     """Keys in the ranks' store after so many saves, each asked for, kept by others and copied; and
     how long one is tried to be kept that only rank 0 has let go of.
@@ -204,8 +220,7 @@ def save_often(rank, folder, looks):
             pending.wait("partner", 30)
             pending.wait("durable", 30)
             if number in looks:
-                torch.distributed.barrier()
-                found.append(ckpt._crew.channel.store.num_keys())
+                found.append(num_keys(ckpt, found))
         if rank == 0:
             ckpt._attempt.saver.protecting.give_way()
         begun_s, pending = time.monotonic(), save()
@@ -250,8 +265,7 @@ def save_what_grows(rank, folder, looks):
                 ckpt.boundary()
             pending.wait("local", 30)
             if number in looks:
-                torch.distributed.barrier()
-                found.append(ckpt._crew.channel.store.num_keys())
+                found.append(num_keys(ckpt, found))
     again = Grows(rank)
     with Checkpointer(f"{folder}/run", model=nn.Linear(4, 4), grows=again, every="never"):
         pass
