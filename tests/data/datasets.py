@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -35,6 +36,70 @@ class Augmented(Dataset):
                 file.write(f"{index}\n".encode())
         drawn = torch.rand(2), torch.tensor(np.random.randn(3)), torch.tensor(random.gauss(0, 1))
         return torch.tensor(index), *drawn
+
+
+class OwnGenerators(Dataset):
+    """Draws from generators that it holds, each kind at another depth."""
+
+    def __init__(self) -> None:
+        held = np.random.RandomState(5)
+        self.rng = np.random.default_rng(3)
+        self.transforms = [functools.partial(draw, random.Random(4)), held]
+        self.options = {"noise": torch.Generator().manual_seed(6)}
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int):
+        drawn = self.rng.normal(), self.transforms[0](), self.transforms[1].rand()
+        noise = torch.rand(2, generator=self.options["noise"])
+        return torch.tensor(index), torch.tensor(drawn), noise
+
+
+class Sendable(Dataset):
+    """Holds a generator that reaches a spawned worker; torch's own do not."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int):
+        return torch.tensor([index, self.rng.normal()])
+
+
+class OwnGeneratorStream(IterableDataset):
+    """A stream without state that draws from a generator which it holds."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __iter__(self):
+        for index in range(LENGTH):
+            yield torch.tensor([index, self.rng.normal()])
+
+
+class LateGenerator(Sendable):
+    """Makes its generator at the first sample."""
+
+    def __init__(self) -> None:
+        self.rng = None
+
+    def __getitem__(self, index: int):
+        self.rng = self.rng or np.random.default_rng(3)
+        return super().__getitem__(index)
+
+
+class Masking:
+    """A collate_fn that draws from a generator which it holds."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(8)
+
+    def __call__(self, samples: list):
+        batch = torch.utils.data.default_collate(samples)
+        return [*batch, torch.rand(len(samples), generator=self.generator)]
 
 
 class Plain(Dataset):
@@ -261,6 +326,11 @@ class Countdown:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.left = state["left"]
+
+
+def draw(generator: random.Random) -> float:
+    """Return a number drawn."""
+    return generator.random()
 
 
 def init_that_draws(worker: int) -> None:

@@ -144,8 +144,9 @@ def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> An
     if loader.num_workers == 0:
         return InProcessIterator(loader, progress, plan)
     context = loader.multiprocessing_context or torch.multiprocessing
-    loader.worker_init_fn = WorkerStart(loader.worker_init_fn, plan.workers)
-    loader.collate_fn = Tap(loader.collate_fn)
+    tap = Tap(loader.collate_fn)
+    loader.worker_init_fn = WorkerStart(loader.worker_init_fn, plan.workers, tap)
+    loader.collate_fn = tap
     with shielded(context.get_start_method()):
         iterator = WorkersIterator(loader, progress, plan)
     adopt(iterator)

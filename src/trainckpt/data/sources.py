@@ -8,8 +8,9 @@
     ahead     what an integration makes of a framework's loader, which fetches ahead: see ahead.py
 
 The order when a pass goes on where it was saved, which `LoaderSource.resume` obeys:
-main randomness as before the iterator was made; samplers likewise; the iterator; fast-forward;
-generators as they were when saved. The caller puts the main randomness back afterwards.
+main randomness as before the iterator was made; samplers and the data's own generators likewise;
+the iterator; fast-forward; generators as they were when saved. The caller puts the main randomness
+back afterwards.
 
 A pass can also go on in another data-parallel world (`resume_elsewhere`): what is left of its order
 is dealt anew (see dealing.py), to workers that start as for a new pass.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import sampler, streams
+from trainckpt.data import own_random, sampler, streams
 from trainckpt.data.dealing import Deal, Dealer, dealer_of
 from trainckpt.data.iterators import (
     Plan,
@@ -100,6 +101,7 @@ class LoaderSource:
         self._carried = False  # loaded: workers existed, and this process has none yet
         self._before: dict[str, Any] | None = None
         self._rng_before: dict[str, Any] | None = None
+        self._data_before: dict[str, bytes] = {}  # what the workers' own generators begin with
         self._base_seed: int | None = None
         self._reused = False
         self._made = False  # an iterator, ever
@@ -122,6 +124,7 @@ class LoaderSource:
             self._ended = None
         self._rng_before = main_rng()
         self._before = self._captured()
+        self._data_before = self._data_generators()
         self._reused = self._live is not None or self._carried
         self._ids, self.deal = None, self._first_deal()
         self.progress = Progress(workers=self.progress.workers if self._reused else {})
@@ -140,6 +143,8 @@ class LoaderSource:
         replay = self._replays()
         if replay:
             self.progress.workers = {}  # the workers go through it all again
+        self._data_before = saved.get("data before", {})
+        self._put_data_generators(self._data_before)
         self._rewind()
         if self.kind == "map":
             iterator = self._make(skip=saved["position"])
@@ -153,6 +158,7 @@ class LoaderSource:
             streams.replay(self._name, iterator, saved["batches"])
             self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         sampler.restore(self._loader, saved["now"])
+        self._put_data_generators(saved.get("data now", {}))
         return iterator
 
     def resume_elsewhere(self, window: dict[str, Any]) -> Iterator[Any]:
@@ -189,6 +195,8 @@ class LoaderSource:
             "rng_before": self._rng_before,
             "before": self._before,
             "now": self._captured(stateful=not in_pass),
+            "data before": self._data_before if in_pass else {},
+            "data now": self._data_generators(),
             "base_seed": self._base_seed if in_pass or has_workers else None,
             "reused": self._reused if in_pass else has_workers,
             "workers": dict(self.progress.workers),
@@ -212,6 +220,7 @@ class LoaderSource:
         self._ended = None
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
+            self._put_data_generators(saved.get("data now", {}))
             if saved["own"] is not None and not self._replays():
                 self._ended = saved["own"], saved["exhausted"]
 
@@ -309,6 +318,21 @@ class LoaderSource:
 
     def _captured(self, *, stateful: bool = True) -> dict[str, Any]:
         return sampler.capture(self._loader, stateful=stateful)
+
+    def _data_generators(self) -> dict[str, bytes]:
+        """Of the dataset and collate_fn, by path; a stream with state keeps its own."""
+        return own_random.capture(self._data) if self._keeps_generators() else {}
+
+    def _put_data_generators(self, saved: dict[str, bytes]) -> None:
+        if self._keeps_generators():
+            own_random.restore(self._data, saved, self._name)
+
+    def _keeps_generators(self) -> bool:
+        return self.kind == "map" or self._replays()
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
 
     def _replays(self) -> bool:
         if self.kind == "map":

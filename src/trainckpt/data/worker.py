@@ -7,6 +7,8 @@ only if it changed since that worker's last batch; the main process keeps the la
     worker starts  `WorkerStart`: shield, the user's worker_init_fn, then the saved generators
     each batch     `Tap`: the user's collate_fn, then (batch, worker, what changed)
 
+So do the generators that its copies of dataset and collate_fn hold (own_random.py), as one.
+
 Everything is at module level and picklable: spawn and forkserver send it to the worker. Exceptions
 of the user's code pass through torch's ExceptionWrapper and are never wrapped here.
 """
@@ -17,12 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from trainckpt.data import own_random
 from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
 from trainckpt.data.shield import shield_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+OWN = "own"  # generators that the data holds
 _told: dict[str, bytes] = {}  # in a worker: its generators as the main process knows them
 
 
@@ -38,10 +42,11 @@ class Tapped(NamedTuple):
     python: bytes | None = None
     numpy: bytes | None = None
     torch: bytes | None = None
+    own: bytes | None = None
 
     def changed(self) -> dict[str, bytes]:
         """Return the generators that this batch changed, by name."""
-        named = {"python": self.python, "numpy": self.numpy, "torch": self.torch}
+        named = {"python": self.python, "numpy": self.numpy, "torch": self.torch, OWN: self.own}
         return {key: value for key, value in named.items() if value is not None}
 
 
@@ -51,6 +56,11 @@ class Tap:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
+    def data(self) -> dict[str, Any]:
+        """What may hold generators, in a worker."""
+        worker = get_worker_info()
+        return {"dataset": None if worker is None else worker.dataset, "collate_fn": self.collate}
+
     def __call__(self, samples: Any) -> Any:
         """Collate, and add what this batch changed."""
         batch = self.collate(samples)
@@ -58,6 +68,9 @@ class Tap:
         if worker is None:
             return batch
         news = changed_since(_told)
+        own = own_random.pack(own_random.capture(self.data()))
+        if own != _told.get(OWN, b""):
+            news[OWN] = own
         _told.update(news)
         return Tapped(batch, worker.id, **news)
 
@@ -66,9 +79,13 @@ class WorkerStart:
     """The user's worker_init_fn, shielded before and with the saved generators put back after."""
 
     def __init__(
-        self, user: Callable[[int], None] | None, saved: Mapping[int, dict[str, bytes]]
+        self,
+        user: Callable[[int], None] | None,
+        saved: Mapping[int, dict[str, bytes]],
+        tap: Tap,
     ) -> None:
         self.user = user
+        self.tap = tap
         self.saved = saved
 
     def __call__(self, worker: int) -> None:
@@ -78,5 +95,8 @@ class WorkerStart:
             self.user(worker)
         if worker in self.saved:
             set_main_rng(self.saved[worker])
+            own = own_random.unpack(self.saved[worker].get(OWN, b""))
+            own_random.restore(self.tap.data(), own, f"worker {worker}")
         _told.clear()
         _told.update(packed_rng())
+        _told[OWN] = own_random.pack(own_random.capture(self.tap.data()))
