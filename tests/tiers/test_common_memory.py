@@ -16,6 +16,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers import common_memory
 from trainckpt.tiers.common_memory import CommonMemory, put
 from trainckpt.tiers.direct import address, at_address, libc
+from trainckpt.tiers.memory import MemoryPlace
 
 SIZE = 3 << 20
 WRITER = f"""
@@ -105,21 +106,30 @@ def in_a_child(act):
     return said
 
 
-def test_what_a_forked_process_forgets_is_not_unmapped_there(common):
+@pytest.mark.parametrize("whose", ["of a host's ranks", "an arena"])
+def test_what_a_forked_process_forgets_is_not_unmapped_there(common, whose, tmp_path):
     """Something else may lie there by then."""
-    memory = [common.mapped(SIZE)]
+    place = MemoryPlace.of(str(tmp_path))
+    arena = place.arena(0, 0)
+    arena.reserve(SIZE)
+    memory = [common.mapped(SIZE) if whose != "an arena" else arena.memory]
+    where = address(memory[0])
 
     def forget():
         libc().mmap.restype = ctypes.c_void_p
-        where, fixed = address(memory[0]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+        fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
         libc().mmap(ctypes.c_void_p(where), ctypes.c_size_t(SIZE), 3, fixed, -1, ctypes.c_long(0))
         other = at_address(where, SIZE)
         other[5] = 7
         memory.clear()
+        arena.close()
         gc.collect()
         return other[5]
 
     assert in_a_child(forget) == "7"
+    memory.clear()
+    arena.remove()
+    place.remove()
 
 
 def test_a_forked_process_keeps_none_of_it(common):

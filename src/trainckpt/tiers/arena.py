@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.tiers import memfd
 from trainckpt.tiers.direct import populate
+from trainckpt.tiers.mapped import not_for_children
 from trainckpt.tiers.private import must_be_private
 
 try:
@@ -128,8 +129,7 @@ class Arena:
             self._unmap()
             self._lock()
             self._mapping = mmap.mmap(self._descriptor, num_bytes)
-            with contextlib.suppress(OSError):  # a loader worker needs no page of it
-                self._mapping.madvise(mmap.MADV_DONTFORK)
+            not_for_children(self._mapping)  # a loader worker needs no page of it
         assert self._mapping is not None
         self.memory = memoryview(self._mapping)[:num_bytes]
         for first in range(0, num_bytes, RESERVED_BYTES):

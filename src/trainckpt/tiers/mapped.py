@@ -24,9 +24,8 @@ class Mapped(mmap.mmap):
         """
         writable = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns of memory that is not
         mapping = super().__new__(cls, descriptor, num_bytes, flags, writable)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)
-            _mapped.add(mapping)
+        not_for_children(mapping)
+        _mapped.add(mapping)
         mapping._descriptor = descriptor
         return mapping
 
@@ -51,14 +50,24 @@ class Mapped(mmap.mmap):
             os.close(self._descriptor)
 
 
+def not_for_children(mapping: mmap.mmap) -> None:
+    """Processes that are forked from now on have no page of it, if the system knows how."""
+    if hasattr(mmap, "MADV_DONTFORK"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_DONTFORK)
+            _not_there.add(mapping)
+
+
 _mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
-_kept: list[Mapped] = []  # by a forked process
+_not_there: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # in a child
+_kept: list[mmap.mmap] = []  # by a forked process
 
 
 def _forked() -> None:
+    _kept.extend(_not_there)  # to unmap it here would unmap what lies there by now
+    _not_there.clear()  # what this process forks has nothing of it
     for mapping in list(_mapped):
-        _kept.append(mapping)  # to unmap it here would unmap what lies there by now
-        _mapped.discard(mapping)  # what this process forks has nothing of it
+        _mapped.discard(mapping)
         with contextlib.suppress(OSError):
             mapping.forked()
 
