@@ -231,6 +231,11 @@ class TrackedLoader:
             self._end(exhausted=False)
             self._turn = None
 
+    @property
+    def skips_next_pass(self) -> bool:
+        """It was told to skip a pass, and has not done so yet."""
+        return self._skips_next_pass
+
     def skip_next_pass(self) -> None:
         """Let the next pass end at once, without a boundary: it was over before the resume."""
         self._skips_next_pass = True

@@ -60,6 +60,7 @@ def attach(
     ckpt = AttachedCheckpointer(accelerator, run, keywords)
     _attached[accelerator] = weakref.ref(ckpt)
     ckpt.resume()
+    ckpt._slips.knows_epoch = False  # nobody was told
     return ckpt
 
 
@@ -119,10 +120,10 @@ class AttachedCheckpointer(Checkpointer):
         self._prepared.append((loader, prepared))
         return super().loader(prepared)
 
-    def _seldom(self, *, evaluation: bool) -> None:
+    def _seldom(self, *, evaluation: bool, closing: bool) -> None:
         if self._first:  # whoever is tracked is so by now
             self._note(self._remembered.problems(self._remembered.tracked_now()))
-        super()._seldom(evaluation=evaluation)
+        super()._seldom(evaluation=evaluation, closing=closing)
 
     def _must_be_prepared(self, loader: Any) -> None:
         accelerator = self._accelerator

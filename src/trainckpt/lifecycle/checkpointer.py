@@ -32,6 +32,7 @@ from trainckpt.format.names import check_tag
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
 from trainckpt.lifecycle.deciding.outlook import Outlook
 from trainckpt.lifecycle.deciding.pace import Pace
+from trainckpt.lifecycle.known import Known
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.reading import recorder
 from trainckpt.lifecycle.reasons import other_gradients
@@ -44,6 +45,7 @@ from trainckpt.lifecycle.run.log import logger, prepare
 from trainckpt.lifecycle.run.options import TABLE, read_options
 from trainckpt.lifecycle.run.pending import PendingSave
 from trainckpt.lifecycle.run.position import Position
+from trainckpt.lifecycle.run.slips import Slips
 from trainckpt.lifecycle.run.told import Teller
 from trainckpt.lifecycle.run.tracked_files import TrackedFiles
 from trainckpt.lifecycle.saving.requests import Requests
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
 _made = itertools.count(1)  # names the keys of each Checkpointer of a process
 
 
-class Checkpointer(Hooked):
+class Checkpointer(Known, Hooked):
     """Saves and resumes one training run, exactly, at any micro-batch.
 
     Args:
@@ -96,6 +98,7 @@ class Checkpointer(Hooked):
         self._first, self._problems = True, list[str]()
         data_world = take_data_world(keywords)
         self._position = Position(self.options.accumulate)
+        self._slips = Slips(self._position)
         has_peers = data_world is not None and data_world.size < self._world.size
         self._registry = registry = Registry(has_peers=has_peers)
         self._files = TrackedFiles(registry)
@@ -136,6 +139,7 @@ class Checkpointer(Hooked):
     def __enter__(self) -> Checkpointer:
         if self._attempt is None:
             self.resume()
+            self._slips.knows_epoch = False  # nobody was told
         return self
 
     def __exit__(
@@ -164,24 +168,27 @@ class Checkpointer(Hooked):
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
         self._attempt = attempt = set_out(self._crew, mode or self.options.resume)
+        self._slips.begin(attempt.resumed_from)
         if attempt.resumed_from is not None:
             try:
                 self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
             except BaseException as error:
                 attempt.departure.abandon(error, self._position.cursor)
                 raise
-        return self._position.cursor
+        return self.cursor
 
     def close(self) -> None:
         """A counted boundary, the final snapshot, a barrier: the attempt is finished.
 
         Raises:
             SaveFailed: the final snapshot could not be committed.
+            ConfigurationError: a resumed run was trained past the snapshot's boundary.
             Stopped: the ranks had agreed to stop here.
         """
         if self._attempt is None or self._attempt.departure.left:
             return
-        if self._boundary():
+        self._end_training()
+        if self._boundary(closing=True):
             cursor = self._position.cursor
             self._requests.take_put_off(self._attempt.saver, cursor, waits=True)
             self._attempt.departure.finish(cursor, self._take_last)
@@ -195,6 +202,7 @@ class Checkpointer(Hooked):
         """
         self._must_have_resumed()
         self._position.manage_epochs()
+        self._slips.enter_epochs(has_any=self._position.cursor.epoch < number)
         while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
             for original, _ in self._loaders:
                 set_epoch(original, epoch)
@@ -291,26 +299,9 @@ class Checkpointer(Hooked):
             self._requests.fail_waiting("ended" if attempt.departure.left else "lost its store")
         return pending.wait(wait) if wait else pending
 
-    # ---- what is known
-
-    @property
-    def cursor(self) -> Cursor:
-        """Where the run is; inside the loop, of the micro-batch being trained."""
-        return self._position.cursor
-
-    @property
-    def resumed_from(self) -> Cursor | None:
-        """The cursor this attempt went on from, or None if it began at step 0."""
-        return self._attempt.resumed_from if self._attempt else None
-
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt, from 1."""
-        return self._must_have_resumed().number
-
     # ---- the boundary
 
-    def _boundary(self, *, evaluation: bool = False) -> bool:
+    def _boundary(self, *, evaluation: bool = False, closing: bool = False) -> bool:
         """Count, save what is due, act on what was agreed. True: training goes on."""
         attempt = self._attempt
         if attempt is None or attempt.departure.left:
@@ -319,7 +310,7 @@ class Checkpointer(Hooked):
         self._pace.reach(now_s)
         position.reach_boundary(evaluation=evaluation)
         if self._first or self._arrival.under_way or self._recorder is not None:
-            self._seldom(evaluation=evaluation)
+            self._seldom(evaluation=evaluation, closing=closing)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         attempt.begin_window(position, resumable=resumable and not evaluation)
         if resumable and self._requests.put_off:
@@ -344,10 +335,11 @@ class Checkpointer(Hooked):
             self._requests.drop(self._agreement.skipped())
         return True
 
-    def _seldom(self, *, evaluation: bool) -> None:
+    def _seldom(self, *, evaluation: bool, closing: bool) -> None:
         """What only the first boundary, the arrival of a resume, or a proof asks for."""
         if self._first:
             self._first = False
+            self._slips.reach(asks=not (evaluation or closing or self._hooks.on_resume))
             self._files.say_missing()
             self._must_have_resumed().log.change_soon(state=RUNNING)
             self._crew.last_words.stop()
@@ -359,6 +351,15 @@ class Checkpointer(Hooked):
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._agreement.has_open_round)
+
+    def _end_training(self) -> None:
+        self._slips.end()
+        try:
+            with self._teller.refusals():
+                self._arrival.must_not_undo(self._slips.trained)
+        except ConfigurationError as error:
+            self._must_have_resumed().departure.abandon(error, self._position.cursor)
+            raise
 
     def _loader_boundary(self) -> None:
         self._must_have_resumed()

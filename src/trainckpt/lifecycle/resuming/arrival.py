@@ -18,9 +18,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import StateMismatch
+from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.cursor import Cursor
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.slips import NO_BOUNDARY
 from trainckpt.ranks import talking
 from trainckpt.state import apply
 from trainckpt.state.capture import LOADERS
@@ -54,6 +55,7 @@ class Arrival:
         self._saved: Saved | None = None
         self._at = Cursor()
         self._window: Cursor | None = None
+        self._skipping: TrackedLoader | None = None  # a pass that was over when it was saved
         self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
 
     def begin(
@@ -111,6 +113,25 @@ class Arrival:
             self._end()
         return {}
 
+    def must_not_undo(self, steps: int) -> None:
+        """The script is done, and has taken so many steps since the resume.
+
+        On the way to the snapshot's boundary a script repeats what it did after the pass before;
+        else it has trained past it, and the snapshot would be put over what it trained.
+
+        Raises:
+            ConfigurationError: it has trained, and never came to that boundary.
+        """
+        was_on_its_way = self._skipping is not None and not self._skipping.skips_next_pass
+        if self.to_come and steps and not was_on_its_way:
+            raise ConfigurationError(
+                f"the resumed run took {steps} optimizer steps and never reached the boundary that "
+                f"its snapshot was taken at ({self._at}): what they trained is not saved, since it "
+                "does not go on from there exactly; the snapshot stands",
+                hint=f"{NO_BOUNDARY}; steps that only warm the script up belong before the "
+                "Checkpointer is made",
+            )
+
     def before_first_fetch(self) -> None:
         """The loader's iterator has been built, and nothing was fetched yet."""
         if self._saved is not None:
@@ -129,6 +150,7 @@ class Arrival:
         self._position.restore(self._at, window=self._window)
         if loader is not None and self._position.pass_is_over:
             loader.skip_next_pass()
+            self._skipping = loader
 
     def _check_loaders(self, saved: Saved) -> None:
         missing = sorted(apply.loaders_to_come(self._registry, saved))

@@ -17,6 +17,8 @@ from trainckpt.state.kinds.optimizer import counts_steps
 from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from trainckpt.data.loader import TrackedLoader
@@ -32,6 +34,8 @@ class Position:
         step: Completed steps, as of now.
         micro: Micro-batches of the open window, as of the last boundary.
         window: Micro-batches of the last window that ended; None before.
+        epochs_are_ours: Passes of the loader do not count them.
+        on_step: Called after each step that is counted by a hook, if set.
     """
 
     def __init__(self, accumulate: int | None = None) -> None:
@@ -39,6 +43,7 @@ class Position:
         self.step = 0
         self.micro = 0
         self.window: int | None = None
+        self.on_step: Callable[[], None] | None = None
         self._counts_steps_itself = accumulate  # cleared once something is watched for steps
         self._step_at_boundary = 0
         self._epoch = self._batches = self._evaluations = 0
@@ -48,7 +53,7 @@ class Position:
         self._seen_batches = self._seen_samples = self._seen_passes = 0
         self._outside = False  # a micro-batch begun by `ckpt.boundary()`, without a loader
         self._window = (0, 0, 0, 0, 0, 0)  # where the open window began
-        self._epochs_are_ours = False
+        self.epochs_are_ours = False
         self._epoch_is_fresh = False  # entered, and the loader's pass for it not yet begun
 
     @property
@@ -137,7 +142,7 @@ class Position:
 
     def manage_epochs(self) -> None:
         """From now on `enter_epoch` alone counts epochs, not the passes of the loader."""
-        self._epochs_are_ours = True
+        self.epochs_are_ours = True
 
     def enter_epoch(self, epoch: int) -> None:
         """The epoch before is over; the loader's next pass belongs to this one."""
@@ -192,7 +197,7 @@ class Position:
         self._outside = False
 
     def _count_epoch(self, loader: TrackedLoader) -> None:
-        if not self._epochs_are_ours and loader.passes_started > self._seen_passes:
+        if not self.epochs_are_ours and loader.passes_started > self._seen_passes:
             self._epoch += loader.passes_started - self._seen_passes
             self._seen_passes = loader.passes_started
         self._epoch_is_fresh = self._epoch_is_fresh and not loader.in_pass
@@ -214,3 +219,5 @@ class Position:
 
     def _count_step(self) -> None:
         self.step += 1
+        if self.on_step is not None:
+            self.on_step()
