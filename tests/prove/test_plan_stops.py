@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,9 @@ def cursors(micro_batches: int, accumulate: int, epoch: int = 10**9) -> list[dic
     found = []
     for at in range(micro_batches + 1):
         cursor = {"micro_batches": at, "step": at // accumulate, "micro": at % accumulate}
-        found += [cursor] * (2 if at and at % epoch == 0 else 1)
+        if at and at % epoch == 0:
+            found.append({**cursor, "batches": epoch})
+        found.append({**cursor, "batches": at % epoch})
     return found
 
 
@@ -62,3 +65,22 @@ def test_a_worked_example():
         Stop(at=5, step=1, micro=2, signal="SIGTERM", rank=0),
         Stop(at=8, step=2, micro=2, signal="SIGKILL", rank=1),
     ]
+
+
+@given(runs, st.integers(1, 10), st.integers(1, 4))
+def test_stops_fall_on_an_end_of_a_pass_only_where_there_are_no_other_places(run, stops, ranks):
+    ends = {c["micro_batches"] for c in run if not c["batches"]}
+    planned = {stop.at for stop in plan_stops(run, stops, ranks)}
+    last = run[-1]["micro_batches"]
+    has_windows = any(c["micro"] for c in run if 0 < c["micro_batches"] < last)
+    free = {c["micro_batches"] for c in run if c["micro"] or not has_windows} - ends - {0, last}
+    assert not planned & ends or len(free) < len(planned)
+
+
+@pytest.mark.parametrize("stops", [1, 2, 3, 5])
+@pytest.mark.parametrize("passes", [2, 3, 4])
+@pytest.mark.parametrize("accumulate", [1, 3, 4])
+def test_a_stop_in_order_falls_into_a_pass_after_the_first(stops, passes, accumulate):
+    """A script that counts its epochs from 0 again goes on rightly after one in the first."""
+    planned = plan_stops(cursors(passes * 32, accumulate, 32), stops, 1)
+    assert any(stop.at > 32 and stop.at % 32 for stop in planned if stop.signal == "SIGTERM")

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,26 +185,38 @@ def _folder(keep: str | None) -> Path:
 
 
 def plan_stops(cursors: Sequence[dict[str, Any]], stops: int, ranks: int) -> list[Stop]:
-    """Spread the stops over the run, inside windows where there are any. Pure.
+    """Spread the stops over the run, inside windows and passes where there are any. Pure.
 
-    The last of several is a SIGKILL; a SIGTERM goes to one rank only, from the last one down.
+    The last of several is a SIGKILL; a SIGTERM goes to one rank only, from the last one down. The
+    last SIGTERM falls into a pass after the first, if there is one: where a pass ends, and in the
+    first, a script goes on rightly that counts its epochs from 0 again.
     There are fewer than asked for where the run has not as many places to stop at.
     """
     last = cursors[-1]["micro_batches"]
     places = {c["micro_batches"]: c for c in reversed(cursors) if 0 < c["micro_batches"] < last}
-    inside = {at: c for at, c in places.items() if c["micro"]}
-    left = sorted(inside or places)
-    number = min(stops, len(left))
+    ends = _ends_of_passes(cursors)
+    inside = [at for at, c in places.items() if c["micro"]] or list(places)
+    number = min(stops, len(inside))
+    in_passes = sorted(set(inside) - set(ends))
+    left = in_passes if len(in_passes) >= number else sorted(inside)
     planned: list[Stop] = []
     for nth in range(1, number + 1):
         wanted = last * nth / (number + 1)
-        before_others = left[: len(left) - (number - nth)]  # the later stops need places too
-        at = min(before_others, key=lambda place: abs(place - wanted))
+        open_to = left[: len(left) - (number - nth)]  # the later stops need places too
+        if nth == max(number - 1, 1):
+            open_to = [at for at in open_to if ends and at > ends[0]] or open_to
+        at = min(open_to, key=lambda place: abs(place - wanted))
         left = [place for place in left if place > at]
         kind = "SIGKILL" if nth == number and number > 1 else "SIGTERM"
         cursor = places[at]
         planned.append(Stop(at, cursor["step"], cursor["micro"], kind, (ranks - nth) % ranks))
     return planned
+
+
+def _ends_of_passes(cursors: Sequence[dict[str, Any]]) -> list[int]:
+    """The numbers of micro-batches after which a pass over the data was over, and another began."""
+    first = {c["micro_batches"]: c["batches"] for c in reversed(cursors)}
+    return [at for at, after in pairwise(sorted(first)) if first[after] <= first[at]]
 
 
 class _Runs:
