@@ -221,6 +221,21 @@ def test_what_resume_is_asked_for_reaches_the_ranks(recorded, tmp_path, capfd):
     assert told(file) == [[None] * 6, ["1", "s3", *[None] * 4], [*[None] * 4, far, None]]
 
 
+def test_a_script_whose_place_its_launcher_named_finds_it_again(recorded, tmp_path, capfd):
+    """As `trainckpt run --run` named it; of a copy, the place that the record names."""
+    tell = "import os, sys; print(os.environ.get('TRAINCKPT_RUN'), file=open(sys.argv[1], 'a'))"
+    argv, run = [sys.executable, "-c", tell, str(tmp_path / "told")], str(tmp_path / "run")
+    file = recorded("python", argv=argv)
+    assert main(["resume", run]) == 0
+    there = str(tmp_path / "there")
+    tiers = [{"name": "far", "url": run}]
+    recorded("python", argv=argv, where=there, tiers=tiers)
+    assert main(["resume", run]) == 0
+    recorded("python", argv=argv, where="s3://<redacted>@b", tiers=tiers)
+    assert main(["resume", run]) == 0
+    assert file.read_text().split() == [run, there, "None"]
+
+
 def test_resume_starts_again_what_fails(recorded, tmp_path, capfd):
     """As often as it is told to; the command's own code passes through."""
     file = recorded("python", 4)

@@ -77,6 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
             ended = dumped
         else:
             environment = _variables(facts, arguments, given, elsewhere)
+            environment |= _place_for_script(tier, facts, arguments.run in elsewhere)
             again = _Again(tier, facts, command, cwd, nproc, environment, with_torchrun)
             run = None if elsewhere else tier.url
             ended = _launched(again, arguments, inbox, memory, restarts, run, dumped)
@@ -194,6 +195,13 @@ def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:
         f"the recorded working directory {cwd} is not there",
         hint="start the script again as before, from wherever it lies now",
     )
+
+
+def _place_for_script(tier: Place, facts: Mapping[str, Any], is_copy: bool) -> dict[str, str]:
+    """What a script that names no place of its own goes by, as `trainckpt run --run` tells it."""
+    where = facts.get(slower.WHERE) if is_copy else tier.url
+    known = isinstance(where, str) and launch.REDACTED not in where
+    return {place.NAME_VARIABLE: str(where)} if known else {}
 
 
 def _variables(
