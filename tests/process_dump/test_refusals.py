@@ -304,6 +304,27 @@ def test_a_dump_that_fails_leaves_the_processes_as_they_were(counting, tmp_path,
     assert counting.counts_on()
 
 
+def test_what_the_processes_have_written_is_on_the_disk_before_the_dump_counts(
+    counting, monkeypatch
+):
+    """A file that is shorter after a power cut than it was would refuse the dump."""
+    synced, sync, put = set(), os.fsync, counting.tier.replace
+
+    def noted(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        sync(descriptor)
+
+    def replaced(key, data):
+        assert {str(counting.log), str(counting.log.parent)} <= synced
+        put(key, data)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(counting.tier, "replace", replaced)
+    monkeypatch.setattr(counting, "order", partial(replace, counting.order(), logs=()))
+    record = counting.dump()
+    assert [each.path for each in record.written] == [str(counting.log)]
+
+
 def test_a_record_that_cannot_be_written_lets_the_stopped_processes_go_on(counting, monkeypatch):
     """CRIU has frozen them by then, and written all images."""
 

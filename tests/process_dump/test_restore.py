@@ -14,8 +14,9 @@ from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
 from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
-from trainckpt.process_dump import restore
+from trainckpt.process_dump import dump, restore
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.memory import MemoryPlace
 
 HOST = Host("here", "6.1", ("avx2", "fpu"))
 RECORD = DumpRecord(
@@ -110,6 +111,23 @@ def test_what_came_later_is_safe_under_its_name_before_the_file_is_cut(tmp_path,
     monkeypatch.setattr(os, "fsync", noted)
     restore.cut_back(WrittenFile(str(path), 9), attempt=4)
     assert synced == [("log.after-4", 20), (tmp_path.name, 20), ("log", 9)]
+
+
+def test_a_dump_is_numbered_after_every_snapshot_of_its_attempt_in_memory_too(tmp_path):
+    """One that stood there alone is copied to the run's place later, and is the older one."""
+    tier, memory = LocalTier(tmp_path), MemoryPlace.of(str(tmp_path))
+    assert dump.next_name(tier, 2) == DumpName(2, 1)
+    for name in ("s9~1.4", "s3~2.2"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+    assert dump.next_name(tier, 2) == DumpName(2, 3)
+    arena = memory.arena(0, 0)
+    arena.reserve(100)
+    arena.publish("snapshots/s5~2.5", "rank00000.safetensors")
+    assert dump.next_name(tier, 2) == DumpName(2, 6)
+    arena.close()
+    memory.remove()
+    (tmp_path / "dumps" / "dump~2.7").mkdir(parents=True)
+    assert dump.next_name(tier, 2) == DumpName(2, 8)
 
 
 def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):

@@ -24,14 +24,23 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed
 from trainckpt.format.digest import digest
-from trainckpt.format.dump import IMAGES, DumpRecord, Image, MappedFile, WrittenFile
+from trainckpt.format.dump import (
+    DUMPS,
+    IMAGES,
+    DumpName,
+    DumpRecord,
+    Image,
+    MappedFile,
+    WrittenFile,
+)  # fmt: skip
+from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.process_dump import criu, numbers, sealed_images, tree
 from trainckpt.process_dump.host import this_host
+from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from trainckpt.format.dump import DumpName
     from trainckpt.format.encryption import Wrapped
     from trainckpt.process_dump.gpu_tree import GpuTree
     from trainckpt.tiers.local import LocalTier
@@ -74,6 +83,19 @@ class Order:
     recipients: tuple[str, ...] = ()
 
 
+def next_name(tier: LocalTier, attempt: int) -> DumpName:
+    """The name after all snapshots and dumps of this attempt, in memory too.
+
+    A snapshot that is copied from there later, under a greater number, would pass for newer.
+    """
+    memory = MemoryPlace.found(tier.url)
+    in_memory = [] if memory is None else [folder.rpartition("/")[2] for folder in memory.folders()]
+    names = [SnapshotName.parse(name) for name in [*tier.list(SNAPSHOTS), *in_memory]]
+    dumps = [DumpName.parse(name) for name in tier.list(DUMPS)]
+    used = [n.sequence for n in [*names, *dumps] if n is not None and n.attempt == attempt]
+    return DumpName(attempt, max(used, default=0) + 1)
+
+
 def estimate_s(num_bytes: int, *, encrypts: bool = False) -> float:
     """How long a dump of so much memory takes, rather too long than too short."""
     return FIRST_S + num_bytes / BYTES_PER_S * (2 if encrypts else 1)  # it is written twice
@@ -105,6 +127,7 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
             pids = tree.processes(order.root)  # some may have come and gone until they were stopped
             held, tasks = _look(order, pids, variable), tree.tasks(pids)
             keys = _seal(order, images)
+            _keep_written(held)
             record = _record(order, tasks, held, _settle(images), keys)
             tier.replace(order.name.record, record.dump())
     except BaseException:
@@ -205,12 +228,25 @@ def _settle(images: Path) -> tuple[Image, ...]:
         finally:
             os.close(descriptor)
     for folder in (images, images.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(folder)
     return tuple(found)
+
+
+def _keep_written(held: tree.Look) -> None:
+    """What the tree has written, on stable storage: a file that is shorter after a power cut than
+    the processes remember makes the dump useless.
+    """
+    files = [Path(path) for path in held.written()]
+    for path in [*files, *dict.fromkeys(file.parent for file in files)]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _digest(descriptor: int, size: int) -> str:

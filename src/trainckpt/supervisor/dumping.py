@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, TrainckptError
-from trainckpt.format.dump import DUMPS, DumpName
-from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.lifecycle.deciding.dump_choice import (
     BOTH,
     DUMP,
@@ -52,6 +50,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.format.dump import DumpName
     from trainckpt.lifecycle.dumping.rest_told import Resting
     from trainckpt.lifecycle.run.told import Told
     from trainckpt.process_dump.criu import Ability
@@ -346,7 +345,7 @@ class Dumping:
             program=self._ability.program,
             version=self._ability.version,
             root=launch.process.pid,
-            name=next_name(tier, record.attempt),
+            name=dump.next_name(tier, record.attempt),
             run=attempts.run_id(tier) or "",
             world=world if isinstance(world, int) else 1,
             folder=launch.folder,
@@ -375,14 +374,6 @@ def _beating(tier: LocalTier, attempt: int) -> Iterator[None]:
         yield
     finally:
         heartbeat.stop(keep=True)
-
-
-def next_name(tier: LocalTier, attempt: int) -> DumpName:
-    """The name after all snapshots and dumps of this attempt."""
-    names = [SnapshotName.parse(name) for name in tier.list(SNAPSHOTS)]
-    dumps = [DumpName.parse(name) for name in tier.list(DUMPS)]
-    used = [n.sequence for n in [*names, *dumps] if n is not None and n.attempt == attempt]
-    return DumpName(attempt, max(used, default=0) + 1)
 
 
 def ability_for(wanted: str) -> Ability | None:
