@@ -47,6 +47,29 @@ def test_a_file_is_written_or_read_and_a_database_is_seen(tmp_path):
     connection.close()
 
 
+@pytest.mark.parametrize("end", ["read", "written"])
+def test_a_named_pipe_to_a_process_outside_is_refused(tmp_path, end):
+    """What is on its way in it would be lost, or come twice."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    program = "import sys; f = open(sys.argv[1], sys.argv[2]); sys.stdin.read()"
+    ours, theirs = ("r", "w") if end == "read" else ("w", "r")
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", program, path, theirs], stdin=subprocess.PIPE
+        ) as other,
+        path.open(ours),  # waits for the other end
+    ):
+        held = next(each for each in tree.descriptors(ME) if each.target == str(path))
+        outside = tree.look([ME]).outside & {str(path)}
+        assert why_not(Look((held,), outside)) == [
+            f"process {ME}: a pipe to a process outside the command ({path})"
+        ]
+        inside = tree.look([ME, other.pid]).outside & {str(path)}
+        assert why_not(Look((held,), inside)) == []
+        other.stdin.close()
+
+
 def test_who_else_has_a_file_open_for_writing_is_found(tmp_path):
     path = tmp_path / "log"
     program = "import sys; f = open(sys.argv[1], 'a'); print('open', flush=True); sys.stdin.read()"
@@ -117,7 +140,8 @@ def test_a_connection_is_a_stranger_unless_both_ends_are_in_the_tree():
     ],
 )
 def test_what_criu_cannot_dump_is_named(target, why):
-    look = Look((Held(1, 0, target),), frozenset({"pipe:[17]"}), ("10.0.0.1:443",), (99,))
+    held = Held(1, 0, target, is_pipe=target.startswith("pipe:"))
+    look = Look((held,), frozenset({"pipe:[17]"}), ("10.0.0.1:443",), (99,))
     told = why_not(look)
     assert told[0] == "process 99 has left the tree of the command"
     assert told[1] == "a connection outside the command, to 10.0.0.1:443"
@@ -129,7 +153,8 @@ def test_what_criu_cannot_dump_is_named(target, why):
     "target", ["/dev/null", "/dev/urandom", "/dev/shm/x", "pipe:[18]", "anon_inode:[eventpoll]"]
 )
 def test_what_every_process_has_is_no_obstacle(target):
-    assert why_not(Look((Held(1, 0, target, os.O_RDWR),), frozenset({"pipe:[17]"}))) == []
+    held = Held(1, 0, target, os.O_RDWR, is_pipe=target.startswith("pipe:"))
+    assert why_not(Look((held,), frozenset({"pipe:[17]"}))) == []
 
 
 def test_who_is_called_by_half_a_letter_is_looked_at_all_the_same():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ class Held:
         flags: As `open` was given them.
         database: A file that a database engine looks after.
         is_file: A regular file that has a name.
+        is_pipe: With a name or without.
     """
 
     pid: int
@@ -43,6 +45,7 @@ class Held:
     flags: int = 0
     database: bool = False
     is_file: bool = False
+    is_pipe: bool = False
 
     @property
     def writes(self) -> bool:
@@ -98,7 +101,7 @@ def _why_not(held: Held, look: Look) -> str:
     is_device = target.startswith("/dev/") and not target.startswith(SHARED_MEMORY)
     if is_device and target not in HARMLESS_DEVICES:
         return f"it holds the device {target}"
-    if target.startswith("pipe:") and target in look.outside:
+    if held.is_pipe and target in look.outside:
         return f"a pipe to a process outside the command ({target})"
     if held.is_file and held.writes:
         if held.database:
@@ -155,12 +158,11 @@ def look(pids: Collection[int], strays: Iterable[int] = (), besides: Iterable[in
         besides: Processes that do not count as others.
     """
     held = [each for pid in pids for each in descriptors(pid)]
-    names = {each.target for each in held if each.target.startswith("pipe:")
-             or (each.is_file and each.writes)}  # fmt: skip
+    names = {each.target for each in held if each.is_pipe or (each.is_file and each.writes)}
     inside = {*pids, *besides}
     outside = {
         each.target for pid in (_everybody() if names else ()) if pid not in inside
-        for each in descriptors(pid, names) if each.writes or each.target.startswith("pipe:")
+        for each in descriptors(pid, names) if each.writes or each.is_pipe
     }  # fmt: skip
     return Look(tuple(held), frozenset(outside), tuple(_strangers(pids, held)), tuple(strays))
 
@@ -179,10 +181,20 @@ def descriptors(pid: int, only: Collection[str] | None = None) -> Iterator[Held]
                 info = (PROC / str(pid) / "fdinfo" / number).read_text(encoding="utf-8")
                 flags = int(next(line for line in info.splitlines()
                                  if line.startswith("flags:")).split()[1], 8)  # fmt: skip
-                is_file = target.startswith("/") and Path(target).is_file()
+                kind = _mode(target)
+                is_file = stat.S_ISREG(kind)
+                is_pipe = target.startswith("pipe:") or stat.S_ISFIFO(kind)
                 writes = flags & os.O_ACCMODE != os.O_RDONLY
                 base = is_file and writes and _is_database(Path(target))
-                yield Held(pid, int(number), target, flags, base, is_file)
+                yield Held(pid, int(number), target, flags, base, is_file, is_pipe)
+
+
+def _mode(target: str) -> int:
+    """Of the file of this name; 0 if there is none."""
+    if target.startswith("/"):
+        with contextlib.suppress(OSError):
+            return Path(target).stat().st_mode
+    return 0
 
 
 def mapped_files(pids: Iterable[int]) -> list[str]:
@@ -274,7 +286,7 @@ def _everybody() -> list[int]:
 def _parent(pid: int) -> int:
     try:
         # A name is cut at 15 bytes, and may be no text at all.
-        stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        told = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return -1
-    return int(stat.rpartition(")")[2].split()[1])
+    return int(told.rpartition(")")[2].split()[1])
