@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from tests.process_dump.test_restore import RECORD
 from tests.snapshot.written import written
 from trainckpt.cli.main import main
 from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.dump import DumpName, WrittenFile
 from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.memory import MemoryPlace
 
 
 def pruned(capsys, *argv) -> dict:
@@ -103,6 +107,29 @@ def test_a_damaged_snapshot_stays(make_run, capsys):
     run = make_run(steps=2)
     (run / "snapshots/s1~1.1/manifest.json").write_bytes(b"{}")
     assert pruned(capsys, run, "--keep-last", "1", "--abandoned")["pruned"] == []
+
+
+def test_memory_that_dumped_processes_have_open_stays_until_no_resume_brings_them_back(
+    make_run, capsys
+):
+    run = make_run(steps=2)
+    place, tier = MemoryPlace.of(str(run)), LocalTier(run)
+    arena = place.arena(0, 0)
+    arena.reserve(5000)
+    arena.close()
+    dump = replace(
+        RECORD, name=DumpName(1, 9), run=attempts.run_id(tier),
+        written=(WrittenFile(str(arena.path), 5000),),
+    )  # fmt: skip
+    (run / dump.name.folder).mkdir(parents=True)
+    tier.replace(dump.name.record, dump.dump())
+    assert main(["prune", str(run)]) == 0
+    assert "of this host's memory stay: the processes of dump~1.9" in capsys.readouterr().out
+    assert arena.path.exists()
+    attempts.claim(tier, lambda number: AttemptRecord(number, None))
+    assert main(["prune", str(run)]) == 0
+    assert "of this host's memory were given back" in capsys.readouterr().out
+    assert not place.root.exists()
 
 
 def test_an_unknown_run_is_66(tmp_path, capsys):

@@ -5,20 +5,23 @@ Among them images of process dumps that no resume brings back.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
-from trainckpt.errors import TierUnavailable
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format import names
 from trainckpt.format.attempt import UNDECIDED
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
+from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove, why_superseded
 from trainckpt.lifecycle.places import place as places
 from trainckpt.lifecycle.places.everywhere import open_everywhere
 from trainckpt.lifecycle.resuming.choice import KEEP_LAST, READING
 from trainckpt.lifecycle.run import heartbeat
 from trainckpt.lifecycle.run.options import read_options
+from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempts, catalog, prune, sweep
 from trainckpt.tiers import memory
 
@@ -69,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         notes += [] if is_whole else [_INTERRUPTED]
     if not arguments.dry_run and not live and everywhere.place in everywhere.tiers:
         place.clear_spares()
-        notes += _give_back_memory(place)
+        notes += _give_back_memory(place, everywhere)
     silent = {} if arguments.tier else everywhere.silent
     notes += [f"the tier {name} stays as it is: {why}" for name, why in silent.items()]
     _tell(arguments, place, policy.keep_last, rows, list(kept), notes)
@@ -181,15 +184,29 @@ def _delete(
     return len(rows)
 
 
-def _give_back_memory(tier: Place) -> list[str]:
+def _give_back_memory(tier: Place, everywhere: Everywhere) -> list[str]:
     """What attempts that are over hold of this host's memory; a note if there was any."""
     memory.reclaim()
     held = memory.MemoryPlace.found(tier.url)
     if held is None or held.is_in_use:
         return []
     freed = held.num_bytes
+    if freed and (dump := _dump_in(held, tier, everywhere)):
+        return [f"{show.size(freed)} of this host's memory stay: the processes of {dump} have it"]
     held.remove()
     return [f"{show.size(freed)} of this host's memory were given back"] if freed else []
+
+
+def _dump_in(held: memory.MemoryPlace, tier: Place, everywhere: Everywhere) -> str:
+    """The dump that may be brought back and has files of this memory open, or ""."""
+    for name in restore.names_in(tier):
+        if why_superseded(name, everywhere.records):
+            continue
+        with contextlib.suppress(UnusableSnapshot):
+            written = restore.load(tier, everywhere.run, name).written
+            if any(Path(file.path).is_relative_to(held.root) for file in written):
+                return str(name)
+    return ""
 
 
 def _tell(
