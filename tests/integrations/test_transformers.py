@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +21,9 @@ from tests.ranks import processes
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.integrations import transformers_needs
+from trainckpt.integrations import transformers_needs, transformers_state
+from trainckpt.lifecycle.places.place import open_directory
+from trainckpt.snapshot import attempts
 
 preload("tests.integrations.trained")
 
@@ -78,6 +83,174 @@ def test_a_finished_run_goes_on_only_if_there_is_more_to_train(tmp_path):
     assert again == {}
     Training(tmp_path, again, tmp_path / "run", max_steps=5).train()
     assert sorted(again) == [*range(len(first), len(first) + 8)]
+
+
+def test_a_run_that_a_callback_ended_early_goes_on_only_with_more_steps(tmp_path, caplog):
+    """What it came to is told, and that nothing is trained."""
+
+    class Ends(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 2
+
+    first, again = {}, {}
+    training = Training(tmp_path, first, tmp_path / "run", max_steps=4)
+    training.trainer.add_callback(Ends())
+    training.train()
+    told = Training(tmp_path, again, tmp_path / "run", max_steps=4).train()
+    assert (told[3][0], again) == (2, {})
+    assert "finished at step 2 of 4, where it was ended early, so train() trains" in caplog.text
+    assert Training(tmp_path, again, tmp_path / "run", max_steps=5).train()[3][0] == 5
+    assert sorted(again) == [*range(len(first), len(first) + 11)]
+
+
+def test_a_callback_that_has_finished_its_run_is_refused_for_another_training(tmp_path):
+    """A fold of a cross-validation would get the result of the first."""
+    training = Training(tmp_path, {}, tmp_path / "run", max_steps=2)
+    training.train()
+    with pytest.raises(ConfigurationError, match="would only get its result"):
+        training.trainer.train()
+    training.trainer.args.max_steps = 3
+    assert training.trainer.train().global_step == 3
+
+
+class Raises(transformers.TrainerCallback):
+    """Raises once, when it is told of this."""
+
+    def __init__(self, when):
+        self.when = when
+
+    def raised(self, when):
+        if self.when == when:
+            self.when = None
+            raise ValueError(when)
+
+    def on_train_begin(self, *_, **__):
+        self.raised("train begin")
+
+    def on_epoch_begin(self, args, state, *_, **__):
+        self.raised(f"epoch {state.epoch:.0f}")
+
+    def on_evaluate(self, *_, **__):
+        self.raised("evaluation before the first epoch")
+
+
+@pytest.mark.parametrize(
+    "when", ["train begin", "epoch 0", "epoch 1", "evaluation before the first epoch", "the end"]
+)
+def test_what_is_raised_anywhere_ends_the_attempt_and_training_can_begin_again(
+    tmp_path, when, monkeypatch
+):
+    """Signals are the script's again, the record says failed, and the next one goes on."""
+    how = {"eval_on_start": True} if "first" in when else {}
+    want, seen = {}, {}
+    end = Training(tmp_path, want, **how).train()
+    training = Training(tmp_path, {}, tmp_path / "run", **how)
+    training.trainer.add_callback(Raises(when))
+    before, handler = set(vars(training.trainer)), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patched:
+        if when == "the end":
+            patched.setattr(trainckpt.Checkpointer, "close", unwritable)
+        with pytest.raises((ValueError, OSError)):
+            training.trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert not {"_run_epoch", "_evaluate", "get_batch_samples"} & (
+        set(vars(training.trainer)) - before
+    )
+    if when != "train begin":
+        record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
+        assert record.outcome["outcome"] == "failed"
+    again = Training(tmp_path, seen, tmp_path / "run", **how)
+    assert again.train() == end
+    assert seen == want
+
+
+def unwritable(self):
+    raise OSError("the disk is full")
+
+
+def test_callbacks_listed_after_ours_begin_before_they_get_their_state_back(tmp_path):
+    """One that makes its state as training begins has it then, and does not begin anew with it."""
+
+    class Average(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            self.steps = 0
+
+        def on_step_end(self, *_, **__):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    counted = []
+    for strike_at in (5, None):
+        training = Training(tmp_path, {}, tmp_path / "run", strike_at=strike_at)
+        average = Average()
+        training.trainer.add_callback(average)
+        training.train()
+        assert training.trainer.callback_handler.callbacks.count(training.ours) == 1
+        assert training.ours.stopped == (strike_at is not None)
+        counted.append(average.steps)
+    assert counted == [1, 6]
+
+
+def test_another_accumulation_is_refused_inside_an_epoch_and_other_settings_are_said(
+    tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="trainckpt")
+    Training(tmp_path, {}, tmp_path / "run", strike_at=5).train()
+    with pytest.raises(ConfigurationError, match="gradient_accumulation_steps is 2, and was 4"):
+        Training(tmp_path, {}, tmp_path / "run", gradient_accumulation_steps=2).train()
+    caplog.clear()
+    other = {"max_grad_norm": 0.1, "lr_scheduler_type": "constant"}
+    assert Training(tmp_path, {}, tmp_path / "run", strike_at=11, **other).train() is None
+    assert ": same data, not bitwise" in caplog.text
+    assert "max_grad_norm 0.5 then, 0.1 now" in caplog.text
+    training = Training(tmp_path, {}, tmp_path / "run", gradient_accumulation_steps=2)
+    assert training.train()[3][0] == 3 + 6
+
+
+def test_windows_whose_batches_are_made_anew_are_refused(tmp_path, monkeypatch):
+    training = Training(tmp_path, {}, tmp_path / "run")
+    collect = training.trainer.get_batch_samples
+
+    def copied(*args):
+        window, items = collect(*args)
+        return [dict(batch) for batch in window], items
+
+    training.trainer.get_batch_samples = copied
+    with pytest.raises(ConfigurationError, match="makes other micro-batches"):
+        training.train()
+
+
+def test_whatever_a_script_logs_is_saved_as_text_or_a_number(tmp_path):
+    """Else no save after it would succeed."""
+    training = Training(tmp_path, {}, tmp_path / "run", strike_at=5)
+    odd = {"f1": np.float32(0.5), "loss": torch.tensor(2.0), "when": Path("x"), "of": {3: (1,)}}
+    training.trainer.add_callback(Logs(odd))
+    assert training.train() is None
+    training = Training(tmp_path, {}, tmp_path / "run")
+    training.train()
+    plain = {"f1": 0.5, "loss": 2.0, "when": "x", "of": {"3": [1]}, "step": 0}
+    assert training.trainer.state.log_history[0] == plain
+
+
+class Logs(transformers.TrainerCallback):
+    """Puts a line into the log."""
+
+    def __init__(self, line):
+        self.line = line
+
+    def on_epoch_begin(self, args, state, *_, **__):
+        state.log_history.append({**self.line, "step": state.global_step})
+
+
+def test_a_sum_that_another_release_lacks_is_left_out(tmp_path, monkeypatch):
+    sums = (*transformers_state._SUMS, "_of_another_release")
+    monkeypatch.setattr(transformers_state, "_SUMS", sums)
+    assert compared(tmp_path, [5]) == []
 
 
 def test_its_own_checkpoints_are_saved_as_ever_and_the_trainer_is_left_as_it_was(tmp_path):

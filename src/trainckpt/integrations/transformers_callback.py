@@ -49,11 +49,35 @@ class TrainckptCallback(TrainerCallback):
         self.checkpointer: Checkpointer | None = None
         self._run = run
         self._options = options
+        self._hooks: Hooks | None = None
+        self._waits = False  # for the callbacks that come after it
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the training was stopped before its end, to be resumed: `on_stop="return"`."""
+        ckpt = self.checkpointer
+        return ckpt is not None and ckpt._has_returned()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Make the Checkpointer and resume."""
+        """Make the Checkpointer and resume, once all other callbacks have begun.
+
+        One that begins after us would begin anew with what it had just been given back.
+        """
         trainer, given = trainer_of(self)
-        refuse_trainer(self, trainer, given)
+        told = trainer.callback_handler.callbacks
+        if self._waits:  # told again, as the last one
+            self._waits = False
+            told.pop()
+        else:
+            self._must_be_over()
+            refuse_trainer(self, trainer, given)
+            if told[-1] is not self:
+                self._waits = True
+                told.append(self)
+                return
+        self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
         shard = trainer.callback_handler.train_dataloader
         refuse_loader(shard, "the training loader")
         part = TrainerPart(trainer)
@@ -67,8 +91,22 @@ class TrainckptCallback(TrainerCallback):
         if trainer.accelerator.scaler is not None:
             tracked["scaler"] = trainer.accelerator.scaler
         loader = TrainedLoader(reader)
+        before = self.checkpointer
         self.checkpointer = ckpt = Checkpointer(
             self._run, loader=loader, **tracked, **self._options
         )
         ckpt.resume()
-        Hooks(trainer, ckpt, part, reader, ckpt.loader(loader)).install()
+        self._hooks = Hooks(trainer, ckpt, part, reader, ckpt.loader(loader))
+        try:
+            part.must_fit(ckpt.cursor, is_second=before is not None)
+            self._hooks.install()
+        except BaseException as error:
+            self._hooks.abandon(error)
+            raise
+
+    def _must_be_over(self) -> None:
+        """A training that ended where nobody heard of it, as by Ctrl-C between two epochs."""
+        if self._hooks is not None:
+            error = RuntimeError("its training was left, and another one began")
+            self._hooks.abandon(error)
+            self._hooks = None

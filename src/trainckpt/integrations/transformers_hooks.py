@@ -6,6 +6,7 @@ get_batch_samples        hands a window out with a boundary before each micro-ba
 on_epoch_begin           not told again of an epoch that callbacks know
 _load_rng_state          nothing: the random generators are put back by us, at the first batch
 _finalize_training       the run's final snapshot comes first
+_evaluate                of `eval_on_start`: what it raises ends the attempt, as in an epoch
 args.eval_on_start       not again after a resume
 
 Each is set on that object alone, so other Trainers of the process are as they were.
@@ -13,6 +14,7 @@ Each is set on that object alone, so other Trainers of the process are as they w
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,7 @@ class Hooks:
         self._epochs = ckpt.epochs(_FOREVER)
         self._told = -1  # epochs the loop has told of
         self._iterator: TrackedIterator | None = None
+        self._in_epoch = False
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -64,11 +67,13 @@ class Hooks:
         self._collect = trainer.get_batch_samples
         self._load_rng = trainer._load_rng_state
         self._finalize = trainer._finalize_training
+        self._evaluate = trainer._evaluate
         self._tell = handler.on_epoch_begin
         self._set(trainer, "_run_epoch", self.run_epoch)
         self._set(trainer, "get_batch_samples", self.get_batch_samples)
         self._set(trainer, "_load_rng_state", self.load_rng_state)
         self._set(trainer, "_finalize_training", self.finalize)
+        self._set(trainer, "_evaluate", self.evaluate)
         self._set(handler, "on_epoch_begin", self.on_epoch_begin)
         if self._ckpt.resumed_from is not None:
             self._set(trainer.args, "eval_on_start", False)
@@ -77,6 +82,12 @@ class Hooks:
         """Put back what was there."""
         while self._undo:
             self._undo.pop()()
+
+    def abandon(self, error: BaseException) -> None:
+        """The training ends by this error."""
+        self.remove()
+        if not isinstance(error, Stopped):
+            self._ckpt.__exit__(type(error), error, None)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         had, before = name in vars(owner), vars(owner).get(name)
@@ -91,7 +102,8 @@ class Hooks:
         if self._part.finished or self._told <= self._part.begun:
             return control
         self._part.begun = self._told
-        return self._tell(args, state, control)
+        with self._abandoning():
+            return self._tell(args, state, control)
 
     def run_epoch(self, **given: Any) -> None:
         """Run an epoch, or what is left of it, or nothing."""
@@ -106,16 +118,15 @@ class Hooks:
                 epochs_trained=given["epoch"],
                 steps_trained_in_current_epoch=done,
             )
-        try:
-            with _SkipsNothing():
-                self._run_epoch(**given)
-        except Left:
-            self._trainer.control.should_training_stop = True
-        except BaseException as error:
-            self.remove()
-            if not isinstance(error, Stopped):
-                self._ckpt.__exit__(type(error), error, None)
-            raise
+        with self._abandoning():
+            try:
+                self._in_epoch = True
+                with _SkipsNothing():
+                    self._run_epoch(**given)
+            except Left:
+                self._trainer.control.should_training_stop = True
+            finally:
+                self._in_epoch = False
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Give the next window; its first boundary is here."""
@@ -138,13 +149,21 @@ class Hooks:
 
     def finalize(self, *args: Any, **kwargs: Any) -> Any:
         """The run is finished; then the Trainer's last words."""
-        if not self._has_left():
-            self._part.finished = True
-            if self._tracked.in_pass and self._tracked.batches == len(self._tracked):
-                next(self._epochs)
-            self._ckpt.close()
+        with self._abandoning():
+            if not self._has_left():
+                self._part.finished = True
+                if self._tracked.in_pass and self._tracked.batches == len(self._tracked):
+                    next(self._epochs)
+                self._ckpt.close()
         self.remove()
         return self._finalize(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; between epochs nobody else would hear of an error."""
+        if self._in_epoch:
+            return self._evaluate(*args, **kwargs)
+        with self._abandoning():
+            return self._evaluate(*args, **kwargs)
 
     # ---- as the loader of an epoch
 
@@ -162,6 +181,15 @@ class Hooks:
         return self._reader.shard.batch_sampler
 
     # ---- small things
+
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """What is raised ends the attempt, and this Trainer's loop is its own again."""
+        try:
+            yield
+        except BaseException as error:
+            self.abandon(error)
+            raise
 
     def _begin_window(self, whole: int) -> None:
         self._trainer.current_gradient_accumulation_steps = whole

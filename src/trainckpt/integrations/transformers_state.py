@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers.trainer_callback import ExportableState
+
+from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.run.log import logger
+
+if TYPE_CHECKING:
+    from trainckpt.format.cursor import Cursor
 
 _STATE = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric",
@@ -15,6 +22,13 @@ _SUMS = (
     "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
     "_initial_num_input_tokens_seen", "current_flos",
 )  # fmt: skip
+# What a training has to go on with, to be the same training.
+_SETTINGS = (
+    "gradient_accumulation_steps", "max_grad_norm", "bf16", "fp16", "label_smoothing_factor",
+    "lr_scheduler_type", "learning_rate", "weight_decay", "warmup_steps", "warmup_ratio", "optim",
+    "neftune_noise_alpha", "average_tokens_across_devices",
+)  # fmt: skip
+_ACCUMULATE = "gradient_accumulation_steps"
 _CONTROL = (
     "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log",
 )  # fmt: skip
@@ -32,14 +46,15 @@ class TrainerPart:
         self.begun = -1
         self.finished = False
         self._trainer = trainer
+        self._then: dict[str, Any] = {}  # settings that were saved
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, and the running loss as a tensor."""
         trainer = self._trainer
         state, control = trainer.state, trainer.control
         return {
-            "state": {name: getattr(state, name) for name in _STATE},
-            "sums": {name: getattr(trainer, name) for name in _SUMS},
+            "state": {name: _stored(getattr(state, name)) for name in _STATE},
+            "sums": {name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)},
             "loss": trainer._tr_loss.clone(),
             "control": {name: bool(getattr(control, name)) for name in _CONTROL},
             "sync_gradients": bool(trainer.accelerator.gradient_state.sync_gradients),
@@ -47,6 +62,7 @@ class TrainerPart:
             "begun": self.begun,
             "finished": self.finished,
             "max_steps": state.max_steps,
+            "settings": self._settings(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -62,11 +78,64 @@ class TrainerPart:
         for name, value in saved["callbacks"].items():
             if name in others:
                 _give_back(others[name], value)
-        reached = saved["state"]["global_step"]
-        goes_on = saved["max_steps"] <= reached < trainer.state.max_steps
+        self._then = saved.get("settings", {})
+        reached, most = saved["state"]["global_step"], trainer.state.max_steps
+        goes_on = reached < most and saved["max_steps"] < most
         self.begun, self.finished = saved["begun"], saved["finished"] and not goes_on
         for name, value in saved["control"].items():
             setattr(trainer.control, name, value and not (goes_on and "stop" in name))
+
+    def _settings(self) -> dict[str, Any]:
+        args = self._trainer.args
+        told = {name: getattr(args, name, None) for name in _SETTINGS}
+        plain = (type(None), bool, int, float)
+        return {name: v if isinstance(v, plain) else str(v) for name, v in told.items()}
+
+    def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
+        then, now = saved.get("settings", {}), self._settings()
+        then = {**then, "max_steps": saved["max_steps"]}
+        now["max_steps"] = self._trainer.state.max_steps
+        other = [
+            f"{n} {then[n]} then, {now[n]} now" for n in now if n in then and then[n] != now[n]
+        ]
+        return [f"other settings of the training: {', '.join(other)}"] if other else []
+
+    def must_fit(self, at: Cursor, *, is_second: bool) -> None:
+        """Whether this training can go on from there, once the state is back.
+
+        Args:
+            at: Where the run is.
+            is_second: The same callback has trained before, in this process.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        then, now = self._then.get(_ACCUMULATE), self._settings()[_ACCUMULATE]
+        in_epoch = at.batches > 0 and not self.finished
+        if in_epoch and then is not None and then != now:
+            raise ConfigurationError(
+                f"{_ACCUMULATE} is {now}, and was {then} when this epoch began: the Trainer counts "
+                "the windows of an epoch by it, so the rest of this one would be dealt out wrongly",
+                hint=f"resume with {_ACCUMULATE}={then}; another number can begin with an epoch",
+            )
+        if not self.finished:
+            return
+        state, again = self._trainer.state, "set more max_steps or num_train_epochs to train on"
+        if is_second:
+            raise ConfigurationError(
+                f"this callback's run has finished at step {state.global_step}: a second training "
+                "would only get its result",
+                hint=f"give each training a callback and a run of its own, or {again}",
+            )
+        early = f" of {state.max_steps}, where it was ended early," if self._ended_early() else ""
+        if self._trainer.args.process_index == 0:
+            logger.warning(
+                "the run has finished at step %d%s so train() trains nothing and returns its "
+                "result; %s, or name another run to train anew", state.global_step, early, again,
+            )  # fmt: skip
+
+    def _ended_early(self) -> bool:
+        return bool(self._trainer.state.global_step < self._trainer.state.max_steps)
 
     def _others(self) -> dict[str, Any]:
         """Callbacks that say their own state, by class and by their place among its likes."""
@@ -77,6 +146,21 @@ class TrainerPart:
                 number = sum(name.startswith(f"{kind}.") for name in found)
                 found[f"{kind}.{number}"] = one
         return found
+
+
+def _stored(value: Any) -> Any:
+    """A value that scripts log, as one that can be stored: what is logged must not cost a save."""
+    if isinstance(value, dict):
+        return {str(key): _stored(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_stored(part) for part in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return str(value)
 
 
 def _has_state(one: Any) -> bool:

@@ -56,12 +56,11 @@ class WindowReader(ShardReader):
         while True:
             counted = _Counted(batches)
             window, self.items = self._collect(counted, *self._asked)
-            if len(window) != counted.number:
-                raise ConfigurationError(
-                    f"get_batch_samples of this Trainer makes {len(window)} micro-batches of "
-                    f"{counted.number}, so none of them is a place in the data",
-                    hint="leave get_batch_samples as it is in transformers.Trainer",
-                )
+            if len(window) != len(counted.taken):
+                what = f"makes {len(window)} micro-batches of {len(counted.taken)}"
+                raise _refusal(what)
+            if any(given is not taken for given, taken in zip(window, counted.taken, strict=True)):
+                raise _refusal("makes other micro-batches of those that it takes")
             if not window:
                 return
             self.whole = len(window)
@@ -85,10 +84,10 @@ class WindowReader(ShardReader):
 
 
 class _Counted:
-    """Batches, and how many were taken."""
+    """Batches, and those that were taken."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
-        self.number = 0
+        self.taken: list[Any] = []
         self._batches = batches
 
     def __iter__(self) -> _Counted:
@@ -96,8 +95,16 @@ class _Counted:
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self.number += 1
+        self.taken.append(batch)
         return batch
+
+
+def _refusal(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"get_batch_samples of this Trainer {what}, so none of them is a place in the data",
+        hint="leave get_batch_samples as it is in transformers.Trainer; what changes a batch "
+        "belongs into the collator or training_step",
+    )
 
 
 class TrainedLoader:
