@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import signal
 from pathlib import Path
 
@@ -245,6 +246,13 @@ class Logs(transformers.TrainerCallback):
 
     def on_epoch_begin(self, args, state, *_, **__):
         state.log_history.append({**self.line, "step": state.global_step})
+
+
+def test_workers_end_with_a_training_that_ends_inside_an_epoch(tmp_path):
+    before = set(multiprocessing.active_children())
+    training = Training(tmp_path, {}, tmp_path / "run", max_steps=1, dataloader_num_workers=2)
+    training.train()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_sum_that_another_release_lacks_is_left_out(tmp_path, monkeypatch):

@@ -79,7 +79,9 @@ class Hooks:
             self._set(trainer.args, "eval_on_start", False)
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Put back what was there; workers end, as they do where nobody holds the loader."""
+        self._iterator = None
+        self._tracked.shutdown()
         while self._undo:
             self._undo.pop()()
 
