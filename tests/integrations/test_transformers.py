@@ -157,12 +157,22 @@ def test_what_is_raised_anywhere_ends_the_attempt_and_training_can_begin_again(
     assert not {"_run_epoch", "_evaluate", "get_batch_samples"} & (
         set(vars(training.trainer)) - before
     )
-    if when != "train begin":
-        record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
-        assert record.outcome["outcome"] == "failed"
+    record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
+    assert record.outcome["outcome"] == "failed"
     again = Training(tmp_path, seen, tmp_path / "run", **how)
     assert again.train() == end
     assert seen == want
+
+
+def test_a_trainer_whose_beginning_was_broken_off_saves_when_it_trains_again(tmp_path):
+    training = Training(tmp_path, {}, tmp_path / "run", max_steps=2)
+    training.trainer.add_callback(Raises("train begin"))
+    with pytest.raises(ValueError, match="train begin"):
+        training.trainer.train()
+    training.trainer.train()
+    records = attempts.read_attempts(open_directory(str(tmp_path / "run")))
+    assert [r.outcome["outcome"] for _, r in sorted(records.items())] == ["failed", "finished"]
+    assert training.trainer.callback_handler.callbacks.count(training.ours) == 1
 
 
 def unwritable(self):

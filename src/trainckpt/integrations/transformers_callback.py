@@ -50,7 +50,7 @@ class TrainckptCallback(TrainerCallback):
         self._run = run
         self._options = options
         self._hooks: Hooks | None = None
-        self._waits = False  # for the callbacks that come after it
+        self._part: TrainerPart | None = None  # while callbacks after us begin
 
     @property
     def stopped(self) -> bool:
@@ -59,28 +59,31 @@ class TrainckptCallback(TrainerCallback):
         return ckpt is not None and ckpt._has_returned()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Make the Checkpointer and resume, once all other callbacks have begun.
+        """Make the Checkpointer and resume.
 
-        One that begins after us would begin anew with what it had just been given back.
+        Called a second time once all callbacks have begun: those after us get their state back
+        then, or they would begin anew with it.
         """
         trainer, given = trainer_of(self)
         told = trainer.callback_handler.callbacks
-        if self._waits:  # told again, as the last one
-            self._waits = False
+        part, self._part = self._part, None
+        if part is not None:
             told.pop()
-        else:
-            self._must_be_over()
-            refuse_trainer(self, trainer, given)
-            if told[-1] is not self:
-                self._waits = True
-                told.append(self)
+            if part.state is trainer.state:
+                part.all_have_begun()
                 return
-        self._begin(trainer)
+            # else another callback raised, and this is another training
+        self._must_be_over()
+        refuse_trainer(self, trainer, given)
+        later = told[told.index(self) + 1 :]
+        self._begin(trainer, later)
+        if later:
+            told.append(self)
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: Any, later: list[Any]) -> None:
         shard = trainer.callback_handler.train_dataloader
         refuse_loader(shard, "the training loader")
-        part = TrainerPart(trainer)
+        part = TrainerPart(trainer, later)
         reader = WindowReader(shard, trainer.get_batch_samples)
         tracked: dict[str, Any] = {
             "model": trainer.model_wrapped,
@@ -99,14 +102,14 @@ class TrainckptCallback(TrainerCallback):
         self._hooks = Hooks(trainer, ckpt, part, reader, ckpt.loader(loader))
         try:
             part.must_fit(ckpt.cursor, is_second=before is not None)
-            self._hooks.install()
+            self._hooks.install(later)
         except BaseException as error:
             self._hooks.abandon(error)
             raise
+        self._part = part if later else None
 
     def _must_be_over(self) -> None:
         """A training that ended where nobody heard of it, as by Ctrl-C between two epochs."""
-        if self._hooks is not None:
+        if self._hooks is not None and self._hooks.installed:
             error = RuntimeError("its training was left, and another one began")
             self._hooks.abandon(error)
-            self._hooks = None

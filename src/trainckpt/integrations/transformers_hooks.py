@@ -8,13 +8,15 @@ _load_rng_state          nothing: the random generators are put back by us, at t
 _finalize_training       the run's final snapshot comes first
 _evaluate                of `eval_on_start`: what it raises ends the attempt, as in an epoch
 args.eval_on_start       not again after a resume
+on_train_begin           of callbacks that come after ours: as _evaluate
 
 Each is set on that object alone, so other Trainers of the process are as they were.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from trainckpt.integrations.transformers_window import Left, Window
 from trainckpt.lifecycle.stopping.stopped import Stopped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from trainckpt.data.loader import TrackedIterator, TrackedLoader
     from trainckpt.integrations.transformers_state import TrainerPart
@@ -60,8 +62,13 @@ class Hooks:
         self._in_epoch = False
         self._undo: list[Callable[[], None]] = []
 
-    def install(self) -> None:
-        """Set them."""
+    @property
+    def installed(self) -> bool:
+        """They are in place."""
+        return bool(self._undo)
+
+    def install(self, later: Iterable[Any]) -> None:
+        """Set them. `later`: callbacks that are told after ours that the training begins."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         self._run_epoch = trainer._run_epoch
         self._collect = trainer.get_batch_samples
@@ -77,6 +84,14 @@ class Hooks:
         self._set(handler, "on_epoch_begin", self.on_epoch_begin)
         if self._ckpt.resumed_from is not None:
             self._set(trainer.args, "eval_on_start", False)
+
+        for one in later:
+            with suppress(AttributeError, TypeError):  # one without a __dict__
+                self._set(one, "on_train_begin", partial(self._begin, one.on_train_begin))
+
+    def _begin(self, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._abandoning():
+            return begin(*args, **kwargs)
 
     def remove(self) -> None:
         """Put back what was there; workers end, as they do where nobody holds the loader."""

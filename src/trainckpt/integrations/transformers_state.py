@@ -12,6 +12,8 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle.run.log import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainckpt.format.cursor import Cursor
 
 _STATE = (
@@ -37,15 +39,22 @@ _CONTROL = (
 class TrainerPart:
     """Counters, the log, running sums, the flags of its control, and other callbacks' state.
 
+    Args:
+        trainer: Whose.
+        later: Callbacks that have not begun yet, so they have no state.
+
     Attributes:
         begun: The last epoch whose begin the callbacks were told; -1 before.
         finished: Training is over, only the Trainer's last words are left.
+        state: The Trainer's, of this training.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, later: Sequence[Any] = ()) -> None:
         self.begun = -1
         self.finished = False
-        self._trainer = trainer
+        self.state = trainer.state
+        self._trainer, self._later = trainer, later
+        self._waiting: dict[str, Any] = {}  # state of those
         self._then: dict[str, Any] = {}  # settings that were saved
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +67,10 @@ class TrainerPart:
             "loss": trainer._tr_loss.clone(),
             "control": {name: bool(getattr(control, name)) for name in _CONTROL},
             "sync_gradients": bool(trainer.accelerator.gradient_state.sync_gradients),
-            "callbacks": {name: _state_of(one) for name, one in self._others().items()},
+            "callbacks": self._waiting
+            | {
+                name: _state_of(one) for name, one in self._others().items() if self._has_begun(one)
+            },
             "begun": self.begun,
             "finished": self.finished,
             "max_steps": state.max_steps,
@@ -76,14 +88,26 @@ class TrainerPart:
         trainer.accelerator.gradient_state._set_sync_gradients(saved["sync_gradients"])
         others = self._others()
         for name, value in saved["callbacks"].items():
-            if name in others:
+            if name in others and self._has_begun(others[name]):
                 _give_back(others[name], value)
+            elif name in others:
+                self._waiting[name] = value
         self._then = saved.get("settings", {})
         reached, most = saved["state"]["global_step"], trainer.state.max_steps
         goes_on = reached < most and saved["max_steps"] < most
         self.begun, self.finished = saved["begun"], saved["finished"] and not goes_on
         for name, value in saved["control"].items():
             setattr(trainer.control, name, value and not (goes_on and "stop" in name))
+
+    def all_have_begun(self) -> None:
+        """Give those back what is theirs that came after us."""
+        self._later, others = (), self._others()
+        while self._waiting:
+            name, value = self._waiting.popitem()
+            _give_back(others[name], value)
+
+    def _has_begun(self, one: Any) -> bool:
+        return not any(one is each for each in self._later)
 
     def _settings(self) -> dict[str, Any]:
         args = self._trainer.args
