@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -89,6 +91,62 @@ def test_a_verdict_that_nobody_reads_is_no_success(no_reader, make_run):
         assert command("verify", run, **{stream: no_reader}) != 0
     assert command("list", run, stdout=no_reader) == 0
     assert command("list", run / "nowhere", stderr=no_reader) == 66
+
+
+def test_closed_streams_change_no_exit_code_and_are_nobody_elses(tmp_path):
+    """A script that prints has somewhere to print to, which is no file of ours."""
+    script = f"echo said && touch {tmp_path}/said"
+    for verb in (["run", "--no-python", "--", "sh", "-c", script], ["list", tmp_path]):
+        line = shlex.join([sys.executable, "-m", "trainckpt", *map(str, verb)])
+        done = subprocess.run(f"{line} >&- 2>&- <&-", shell=True, timeout=120, check=False)
+        assert done.returncode == (66 if verb[0] == "list" else 0)
+    assert (tmp_path / "said").exists()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_stdout_that_is_full_is_74_and_the_exit_code_of_a_run_stays(
+    make_run, monkeypatch, unbuffered
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    run = make_run(steps=1)
+    line = [sys.executable, "-m", "trainckpt"]
+    with Path("/dev/full").open("wb") as full:
+        how = {"stdout": full, "stderr": subprocess.PIPE, "timeout": 120, "check": False}
+        done = subprocess.run([*line, "list", "--json", str(run)], **how)
+        assert done.returncode == 74
+        assert b"stdout cannot be written to: No space left on device" in done.stderr
+        if unbuffered:
+            done = subprocess.run([*line, "run", "--json", "--no-python", "--", "true"], **how)
+            assert done.returncode == 0
+
+
+def test_a_stdout_that_knows_ascii_alone_gets_the_tables_all_the_same(make_run, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    run = make_run("größe", steps=1)
+    line = [sys.executable, "-m", "trainckpt", "list", str(run)]
+    done = subprocess.run(line, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"gr" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "why", "hint"),
+    [
+        (["sh", "-c", "true"], "sh is a program", "--no-python -- sh -c true"),
+        (["nowhere.py"], "there is no script nowhere.py in ", "trainckpt run -- train.py"),
+    ],
+)
+def test_what_is_no_python_script_is_refused_before_anything_is_launched(script, why, hint, capsys):
+    assert main(["run", "--", *script]) == 78
+    said = capsys.readouterr().err
+    assert why in said
+    assert hint in said
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("trainckpt 0")
 
 
 def test_the_scripts_own_json_option_is_not_ours(capsys):

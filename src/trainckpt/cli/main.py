@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import os
 import sys
 import traceback
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -48,6 +50,8 @@ READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
 ONLY_TELL = ("list", "show", "config")  # what is not read of them has no say in the exit code
 _MODULES = {"list": "list_", "show": "show_"}  # where the verb's own name is taken
 INTERRUPTED, READER_GONE = 130, 141  # as shells say SIGINT and SIGPIPE
+RUNS = ("run", "resume")
+UNWRITABLE = 74  # as sysexits.h says of output
 IDENTITY_VARIABLE = "TRAINCKPT_IDENTITY"
 
 
@@ -71,6 +75,7 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
         description="Checkpoints for PyTorch training that resume at the exact micro-batch.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"trainckpt {version('trainckpt')}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     whole = set(whole)
     for name, text in VERBS.items():
@@ -107,17 +112,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainckptError as error:
         if "--json" in itertools.takewhile(lambda word: word != "--", argv):
             body = {"error": error.message, "code": error.exit_code, "hint": error.hint}
-            print(json.dumps(body))
+            with contextlib.suppress(OSError):
+                print(json.dumps(body))
         else:
             tell(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
         return 0 if verb in ONLY_TELL else READER_GONE
+    except OSError as error:
+        if not _is_unwritable():
+            return _bug()
+        tell(f"error: stdout cannot be written to: {error.strerror}")
+        return UNWRITABLE
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:  # noqa: BLE001 - whatever is left is our own mistake
-        tell(f"{traceback.format_exc()}error: this is a bug in trainckpt; please report it")
-        return TrainckptError.exit_code
+        return _bug()
+
+
+def _bug() -> int:
+    tell(f"{traceback.format_exc()}error: this is a bug in trainckpt; please report it")
+    return TrainckptError.exit_code
+
+
+def _is_unwritable() -> bool:
+    """Whether it is stdout that refuses: it does so again."""
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except io.UnsupportedOperation:  # it is no file
+        return False
+    except OSError:
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -140,11 +167,32 @@ def entry() -> NoReturn:
 
     Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
     """
+    _have_streams()
     code = main()
-    with contextlib.suppress(OSError, ValueError):
+    try:
         sys.stdout.flush()
-        sys.stderr.flush()
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        tell(f"error: stdout cannot be written to: {error.strerror}")
+        if not {*RUNS} & {*sys.argv[1:2]}:  # their code says what the run came to
+            code = code or UNWRITABLE
     os._exit(code)
+
+
+def _have_streams() -> None:
+    """Where one is closed (`>&-`) nothing else gets its number, to be written to by a script; and
+    what a terminal's character set lacks is no error.
+    """
+    while (nothing := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(nothing, True)
+    os.close(nothing)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shlex
+import shutil
 import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainckpt.cli import dumps, show
 from trainckpt.cli.aside import tell
@@ -25,6 +29,11 @@ from trainckpt.supervisor.record import NAME_VARIABLE, NamedRun
 from trainckpt.supervisor.signals import Inbox
 from trainckpt.supervisor.supervise import Ended, supervise
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# torchrun's options with which the command is no path of a Python script
+_NO_SCRIPT = {"-m", "--module", "--no-python", "--no_python"}
 # None where the command made no Checkpointer, or died too early for its record to say.
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
 
@@ -52,6 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         options, restarts = take_max_restarts(options)
         if not command:
             raise ConfigurationError("there is no script to run", hint="trainckpt run -- train.py")
+        _must_be_there(command, options)
         name = None
         if arguments.run is not None:
             nproc = processes(arguments.nproc, options)
@@ -71,6 +81,22 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         ask_to_be_queued_again(ended, inbox, first=first)
     return report(ended, as_json=arguments.json)
+
+
+def _must_be_there(command: Sequence[str], options: Sequence[str]) -> None:
+    """Else torchrun would start Python with it, once for each process, and tell at length."""
+    script = command[0]
+    if not _NO_SCRIPT.isdisjoint(options) or Path(script).exists():
+        return
+    if shutil.which(script):
+        raise ConfigurationError(
+            f"{script} is a program, and the script to run is Python's",
+            hint=f"trainckpt run -- {shlex.join(command[1:]) or 'train.py'}, or, for a program, "
+            f"trainckpt run --no-python -- {shlex.join(command)}",
+        )
+    raise ConfigurationError(
+        f"there is no script {script} in {Path.cwd()}", hint="trainckpt run -- train.py"
+    )
 
 
 def _first_launch(argv: list[str], run: str | None) -> FirstLaunch:
@@ -99,7 +125,8 @@ def report(ended: Ended, *, as_json: bool) -> int:
     attempt = ended.record.attempt if ended.record else None
     if as_json:
         more = {"attempt": attempt, "restarts": ended.restarts, "exit_code": ended.exit_code}
-        show.document({**dict.fromkeys(KEYS), "reason": ended.why, **outcome, **more})
+        with contextlib.suppress(OSError):  # what the run came to is its exit code too
+            show.document({**dict.fromkeys(KEYS), "reason": ended.why, **outcome, **more})
     elif outcome:
         where = f", go on from {outcome['snapshot']}" if outcome.get("snapshot") else ""
         say(f"attempt {attempt} {outcome['outcome']}{where}; exit code {ended.exit_code}")
