@@ -24,6 +24,12 @@ def config(capsys) -> dict[str, dict]:
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)["options"]}
 
 
+def test_a_misspelt_variable_is_named_beside_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("TRAINCKPT_KEEPLAST", "3")
+    assert main(["config"]) == 0
+    assert "TRAINCKPT_KEEP_LAST is the option's name" in capsys.readouterr().err
+
+
 def test_every_option_of_the_table_is_there_with_its_default(capsys):
     found = config(capsys)
     assert list(found) == list(TABLE)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.run.misspelt import misspelt
 from trainckpt.lifecycle.run.options import TABLE, Every, read_options
 
 
@@ -88,3 +92,21 @@ def test_tensors_to_leave_out_are_globs_with_commas_or_a_list(value, tmp_path):
 def test_what_names_neither_tensors_nor_a_run_is_refused(name, value):
     with pytest.raises(ConfigurationError, match=rf"{name}=.*\(argument\) is not an option"):
         read_options({name: value}, {})
+
+
+def test_a_variable_that_looks_like_an_option_and_is_none_is_named_with_the_one_meant():
+    """Not those of somebody else, nor those that are read elsewhere."""
+    environment = {"TRAINCKPT_KEEPLAST": "3", "TRAINCKPT_EVRY": "1 h", "TRAINCKPT_MEMORY": "none",
+                   "TRAINCKPT_MY_OWN": "1", "TRAINCKPT_EVERY": "1 h", "EVRY": "x"}  # fmt: skip
+    assert misspelt(environment) == [
+        "TRAINCKPT_EVRY is read by nobody: TRAINCKPT_EVERY is the option's name",
+        "TRAINCKPT_KEEPLAST is read by nobody: TRAINCKPT_KEEP_LAST is the option's name",
+    ]
+
+
+def test_no_variable_that_is_read_anywhere_passes_for_a_misspelt_one():
+    """Every one that the sources name."""
+    sources = Path(misspelt.__code__.co_filename).parents[2].rglob("*.py")
+    named = {n for s in sources for n in re.findall(r"\bTRAINCKPT_[A-Z_]+\b", s.read_text("utf-8"))}
+    assert len(named) > 10
+    assert misspelt(dict.fromkeys(named, "x")) == []

@@ -1,8 +1,9 @@
-"""Slips in a loop: a boundary that is never reached, epochs counted from 0 again."""
+"""Slips in a loop: a boundary that is never reached, epochs counted from 0, an exit inside."""
 
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -170,3 +171,27 @@ def test_a_resume_in_the_first_epoch_says_nothing_of_epochs(tmp_path, caplog):
         next(ckpt.batches())
     assert record(tmp_path, 2)["outcome"]["outcome"] == "finished"
     assert not said(caplog, "the loop has not asked")
+
+
+@pytest.mark.parametrize("code", [0, None, 3])
+def test_a_script_that_exits_inside_its_block_is_told_what_it_loses(tmp_path, caplog, code):
+    """Not one that fails, which says so itself; nor where all is saved."""
+
+    def leave(saves):
+        parts, made = opened(tmp_path / "run")
+        with made as ckpt:
+            for _ in ckpt.batches():
+                steps(parts, 1)
+                if ckpt.cursor.micro_batches == 3:
+                    if saves:
+                        ckpt.close()
+                    sys.exit(code)
+
+    with pytest.raises(SystemExit):
+        leave(saves=False)
+    lost = said(caplog, "left by sys.exit() at", "3 micro-batches that are not saved", "step 0")
+    assert lost == (0 if code else 1)
+    assert record(tmp_path / "run", 1)["outcome"]["exit_code"] == (code or 0)
+    with pytest.raises(SystemExit):
+        leave(saves=True)
+    assert said(caplog, "left by sys.exit()") == lost

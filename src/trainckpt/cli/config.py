@@ -6,6 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import show
+from trainckpt.cli.aside import tell
+from trainckpt.lifecycle.run.misspelt import misspelt
 from trainckpt.lifecycle.run.options import TABLE, read_options
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def execute(arguments: argparse.Namespace) -> int:
         [_row(row) for row in rows],
     )
     print("A Checkpointer's own arguments go before all of these.")
+    for sentence in misspelt(os.environ):
+        tell(f"trainckpt: {sentence}")
     return 0
 
 

@@ -33,6 +33,7 @@ from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
 from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.lifecycle.run.misspelt import misspelt
 from trainckpt.lifecycle.run.no_collections import no_collections
 from trainckpt.lifecycle.run.told import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import sealing
@@ -284,12 +285,13 @@ def _chosen(crew: Crew, initial: Initial | None) -> dict[str, Any]:
 
 
 def _say_what_was_chosen(crew: Crew, initial: Initial | None) -> None:
+    for sentence in misspelt(os.environ):
+        logger.warning(sentence)
     if initial is not None:
         logger.info("weights and buffers are those of %s", initial.source)
-    excluded = sum(len(model.excluded) for model in crew.registry.models)
-    if excluded:
-        globs = ", ".join(crew.options.exclude)
-        logger.info("%d tensors are not saved, by exclude: %s", excluded, globs)
+    if excluded := sum(len(model.excluded) for model in crew.registry.models):
+        by = ", ".join(crew.options.exclude)
+        logger.info("%d tensors are not saved, by exclude: %s", excluded, by)
     if crew.data_world is not None:
         logger.info("the data is dealt to %s", crew.data_world)
 

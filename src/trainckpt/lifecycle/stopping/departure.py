@@ -174,8 +174,21 @@ class Departure:
         self._last_save.wait(SAVE_IN_FLIGHT_S)
         self._last_save.give_up_flushing()
         self._last_save.release_memory(keep=True)
+        code = 0 if code is None else code
         self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
+        if code == 0 and self._channel.world.rank == 0:
+            self._say_what_is_lost(cursor)
         self._watch.end()
+
+    def _say_what_is_lost(self, cursor: Cursor) -> None:
+        """By `sys.exit()`, of which whoever wrote it may think that it ends a run well."""
+        snapshot, lost = self._last_save.standing(cursor)
+        if lost:
+            logger.warning(
+                "the script left by sys.exit() at %s, with %s: a resume goes on from %s. To save "
+                "there, let the loop end (`break`), or call ckpt.close() before",
+                cursor, f"{lost} micro-batches that are not saved", snapshot or "step 0",
+            )  # fmt: skip
 
     def cut_short(self, why: str) -> None:
         """End this process now, wherever main is. Any thread."""
