@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainckpt.lifecycle.resuming.still_alive import still_alive
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.preemption.notice import OF_MACHINE
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from trainckpt.lifecycle.resuming.resume import Beginning
     from trainckpt.preemption.notice import Notice, NoticeSource
+    from trainckpt.tiers.places import Place
 
 
 class Announced:
@@ -60,11 +62,13 @@ class Announced:
         self._source.stop()
 
 
-def say_where(place: str, beginning: Beginning, exactness: str, reasons: Sequence[str]) -> None:
-    """From where the attempt begins, how exactly, and what was passed over."""
+def say_where(tier: Place, beginning: Beginning, exactness: str, reasons: Sequence[str]) -> None:
+    """From where the attempt begins, how exactly, what was passed over, and who is there too."""
+    if alive := still_alive(tier, beginning.record.attempt):
+        logger.warning(alive)
     for refused, reason in (beginning.refused or {}).items():
         logger.info("passed over %s: %s", refused, reason)
-    where = f"{place}, attempt {beginning.record.attempt}"
+    where = f"{tier.url}, attempt {beginning.record.attempt}"
     if beginning.manifest is None:
         why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
         logger.info("%s: begins at step 0%s", where, why)
