@@ -11,7 +11,7 @@ import torch
 from tests.lifecycle.training import Parts, crashed, record, usable
 from tests.state.helpers import frozen
 from trainckpt import Checkpointer
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import ConfigurationError, TierUnavailable
 
 STEPS_AN_EPOCH = 5
 
@@ -195,3 +195,26 @@ def test_a_script_that_exits_inside_its_block_is_told_what_it_loses(tmp_path, ca
     with pytest.raises(SystemExit):
         leave(saves=True)
     assert said(caplog, "left by sys.exit()") == lost
+
+
+def test_a_checkpointer_that_tracks_nothing_but_data_says_so(tmp_path, caplog):
+    parts = Parts()
+    with Checkpointer(tmp_path / "bare", loader=parts.loader):
+        assert said(caplog, "no model and no optimizer is tracked") == 1
+    with opened(tmp_path / "run", parts)[1]:
+        pass
+    assert said(caplog, "no model and no optimizer is tracked") == 1
+
+
+def test_a_loader_under_another_keyword_is_refused_with_the_right_one(tmp_path):
+    with pytest.raises(ConfigurationError, match="dataloader is a DataLoader") as refused:
+        Checkpointer(tmp_path / "run", dataloader=Parts().loader)
+    assert refused.value.hint == "loader=dataloader"
+
+
+def test_a_place_that_is_a_file_is_refused_with_what_to_name(tmp_path):
+    (tmp_path / "run").write_text("x")
+    _, made = opened(tmp_path / "run")
+    with pytest.raises(TierUnavailable, match="Not a directory") as refused:
+        made.resume()
+    assert "name a directory" in refused.value.hint

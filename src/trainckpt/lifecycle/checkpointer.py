@@ -109,10 +109,10 @@ class Checkpointer(Known, Hooked):
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             self._registry.add(name, value)
-        self._note([problem for model in registry.models for problem in model.problems()])
-        self._note([p for each in registry.optimizers for p in each.problems(registry.tracks)])
-        if uncounted := self._position.watch_steps(registry):
-            logger.warning("%s", uncounted)
+        self._note(registry.problems())
+        for told in (self._position.watch_steps(registry), registry.lacks()):
+            if told:
+                logger.warning("%s", told)
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)

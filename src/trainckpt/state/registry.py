@@ -71,11 +71,27 @@ class Registry:
         ):
             self.generics.append(GenericState(name, value))
         else:
+            is_loader = isinstance(value, torch.utils.data.DataLoader)
             raise ConfigurationError(
                 f"{name} is a {type(value).__name__}: neither an option of Checkpointer nor an "
                 "object with state_dict and load_state_dict",
-                hint="check the keyword's spelling, or give the object both methods",
-            )
+                hint=f"loader={name}" if is_loader
+                else "check the keyword's spelling, or give the object both methods",
+            )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        """What of the models and optimizers cannot be put back as it was, one sentence each."""
+        found = [problem for model in self.models for problem in model.problems()]
+        return found + [p for each in self.optimizers for p in each.problems(self.tracks)]
+
+    def lacks(self) -> str:
+        """One sentence where neither weights nor anything like them would be saved, or ""."""
+        if self.models or self.optimizers or self.generics:
+            return ""
+        return (
+            "no model and no optimizer is tracked, so none is saved: name them, as in "
+            "Checkpointer(run, model=model, optimizer=optimizer, loader=loader)"
+        )
 
     def add_loader(self, name: str, loader: TrackedLoader, wrapped: Any) -> None:
         """Track a loader under `name`; `wrapped` is the user's own object."""

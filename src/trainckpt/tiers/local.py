@@ -293,6 +293,7 @@ def translated(verb: str, path: Path) -> Iterator[None]:
             errno.EPERM: f"make {path} readable and writable for this user",
             errno.ENOSPC: f"free space on the file system of {path}",
             errno.EDQUOT: f"free space within the quota that holds {path}",
+            errno.ENOTDIR: "name a directory: a file stands in its place, or in its path",
             errno.EROFS: "name a run on a file system that can be written",
         }.get(error.errno or 0, "")
         raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
