@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.run.attempt_number import FILE, spell
 from trainckpt.lifecycle.run.options import read_options
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.stopping import notice_sources
 from trainckpt.lifecycle.stopping.notice_sources import (
+    OtherJobsEnd,
     check_notices,
     further_sources,
     machine_sources,
@@ -63,3 +69,29 @@ def test_gpu_health_without_its_extra_says_what_to_install(monkeypatch):
     with pytest.raises(ConfigurationError) as refused:
         check_notices(("nvml",))
     assert refused.value.hint == 'pip install "trainckpt[gpu]"'
+
+
+def test_the_wall_time_of_restored_processes_is_that_of_the_job_they_go_on_in(
+    tmp_path, monkeypatch
+):
+    """The old job's end would stop them at once; one of none is told by nobody."""
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(tmp_path))
+    now_s = time.monotonic()
+    end = OtherJobsEnd(100.0, 5.0)
+    assert end() is None
+    (tmp_path / FILE).write_text(spell(2, now_s, None)[FILE])
+    assert end() == (now_s + 100.0, 5.0)
+    job_ends = str(time.time() + 50.0)
+    (tmp_path / FILE).write_text(spell(3, now_s, job_ends)[FILE])
+    assert end()[0] == pytest.approx(now_s + 50.0, abs=10.0)
+    assert end() == end()
+    assert OtherJobsEnd(None, None)()[0] == pytest.approx(now_s + 50.0, abs=10.0)
+    (tmp_path / FILE).write_text(spell(4, now_s, None)[FILE])
+    assert OtherJobsEnd(None, None)() == (math.inf, 120.0)
+
+
+def test_a_rank_under_a_supervisor_looks_for_another_jobs_end_though_its_own_has_none():
+    options = read_options({"notices": "none"}, {})
+    assert further_sources(options, None, FIRST, {}) == []
+    (source,) = further_sources(options, None, FIRST, {SUPERVISOR_VARIABLE: "/nowhere"})
+    assert source.poll() == []

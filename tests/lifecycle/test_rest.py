@@ -70,7 +70,7 @@ class Supervisor:
         claimed = attempts.claim(
             tier, lambda number: before.with_(attempt=number, parent="dump~1.99", outcome=None)
         )
-        for name, text in attempt_number.spell(claimed.attempt).items():
+        for name, text in attempt_number.spell(claimed.attempt, 0.0, None).items():
             (self.folder / name).write_text(text)
 
     def join(self):

@@ -37,6 +37,18 @@ def test_it_is_said_once_and_only_when_no_more_than_the_lead_is_left():
     source.stop()
 
 
+def test_another_job_has_another_end_and_is_told_of_again():
+    """As after a dump that was restored in it."""
+    clock, job = Clock(), []
+    source = WallTime(110.0, 20.0, clock=clock, anew=lambda: job[-1] if job else None)
+    assert len(source.poll()) == 1
+    job.append((300.0, 30.0))
+    assert source.poll() == []
+    clock.now = 270.0
+    assert source.poll() == [Notice("wall time", seconds_left=30.0)]
+    assert source.poll() == []
+
+
 def test_after_the_end_nothing_is_left_and_never_less():
     clock = Clock()
     source = WallTime(90.0, 20.0, clock=clock)

@@ -246,7 +246,7 @@ def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
     number = AttemptNumber(4)
     assert number.value == 4
-    ((name, text),) = spell(5).items()
+    ((name, text),) = spell(5, 0.0, None).items()
     (tmp_path / name).write_text(text)
     assert number.value == 5
     for bad in ("", '{"attempt": "6"}', '{"attempt": 3}', "[]"):

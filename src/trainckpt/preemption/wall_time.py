@@ -34,6 +34,7 @@ class WallTime:
         lead_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
+        anew: Callable[[], tuple[float, float] | None] = lambda: None,
     ) -> None:
         """Nothing to set up.
 
@@ -41,10 +42,11 @@ class WallTime:
             ends_at_monotonic_s: When the job ends, on `clock`.
             lead_s: How long before that to say so: what a stop and its save take, with room.
             clock: Seconds that only go forward.
+            anew: Asked at each look: end and lead of another job that the process is in by now.
         """
         self._ends_at_s = ends_at_monotonic_s
         self._lead_s = lead_s
-        self._clock = clock
+        self._clock, self._anew = clock, anew
         self._reported = False
 
     def start(self) -> None:
@@ -56,6 +58,9 @@ class WallTime:
 
     def poll(self) -> list[Notice]:
         """One notice, once no more than the lead is left."""
+        anew = self._anew()
+        if anew not in (None, (self._ends_at_s, self._lead_s)):
+            (self._ends_at_s, self._lead_s), self._reported = anew, False
         left_s = self._ends_at_s - self._clock()
         if self._reported or left_s > self._lead_s:
             return []

@@ -26,6 +26,7 @@ from trainckpt.format.dump import IMAGES
 from trainckpt.lifecycle.places.slower import TIERS
 from trainckpt.lifecycle.run import attempt_number
 from trainckpt.lifecycle.run.told import REFUSED
+from trainckpt.preemption.wall_time import SLURM_VARIABLE, process_start_s
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
@@ -198,7 +199,8 @@ def _bring_back(dumped: Dumped, whole: Whole, lock: int) -> int:
         except OSError as error:
             why = f"{name} could not be restored: no attempt could be claimed: {error}"
             raise UnusableSnapshot(why) from error
-        return attempt_number.spell(claimed[0])
+        ends = os.environ.get(SLURM_VARIABLE)
+        return attempt_number.spell(claimed[0], process_start_s(), ends)
 
     try:
         whole.bring_back(_must_be_newest(dumped), claim, [lock])

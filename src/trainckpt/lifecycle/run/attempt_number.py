@@ -1,6 +1,9 @@
 """The number of this attempt: as claimed, until its processes come back from a dump as another one.
 
-    <supervisor's folder>/restored.json    {"attempt"}
+    <supervisor's folder>/restored.json    {"attempt", "started", "job_ends"}
+
+It also says in which job they go on: when that began, on the monotonic clock, and when it ends, as
+Slurm's variable has it, or null.
 
 The supervisor that restores processes claims the attempt that they become, and writes the file
 before they run again; so whoever asks before the dump has the old number, whoever asks later the
@@ -12,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 
@@ -35,16 +40,46 @@ class AttemptNumber:
         return self._claimed if found is None else max(found, self._claimed)
 
 
+@dataclass(frozen=True)
+class OtherJob:
+    """The job in which restored processes go on.
+
+    Attributes:
+        attempt: As which they do.
+        started_s: When it began, on the monotonic clock.
+        ends: As `SLURM_JOB_END_TIME` says, or "".
+    """
+
+    attempt: int
+    started_s: float
+    ends: str
+
+
+def other_job() -> OtherJob | None:
+    """The job that this process was restored in; None: it is still in its own."""
+    folder = os.environ.get(SUPERVISOR_VARIABLE)
+    found = _read(Path(folder) / FILE) if folder else None
+    if found is None or not isinstance(found.get("started"), (int, float)):
+        return None
+    return OtherJob(found["attempt"], float(found["started"]), str(found.get("job_ends") or ""))
+
+
 def read(path: Path) -> int | None:
     """The number in the file; None if there is none."""
+    found = _read(path)
+    return None if found is None else found["attempt"]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         with path.open("rb") as file:
-            number = json.loads(file.read(MAX_BYTES))["attempt"]
-        if type(number) is int and 0 < number < 10**9:
-            return number
+            found: dict[str, Any] = json.loads(file.read(MAX_BYTES))
+        if type(found["attempt"]) is int and 0 < found["attempt"] < 10**9:
+            return found
     return None
 
 
-def spell(attempt: int) -> dict[str, str]:
+def spell(attempt: int, started_s: float, job_ends: str | None) -> dict[str, str]:
     """The file that says as which attempt the processes go on: its name and its text."""
-    return {FILE: json.dumps({"attempt": attempt})}
+    told = {"attempt": attempt, "started": started_s, "job_ends": job_ends}
+    return {FILE: json.dumps(told)}

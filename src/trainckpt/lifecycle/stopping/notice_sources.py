@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.lifecycle.run.attempt_number import OtherJob, other_job
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.options import AUTO
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption import nvml, slurm, spot
 from trainckpt.preemption.background import Background
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
@@ -94,7 +97,34 @@ def _wall_time(
 ) -> list[NoticeSource]:
     now_s, started_s = time.monotonic(), process_start_s()
     ends_s = wall_time_end(option_s, environment, time.time(), now_s, started_s)
-    return [] if ends_s is None else [WallTime(ends_s, lead_s(grace_s, ends_s - started_s))]
+    if ends_s is None and SUPERVISOR_VARIABLE not in environment:
+        return []
+    ends_s = math.inf if ends_s is None else ends_s
+    lead = lead_s(grace_s, ends_s - started_s)
+    return [WallTime(ends_s, lead, anew=OtherJobsEnd(option_s, grace_s))]
+
+
+class OtherJobsEnd:
+    """End and lead of the job in which a dump of this process was restored; None: of none.
+
+    The old job's would stop it as soon as it runs again.
+    """
+
+    def __init__(self, option_s: float | None, grace_s: float | None) -> None:
+        self._option_s, self._grace_s = option_s, grace_s
+        self._job: OtherJob | None = None
+        self._end: tuple[float, float] | None = None
+
+    def __call__(self) -> tuple[float, float] | None:
+        """On the monotonic clock, and in seconds; computed once for each job."""
+        job = other_job()
+        if job != self._job and job is not None:
+            slurm_ends = {SLURM_VARIABLE: job.ends}
+            now_s = time.monotonic()
+            ends_s = wall_time_end(self._option_s, slurm_ends, time.time(), now_s, job.started_s)
+            ends_s = math.inf if ends_s is None else ends_s
+            self._job, self._end = job, (ends_s, lead_s(self._grace_s, ends_s - job.started_s))
+        return self._end
 
 
 def _job_end(
