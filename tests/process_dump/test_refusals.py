@@ -23,7 +23,7 @@ from tests.process_dump.test_dump_choice import asleep
 from trainckpt.cli import asking, doctor_dumps
 from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
-from trainckpt.format.attempt import UNDECIDED, AttemptRecord
+from trainckpt.format.attempt import STOPPED, UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
 from trainckpt.lifecycle.run import heartbeat
 from trainckpt.process_dump import criu, dump, restore, tree
@@ -35,6 +35,7 @@ from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
 from trainckpt.supervisor.restored import Dumped, GoesOn, supervise_restored
 from trainckpt.supervisor.signals import Inbox
+from trainckpt.supervisor.verdict import Verdict
 from trainckpt.tiers.local import LocalTier
 
 LIMIT_S = 60.0
@@ -137,6 +138,32 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
     assert codes == [74]
     assert why in json.loads(capsys.readouterr().out)["error"]
     assert why in said[0]
+
+
+def test_two_pauses_at_once_are_both_told_of_the_one_dump(criu_here, tmp_path, capsys):
+    run, codes = str(tmp_path / "run"), list[int]()
+    named = NamedRun(run, ["python"], str(tmp_path), 1)
+    named.claim_from("s1~1.1", {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}})
+    notices = tmp_path / "run" / "notices"
+    argv = ["pause", "--json", "--dump", "--deadline", "60s", run]
+    pauses = [Thread(target=lambda: codes.append(main(argv))) for _ in range(2)]
+    with contextlib.closing(named), contextlib.ExitStack() as ends:
+        counting = Counting(tmp_path, criu_here.program, criu_here.version)
+        ends.callback(counting.end)
+        wait_for_heartbeat(run)
+        launch = Launch(counting.process, counting.supervisor, (counting.log,), named)
+        dumping = Dumping(launch, criu_here, lambda _: None)
+        for pause in pauses:
+            pause.start()
+        until = time.monotonic() + LIMIT_S
+        while len(list(notices.glob("*.ask"))) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert dumping.look([])
+        named.end((), Verdict(75, STOPPED, "paused", dump=str(dumping.taken)))
+        for pause in pauses:
+            pause.join(LIMIT_S)
+    assert codes == [0, 0], capsys.readouterr()
 
 
 def test_pause_says_why_a_command_was_launched_without_dumps(tmp_path, monkeypatch, capsys):

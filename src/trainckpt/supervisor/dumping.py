@@ -17,6 +17,7 @@ import secrets
 import signal
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, TrainckptError
@@ -138,17 +139,23 @@ class Dumping:
             left_s: Until the deadline of a signal.
         """
         self._find(ranks)
-        if self._tier is None:
+        if (tier := self._tier) is None:
             return False
         if self._waiting is not None:
-            return self._dump_at_rest(self._waiting, left_s)
-        request = requests.find(self._tier, self._attempt, self._seen)
+            return self._dump_at_rest(self._waiting, left_s) and self._tell_others(tier)
+        request = requests.find(tier, self._attempt, self._seen)
         if request is None:
             return False
-        tier = self._tier
         requests.answer(tier, request, Answer(requests.LOOKING, ""))
         wish = Wish(request.reason, request.seconds_left, asked=request.dump)
-        return self._answer(wish, ranks, lambda answer: requests.answer(tier, request, answer))
+        answer = partial(requests.answer, tier, request)
+        return self._answer(wish, ranks, answer) and self._tell_others(tier)
+
+    def _tell_others(self, tier: Place) -> bool:
+        """Whoever asked meanwhile waits for the same dump."""
+        while request := requests.find(tier, self._attempt, self._seen):
+            requests.answer(tier, request, Answer(DUMP, f"it was dumped as {self.taken}"))
+        return True
 
     def notice(self, wish: Wish, ranks: Sequence[Told]) -> bool:
         """Choose because of a notice that has come to us; True if the tree was dumped.
