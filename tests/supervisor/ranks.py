@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -58,16 +57,16 @@ def block(*numbers: int) -> None:
 
 def launch(texts: list[str]) -> int:
     ends = Ends(TOLD)
+    popen = ends.popen()
     threading.Thread(target=ends.watch, daemon=True).start()
     ranks = [
-        subprocess.Popen(
+        popen(
             [sys.executable, __file__, str(FOLDER), f"rank:{number}", text],
             start_new_session=True,
         )
         for number, text in enumerate(texts)
     ]
     codes = [rank.wait() for rank in ranks]
-    ends.note_what_was_waited_for()
     return 1 if any(codes) else 0
 
 

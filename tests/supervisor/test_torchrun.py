@@ -230,6 +230,20 @@ def test_a_killed_rank_takes_the_others_with_it_and_the_run_goes_on(run, folder)
     assert all(map(goes, killed.facts["pids"]))
 
 
+def test_who_died_is_known_though_only_torchrun_has_waited_for_it(run, folder):
+    """Our thread may come too late on a busy machine, and torchrun says nothing before its end."""
+    (folder / "sitecustomize.py").write_text("import os\ndel os.waitid\n")  # then it never comes
+    strike = f"""if ckpt.cursor.step == 5:
+                {COMMITTED}
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                {HANG}"""
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ended = run(train(after_step=strike), 2, environment={"PYTHONPATH": path})
+    assert ended.exit_code == 137, (folder / "log").read_text()
+    assert ended.why == "rank 1 died of SIGKILL; the others waited for it in vain"
+
+
 def test_a_rank_that_holds_the_interpreters_lock_is_ended_at_the_deadline(run, folder):
     """Nothing in it can hear the signal; what was committed stands."""
     hold = f"""if ckpt.cursor.step == 4:

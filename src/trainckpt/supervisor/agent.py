@@ -2,7 +2,8 @@
 
 `python -m trainckpt.supervisor.agent ARGS` is `python -m torch.distributed.run ARGS`, and besides
 
-    while it runs   a thread notes each child's end, in order, with its code (see `report`)
+    while it runs   each rank's end is noted, with its code (see `report`): by a thread, as they
+                    come, and by whoever waits for a rank before that thread has had its turn
     at its end      the ranks and codes that torchrun found are written too
     after a stop    torchrun takes the ranks' exit codes for failures; its report and traceback
                     would be noise, so they are left out. For real failures they stay
@@ -13,7 +14,6 @@ Exit code: 0 or 1 as torchrun's, 128 + n where it was ended by a signal.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import subprocess
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainckpt.format.attempt import STOPPED
 from trainckpt.importing import without_collections
@@ -41,6 +41,7 @@ def main() -> int:
     folder = Path(os.environ.get(SUPERVISOR_VARIABLE) or os.devnull)
     os.environ.setdefault(SIGNALS_VARIABLE, SIGNALS)
     ends = Ends(folder)
+    subprocess.Popen = ends.popen()  # type: ignore[misc]  # before torchrun takes it from there
     if hasattr(os, "waitid"):
         threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
 
@@ -82,6 +83,7 @@ class Ends:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.ranks: list[subprocess.Popen[bytes]] = []
         self._noted: set[int] = set()
         self._lock = threading.Lock()  # who finds a child noted may rely on the line being there
 
@@ -99,12 +101,46 @@ class Ends:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
+    def popen(self) -> type[subprocess.Popen[bytes]]:
+        """What processes are to be started with: whoever waits for one that leads a session has its
+        end noted by that. The thread may be too late: a process is waited for once."""
+        ends = self
+
+        class Popen(subprocess.Popen[bytes]):
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                self._is_rank = bool(named.get("start_new_session"))
+                if self._is_rank:
+                    ends.ranks.append(self)
+
+            def poll(self) -> int | None:
+                code = super().poll()
+                self._note(code)
+                return code
+
+            def wait(self, timeout: float | None = None) -> int:
+                code = super().wait(timeout)
+                self._note(code)
+                return code
+
+            def _note(self, code: int | None) -> None:
+                if code is not None and self._is_rank:
+                    ends.note(self.pid, code)
+
+        return Popen
+
     def note_what_was_waited_for(self) -> None:
-        """Children that torchrun was faster to wait for than the thread."""
-        for process in gc.get_objects():
-            # Not isinstance: that asks some of torch's objects for their class, and they warn.
-            if issubclass(type(process), subprocess.Popen) and process.returncode is not None:
-                self._note(process.pid, process.returncode)
+        """A signal may have come between a wait and its note."""
+        for rank in self.ranks:
+            if rank.returncode is not None:
+                self.note(rank.pid, rank.returncode)
+
+    def note(self, pid: int, code: int) -> None:
+        """A rank has ended; said once, however many have seen it."""
+        with self._lock:
+            if pid not in self._noted:
+                write_end(self._folder, End(pid, code, time.time()))
+                self._noted.add(pid)
 
     def _note_ended(self) -> bool:
         ended = False
@@ -119,23 +155,17 @@ class Ends:
         return ended
 
     def _note_result(self, found: os.waitid_result | None) -> None:
-        if found is not None:
-            exited = found.si_code == os.CLD_EXITED
-            self._note(found.si_pid, found.si_status if exited else -found.si_status)
-
-    def _note(self, pid: int, code: int) -> None:
         # torchrun's ranks lead sessions of their own; what else it starts are helpers.
-        with self._lock:
-            if pid not in self._noted and _led_a_session(pid):
-                write_end(self._folder, End(pid, code, time.time()))
-                self._noted.add(pid)
+        if found is not None and _leads_a_session(found.si_pid):
+            exited = found.si_code == os.CLD_EXITED
+            self.note(found.si_pid, found.si_status if exited else -found.si_status)
 
 
-def _led_a_session(pid: int) -> bool:
+def _leads_a_session(pid: int) -> bool:
     try:
         return os.getsid(pid) == pid
     except OSError:
-        return True  # waited for already
+        return False  # waited for already: noted by whoever did
 
 
 def leave(code: int) -> NoReturn:
