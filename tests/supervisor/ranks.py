@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import subprocess  # noqa: F401 - for the ranks' texts
 import sys
 import threading
 import time
