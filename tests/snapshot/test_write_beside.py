@@ -10,7 +10,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from trainckpt.tiers.direct import address
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
 
+LIMIT_S = 30.0
 NAMES = [SnapshotName.parse(f"s{n}~1.{n}") for n in range(1, 9)]
 
 
@@ -95,6 +98,30 @@ def test_the_file_and_its_receipt_are_those_of_the_rank(tmp_path, tier, beside):
         assert write_shard(other, name, 0, one.shard) == written.receipt
         assert content(other, name) == content(tier, name)
         assert [r.key for r in written.header.regions] == [r.key for r in one.shard.header.regions]
+
+
+def test_the_process_keeps_off_the_core_of_a_rank_that_computes(tmp_path, tier, beside):
+    """As long as the file is on its way; the rank is this process, and looks without a pause."""
+    all_of_them = frozenset(os.sched_getaffinity(0))
+    if len(all_of_them) < 2:
+        pytest.skip("it takes two cores")
+    one, was_seen = kept(tmp_path), threading.Event()
+    write(beside, tier, NAMES[0], one)  # it is there now
+    pid = beside._process.pid
+
+    def copied():
+        was_seen.wait(LIMIT_S)
+        yield from one.progress(1.0)
+
+    with ThreadPoolExecutor(1) as saving:
+        written = saving.submit(write, beside, tier, NAMES[1], one, copied())
+        until = time.monotonic() + LIMIT_S
+        while len(os.sched_getaffinity(pid)) == len(all_of_them):
+            assert time.monotonic() < until
+        assert len(os.sched_getaffinity(pid)) == len(all_of_them) - 1
+        was_seen.set()
+        written.result()
+    assert frozenset(os.sched_getaffinity(pid)) == all_of_them
 
 
 def test_what_is_said_to_be_complete_is_written_before_the_rest_is(tmp_path, tier, beside):

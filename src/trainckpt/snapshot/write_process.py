@@ -31,6 +31,7 @@ from trainckpt.snapshot.save import only_sealed, write_shard
 from trainckpt.snapshot.save_sealed import Seal
 from trainckpt.tiers.direct import address, memory
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.other_cores import OtherCores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +79,7 @@ class WriteProcess:
 
     def __init__(self, end: socket.socket, said: list[str]) -> None:
         self._end, self._said = end, said
+        self._cores = OtherCores(os.getppid())
         self._tiers: dict[str, LocalTier] = {}
         self._mapped: dict[tuple[int, int, int], mmap.mmap] = {}
         self._header: ShardHeader | None = None
@@ -95,7 +97,8 @@ class WriteProcess:
         progress = self._progress()
         self._said.clear()
         try:
-            body, payload = self._write(asked, layout, progress)
+            with self._cores.kept_off():
+                body, payload = self._write(asked, layout, progress)
         except EOFError:
             raise
         except Exception as error:  # noqa: BLE001 - the rank decides what becomes of it

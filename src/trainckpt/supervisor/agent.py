@@ -41,7 +41,8 @@ def main() -> int:
     folder = Path(os.environ.get(SUPERVISOR_VARIABLE) or os.devnull)
     os.environ.setdefault(SIGNALS_VARIABLE, SIGNALS)
     ends = Ends(folder)
-    subprocess.Popen = ends.popen()  # type: ignore[misc]  # before torchrun takes it from there
+    # Before torchrun takes it from there.
+    subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
     if hasattr(os, "waitid"):
         threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
 
