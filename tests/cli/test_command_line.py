@@ -143,6 +143,14 @@ def test_what_is_no_python_script_is_refused_before_anything_is_launched(script,
     assert hint in said
 
 
+@pytest.mark.parametrize("variable", ["PET_MODULE", "PET_NO_PYTHON"])
+def test_what_torchruns_variables_say_is_no_script_is_launched(variable, monkeypatch, tmp_path):
+    """A module or a program: whether it is there torchrun finds out."""
+    monkeypatch.setenv(variable, "1")
+    name = f"{tmp_path.name}.nowhere"  # a program of that name, or a module
+    assert main(["run", "--", name]) not in (0, 70, 78)
+
+
 def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from tests.data import datasets as d
 from trainckpt.data import own_random
@@ -60,6 +60,30 @@ def test_a_replayed_stream_begins_its_pass_with_the_generator_it_had_then(worker
         with pytest.warns(UserWarning, match="loading and dropping"):
             before, after = d.interrupted(make, stop)
         assert before + after == want, f"stopped at boundary {stop}"
+
+
+def test_the_generator_of_a_collate_fn_goes_on_beside_a_stream_with_a_state_of_its_own():
+    """The stream's state_dict knows nothing of it."""
+    make = loader_of(d.StatefulStream, collate_fn=d.Masking)
+    want = d.straight(make)
+    for stop in (2, 5):
+        before, after = d.interrupted(make, stop)
+        assert before + after == want, f"stopped at boundary {stop}"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_drawn_from_the_data_on_the_way_to_a_pass_is_undone(workers):
+    """A script that looks at a sample for its shape draws from what the data holds."""
+    make = loader_of(d.OwnGenerators, workers)
+    first = TrackedLoader(make(), name="train")
+    list(first)
+    state = first.state()  # between two passes
+    want = [str(batch) for batch in first]
+    loader = make()
+    second = TrackedLoader(loader, name="train", before_first_fetch=lambda: True)
+    second.load_state(state)
+    loader.dataset[0]
+    assert [str(batch) for batch in second] == want
 
 
 def test_a_generator_that_is_made_at_the_first_sample_is_named_with_what_to_change():
@@ -126,7 +150,31 @@ def closing_over(generator):
     return lambda samples: (generator, samples)
 
 
+class Samples(list):
+    """A list with a generator beside its items."""
+
+    def __init__(self, items) -> None:
+        super().__init__(items)
+        self.rng = random.Random(2)
+
+    def __iter__(self):
+        raise AssertionError("code of the script's was run")
+
+    __len__ = __getitem__ = __iter__
+
+
+class Unwilling:
+    """Nobody may ask for its class: as a proxy whose object is gone, or would have to be loaded."""
+
+    @property
+    def __class__(self):
+        raise ReferenceError("it is gone")
+
+
 HELD = {
+    "in one of many parts": lambda: ConcatDataset([d.OwnGenerators() for _ in range(100)]),
+    "by a list that is more than that": lambda: Samples([1, 2]),
+    "beside what may not be looked at": lambda: [Unwilling(), random.Random(2)],
     "in a slot": lambda: Slotted(),
     "by a method's object": lambda: Slotted().collate,
     "by a closure": lambda: closing_over(random.Random(2)),

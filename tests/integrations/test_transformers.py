@@ -207,6 +207,26 @@ def test_callbacks_listed_after_ours_begin_before_they_get_their_state_back(tmp_
     assert counted == [1, 6]
 
 
+def test_a_callback_that_another_adds_as_training_begins_is_kept_and_called(tmp_path):
+    """Ours is behind the others by then, and only that second place is given up."""
+    training, heard = Training(tmp_path, {}, tmp_path / "run", max_steps=2), []
+
+    class Added(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            heard.append("step")
+
+    class Adds(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            training.trainer.add_callback(Added())
+
+    training.trainer.add_callback(Adds())
+    training.train()
+    assert heard == ["step", "step"]
+    callbacks = training.trainer.callback_handler.callbacks
+    assert [type(each) for each in callbacks].count(Added) == 1
+    assert callbacks.count(training.ours) == 1
+
+
 def test_another_accumulation_is_refused_inside_an_epoch_and_other_settings_are_said(
     tmp_path, caplog
 ):

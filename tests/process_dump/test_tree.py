@@ -11,10 +11,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from trainckpt.process_dump import tree
+from trainckpt.process_dump import dump, tree
 from trainckpt.process_dump.tree import Held, Look, why_not
 from trainckpt.supervisor import processes
 
@@ -169,3 +170,12 @@ print(ascii(gpu_signs._threads(os.getpid())[0]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"{'a' * 14 + chr(0xFFFD)!a}\n"
+
+
+def test_files_that_cannot_be_made_durable_refuse_no_dump(tmp_path):
+    """Some kinds have no fsync; where the disk fails, or a file has gone, it is refused."""
+    written = tmp_path / "log"
+    written.touch()
+    dump._keep_written(SimpleNamespace(written=lambda: ["/proc/self/comm", str(written)]))
+    with pytest.raises(FileNotFoundError):
+        dump._keep_written(SimpleNamespace(written=lambda: [str(tmp_path / "gone")]))

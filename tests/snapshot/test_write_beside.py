@@ -116,9 +116,9 @@ def test_the_process_keeps_off_the_core_of_a_rank_that_computes(tmp_path, tier, 
     with ThreadPoolExecutor(1) as saving:
         written = saving.submit(write, beside, tier, NAMES[1], one, copied())
         until = time.monotonic() + LIMIT_S
-        while len(os.sched_getaffinity(pid)) == len(all_of_them):
+        while (found := os.sched_getaffinity(pid)) == all_of_them:
             assert time.monotonic() < until
-        assert len(os.sched_getaffinity(pid)) == len(all_of_them) - 1
+        assert len(found) == len(all_of_them) - 1
         was_seen.set()
         written.result()
     assert frozenset(os.sched_getaffinity(pid)) == all_of_them

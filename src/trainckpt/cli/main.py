@@ -14,12 +14,12 @@ import os
 import sys
 import traceback
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainckpt.cli.aside import tell
 from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.format.versions import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -75,7 +75,7 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
         description="Checkpoints for PyTorch training that resume at the exact micro-batch.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"trainckpt {version('trainckpt')}")
+    parser.add_argument("--version", action="version", version=f"trainckpt {VERSION}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     whole = set(whole)
     for name, text in VERBS.items():

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # torchrun's options with which the command is no path of a Python script
 _NO_SCRIPT = {"-m", "--module", "--no-python", "--no_python"}
+_NO_SCRIPT_VARIABLES = {"PET_MODULE", "PET_NO_PYTHON"}  # the same, in the environment
 # None where the command made no Checkpointer, or died too early for its record to say.
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
 
@@ -86,8 +87,11 @@ def execute(arguments: argparse.Namespace) -> int:
 def _must_be_there(command: Sequence[str], options: Sequence[str]) -> None:
     """Else torchrun would start Python with it, once for each process, and tell at length."""
     script = command[0]
-    if not _NO_SCRIPT.isdisjoint(options) or Path(script).exists():
+    if not _NO_SCRIPT.isdisjoint(options) or not _NO_SCRIPT_VARIABLES.isdisjoint(os.environ):
         return
+    with contextlib.suppress(OSError):  # longer than any name, or in a folder that is not ours
+        if Path(script).exists():
+            return
     if shutil.which(script):
         raise ConfigurationError(
             f"{script} is a program, and the script to run is Python's",

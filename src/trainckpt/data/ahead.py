@@ -136,6 +136,10 @@ class AheadSource:
         self._reader.load(saved["reader"])
         self.progress = Progress(saved["position"], saved["samples"])
 
+    def put_back_last(self, saved: dict[str, Any]) -> None:
+        """The pass after a state between passes begins."""
+        self._under.put_back_last(saved["under"])
+
     def facts(self) -> dict[str, Any]:
         """Return what must be equal for a saved state to be exact here."""
         return {**self._under.facts(), **self._reader.facts()}

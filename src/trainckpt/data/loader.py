@@ -50,7 +50,8 @@ class TrackedLoader:
             integration makes of its framework's loader (see sources.py).
         name: What messages call it.
         on_boundary: Called first in every `__next__`.
-        before_first_fetch: Called once after each `load_state`, before the first batch.
+        before_first_fetch: Called once after each `load_state`, before the first batch. True if it
+            has put the random generators back: those that the data holds then come back too.
 
     Attributes:
         batches: Batches returned in this pass, those before a `load_elsewhere` included.
@@ -68,7 +69,7 @@ class TrackedLoader:
         *,
         name: str,
         on_boundary: Callable[[], None] | None = None,
-        before_first_fetch: Callable[[], None] | None = None,
+        before_first_fetch: Callable[[], bool | None] | None = None,
     ) -> None:
         self._loader = loader
         self.name = name
@@ -256,8 +257,8 @@ class TrackedLoader:
         saved = self._pending
         going_on = saved is not None and saved["in_pass"]
         makes_anew = saved is not None and (not going_on or saved.get("elsewhere"))
-        if makes_anew:
-            self._first_fetch()
+        if makes_anew and self._first_fetch() and saved and not saved.get("elsewhere"):
+            self._source.put_back_last(saved)
         batches = self._source.start() if saved is None else self._go_on(saved)
         self._pending = None
         self._samples_before = self.samples
@@ -319,9 +320,9 @@ class TrackedLoader:
         self.total_samples += self.samples - self._samples_before
         self._samples_before = self.samples
 
-    def _first_fetch(self) -> None:
-        if self.before_first_fetch is not None:
-            self.before_first_fetch()
+    def _first_fetch(self) -> bool:
+        """Whether the random generators were put back."""
+        return self.before_first_fetch is not None and bool(self.before_first_fetch())
 
     def _end(self, *, exhausted: bool) -> None:
         self.in_pass, self.exhausted = False, exhausted

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 DEPTH = 5  # Subset -> dataset -> transform -> list -> element
 OBJECTS = 512  # that are looked at; the nearest come first
-ITEMS = 64  # a longer list holds data
+ITEMS = 64  # a longer list holds data, unless it begins with an object, as one of datasets does
 _PLAIN = (str, int, float, type(None), bytes, bytearray, complex, type, types.ModuleType)
+_DATA = (*_PLAIN, torch.Tensor, list, tuple, dict, set, frozenset)
 
 
 def capture(roots: Mapping[str, Any]) -> dict[str, bytes]:
@@ -95,15 +96,20 @@ def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, kinds):
+        if _is(value, kinds):
             if not any(value is one for one in shared):
                 yield path, value
-        elif depth < DEPTH:
+        elif depth < DEPTH and len(ahead) < OBJECTS:
             ahead.extend(
                 (path + step, part, depth + 1)
                 for step, part in _parts(value)
-                if not isinstance(part, _PLAIN)
+                if not _is(part, _PLAIN)
             )
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Not isinstance: that asks the object for its class, which a proxy answers by being made."""
+    return issubclass(type(value), kinds)
 
 
 def _kinds() -> tuple[type, ...]:
@@ -121,21 +127,30 @@ def _global_ones() -> list[Any]:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """What it holds, each with the step that leads there. Runs no code of its class."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
         return []
-    if isinstance(value, (list, tuple)):
-        few = value if len(value) <= ITEMS else ()
-        return [(f"[{number}]", part) for number, part in enumerate(few)]
-    if isinstance(value, dict):
-        few_items = list(value.items()) if len(value) <= ITEMS else []
-        return [(f"[{key!r}]", part) for key, part in few_items if isinstance(key, (str, int))]
-    if isinstance(value, functools.partial):
+    if kind is functools.partial:
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-    if isinstance(value, types.MethodType):
+    if kind is types.MethodType:
         return [("", value.__self__)]
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         return _of_function(value)
-    return _attributes(value)
+    return _items(value) + ([] if kind in (list, tuple, dict) else _attributes(value))
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Of a list, a tuple or a dictionary, also where a class of the script's is made of one."""
+    for kind in (list, tuple):
+        if _is(value, (kind,)):
+            number = kind.__len__(value)
+            most = OBJECTS if number and not _is(kind.__getitem__(value, 0), _DATA) else ITEMS
+            few = kind.__iter__(value) if number <= most else ()
+            return [(f"[{at}]", part) for at, part in enumerate(few)]
+    if _is(value, (dict,)) and dict.__len__(value) <= ITEMS:
+        return [(f"[{key!r}]", part) for key, part in list(dict.items(value))
+                if type(key) in (str, int)]  # fmt: skip
+    return []
 
 
 def _of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -168,7 +183,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 def _read(generator: Any) -> bytes | None:
     """Its state; None where it has none that can be told, as random.SystemRandom."""
-    if isinstance(generator, torch.Generator):
+    if _is(generator, (torch.Generator,)):
         return as_bytes(generator.get_state()) if generator.device.type == "cpu" else None
     try:
         return json.dumps(_state_of(generator), sort_keys=True, default=_listed).encode()

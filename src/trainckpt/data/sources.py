@@ -224,6 +224,11 @@ class LoaderSource:
             if saved["own"] is not None and not self._replays():
                 self._ended = saved["own"], saved["exhausted"]
 
+    def put_back_last(self, saved: dict[str, Any]) -> None:
+        """The pass after a state between passes begins: what was drawn since it was loaded is
+        undone, as it is with the global generators."""
+        self._put_data_generators(saved.get("data now", {}))
+
     def load_elsewhere(self, window: dict[str, Any]) -> None:
         """Take a window's start; what later epochs follow from is put back at once."""
         self.shutdown()
@@ -320,19 +325,19 @@ class LoaderSource:
         return sampler.capture(self._loader, stateful=stateful)
 
     def _data_generators(self) -> dict[str, bytes]:
-        """Of the dataset and collate_fn, by path; a stream with state keeps its own."""
-        return own_random.capture(self._data) if self._keeps_generators() else {}
+        """Of the dataset and collate_fn, by path."""
+        return own_random.capture(self._data)
 
     def _put_data_generators(self, saved: dict[str, bytes]) -> None:
-        if self._keeps_generators():
-            own_random.restore(self._data, saved, self._name)
-
-    def _keeps_generators(self) -> bool:
-        return self.kind == "map" or self._replays()
+        own_random.restore(self._data, saved, self._name)
 
     @property
     def _data(self) -> dict[str, Any]:
-        return {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
+        """What may hold generators; a stream with state keeps its own."""
+        found: dict[str, Any] = {"collate_fn": self._loader.collate_fn}
+        if self.kind == "map" or self._replays():
+            found = {"dataset": self._loader.dataset, **found}
+        return found
 
     def _replays(self) -> bool:
         if self.kind == "map":

@@ -76,6 +76,9 @@ class StatefulSource:
         if saved["own"] is not None:
             streams.load(self._loader, saved["own"])
 
+    def put_back_last(self, saved: dict[str, Any]) -> None:
+        """Nothing: what the loader keeps of its data is its own."""
+
     def facts(self) -> dict[str, Any]:
         """Return what must be equal for a saved state to be exact here."""
         return {

@@ -68,17 +68,23 @@ class TrainckptCallback(TrainerCallback):
         told = trainer.callback_handler.callbacks
         part, self._part = self._part, None
         if part is not None:
-            told.pop()
+            self._leave_second_place(told)
             if part.state is trainer.state:
                 part.all_have_begun()
                 return
             # else another callback raised, and this is another training
         self._must_be_over()
         refuse_trainer(self, trainer, given)
-        later = told[told.index(self) + 1 :]
+        later = [other for other in told[told.index(self) + 1 :] if other is not self]
         self._begin(trainer, later)
         if later:
             told.append(self)
+
+    def _leave_second_place(self, told: list[Any]) -> None:
+        """Where it was put behind the others; who has come since stays."""
+        places = [place for place, other in enumerate(told) if other is self]
+        if len(places) > 1:
+            del told[places[-1]]
 
     def _begin(self, trainer: Any, later: list[Any]) -> None:
         shard = trainer.callback_handler.train_dataloader

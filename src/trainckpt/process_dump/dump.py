@@ -13,6 +13,7 @@ Whatever fails before 4 lets the tree go on where it was, and leaves no images.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import shutil
@@ -232,13 +233,21 @@ def _settle(images: Path) -> tuple[Image, ...]:
     return tuple(found)
 
 
+_CANNOT_SYNC = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS})
+
+
 def _keep_written(held: tree.Look) -> None:
     """What the tree has written, on stable storage: a file that is shorter after a power cut than
     the processes remember makes the dump useless.
     """
     files = [Path(path) for path in held.written()]
     for path in [*files, *dict.fromkeys(file.parent for file in files)]:
-        _sync(path)
+        try:
+            _sync(path)
+        except OSError as error:
+            # Not ours to open, or of a kind that cannot be made durable: as without a dump.
+            if error.errno not in _CANNOT_SYNC:
+                raise
 
 
 def _sync(path: Path) -> None:

@@ -86,7 +86,9 @@ class Ends:
         self._folder = folder
         self.ranks: list[subprocess.Popen[bytes]] = []
         self._noted: set[int] = set()
-        self._lock = threading.Lock()  # who finds a child noted may rely on the line being there
+        # Who finds a child noted may rely on the line being there. A signal's handler may raise
+        # where this thread has just got the lock, and from 3.14 on keeps it then: not for itself.
+        self._lock = threading.RLock()
 
     def watch(self) -> None:
         """Sleep until a child ends, note all that have, and so on. A thread of its own."""

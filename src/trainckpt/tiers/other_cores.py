@@ -55,32 +55,27 @@ class OtherCores:
     @contextlib.contextmanager
     def kept_off(self) -> Iterator[None]:
         """While the context lasts."""
-        allowed = _allowed()
-        if self._before is None or len(allowed) < 2:
-            yield
-            return
-        end = threading.Event()
+        allowed, end = _allowed(self._process), threading.Event()
         thread = threading.Thread(
             target=self._keep_off, args=(allowed, end), name="trainckpt-cores", daemon=True
         )
-        thread.start()
+        begun = self._before is not None and len(allowed) > 1 and _began(thread)
         try:
             yield
         finally:
             end.set()
-            thread.join()
+            if begun:
+                thread.join()
 
     def _keep_off(self, allowed: frozenset[int], end: threading.Event) -> None:
         used = allowed
-        while True:
+        while not end.wait(LOOK_S):  # first: of no time at all no part can be told
             now = look(self._process)
             cores = to_use(allowed, self._before, now)
             if cores != used:
                 _use(cores)
                 used = cores
             self._before = now or self._before
-            if end.wait(LOOK_S):
-                break
         if used != allowed:
             _use(allowed)
 
@@ -104,9 +99,25 @@ def look(process: int) -> Seen | None:
         return None
 
 
-def _allowed() -> frozenset[int]:
-    """Where this process may run."""
-    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
+def _allowed(process: int) -> frozenset[int]:
+    """Where this process may run. Once moved it does not follow when it may use more; the other,
+    which nobody of us moves, does.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset()
+    found = frozenset(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        found |= os.sched_getaffinity(process)
+    return found
+
+
+def _began(thread: threading.Thread) -> bool:
+    """Whether the system gave us one more."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _use(cores: Collection[int]) -> None:

@@ -132,11 +132,16 @@ class Arrival:
                 "Checkpointer is made",
             )
 
-    def before_first_fetch(self) -> None:
-        """The loader's iterator has been built, and nothing was fetched yet."""
-        if self._saved is not None:
-            apply.apply_rng(self._saved)
-            self._end()
+    def before_first_fetch(self) -> bool:
+        """The loader's iterator has been built, and nothing was fetched yet.
+
+        Returns whether the random generators were put back.
+        """
+        if self._saved is None:
+            return False
+        apply.apply_rng(self._saved)
+        self._end()
+        return True
 
     def _look_again(self) -> dict[str, bool]:
         if self._saved is not None:
