@@ -208,10 +208,13 @@ def test_callbacks_listed_after_ours_begin_before_they_get_their_state_back(tmp_
 
 
 def test_a_callback_that_another_adds_as_training_begins_is_kept_and_called(tmp_path):
-    """Ours is behind the others by then, and only that second place is given up."""
+    """Ours is behind the others by then, goes behind that one too, and ends where it was first."""
     training, heard = Training(tmp_path, {}, tmp_path / "run", max_steps=2), []
 
     class Added(transformers.TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            heard.append("begin")
+
         def on_step_end(self, *_, **__):
             heard.append("step")
 
@@ -221,7 +224,7 @@ def test_a_callback_that_another_adds_as_training_begins_is_kept_and_called(tmp_
 
     training.trainer.add_callback(Adds())
     training.train()
-    assert heard == ["step", "step"]
+    assert heard == ["begin", "step", "step"]
     callbacks = training.trainer.callback_handler.callbacks
     assert [type(each) for each in callbacks].count(Added) == 1
     assert callbacks.count(training.ours) == 1

@@ -68,8 +68,13 @@ class TrainckptCallback(TrainerCallback):
         told = trainer.callback_handler.callbacks
         part, self._part = self._part, None
         if part is not None:
-            self._leave_second_place(told)
-            if part.state is trainer.state:
+            is_this_training = part.state is trainer.state
+            if is_this_training and told[-1] is not self:  # one that began has added another
+                self._part = part
+                told.append(self)
+                return
+            self._keep_first_place(told)
+            if is_this_training:
                 part.all_have_begun()
                 return
             # else another callback raised, and this is another training
@@ -80,11 +85,10 @@ class TrainckptCallback(TrainerCallback):
         if later:
             told.append(self)
 
-    def _leave_second_place(self, told: list[Any]) -> None:
-        """Where it was put behind the others; who has come since stays."""
-        places = [place for place, other in enumerate(told) if other is self]
-        if len(places) > 1:
-            del told[places[-1]]
+    def _keep_first_place(self, told: list[Any]) -> None:
+        """And leave those behind the others."""
+        for place in reversed([at for at, other in enumerate(told) if other is self][1:]):
+            del told[place]
 
     def _begin(self, trainer: Any, later: list[Any]) -> None:
         shard = trainer.callback_handler.train_dataloader
