@@ -21,11 +21,12 @@ def next_is(number):
         yield
 
 
-def with_number(pid):
-    """A process of this number."""
+def with_number(pid, besides=()):
+    """A process of this number; whoever starts next gets none of `besides`, which come soon."""
     for _ in range(1000):
         with next_is(pid):
             process = subprocess.Popen(["sleep", "600"])
+            LAST_PID.write_text(str(max([pid, *besides]) + 1))
         if process.pid == pid:
             return process
         process.kill()

@@ -92,7 +92,7 @@ def test_a_number_that_is_taken_as_criu_begins_is_waited_for(
 
     def restored(*arguments):
         if not others:
-            others.append(with_number(wanted))
+            others.append(with_number(wanted, besides=record.tasks))
             if not for_good:
                 Thread(target=soon).start()
         said.append(real(*arguments))
