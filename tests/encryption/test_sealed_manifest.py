@@ -8,9 +8,9 @@ from trainckpt.encryption import envelope, keys, sealed_manifest
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.encryption import Plain
+from trainckpt.format.files import FileEntry, Files, Plain
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Files, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 
 KEY, D, E = bytes(range(32)), "0" * 32, "f" * 32

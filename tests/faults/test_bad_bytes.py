@@ -175,7 +175,7 @@ def rewritten(run, **changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": 5}, "format version 5"),
+        ({"format": 6}, "format version 6"),
         ({"format": 1,
           "files": [{"name": "../s2~1.1/x", "bytes": 1, "digest": "0" * 32, "header": "0" * 32}]},
          "outside its folder"),

@@ -14,8 +14,9 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format import strict
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
+from trainckpt.format.files import FileEntry
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 
 D = digest(b"d")
@@ -56,6 +57,22 @@ def test_older_files_it_refers_to_come_back_and_only_then_the_version_is_a_newer
     assert "reached" not in json.loads(manifests.dump(MANIFEST))
 
 
+def test_without_digests_of_whole_files_it_is_version_5_and_has_none_of_older_files_either():
+    files = tuple(replace(file, digest="") for file in MANIFEST.files)
+    plain = replace(MANIFEST, files=files)
+    older = (FileEntry("s8~1.4/rank00000.safetensors", 7, D, D),)
+    referring = replace(plain, reached=older)
+    assert manifests.load(manifests.dump(plain), "x") == plain
+    found = manifests.load(manifests.dump(referring), "x")
+    assert found == replace(referring, reached=(replace(older[0], digest=""),))
+    assert manifests.load(manifests.dump(found), "x") == found
+    for manifest in (plain, referring):
+        body = json.loads(manifests.dump(manifest))
+        assert body["format"] == 5
+        assert "digests" not in {**body["files"], **body.get("reached", {})}
+    assert found.files[1].identity == D
+
+
 def test_what_died_with_ranks_comes_back_and_is_said():
     left = replace(MANIFEST, lost=(1,), carried=True)
     assert manifests.load(manifests.dump(left), "x") == left
@@ -85,8 +102,8 @@ def test_every_truncation_is_found():
 
 
 def test_a_newer_format_says_so_and_what_to_do():
-    with pytest.raises(UnusableSnapshot, match="format version 5") as caught:
-        manifests.load(with_changes(format=5), "x")
+    with pytest.raises(UnusableSnapshot, match="format version 6") as caught:
+        manifests.load(with_changes(format=6), "x")
     assert "the release of trainckpt that wrote it" in caught.value.hint
 
 

@@ -3,6 +3,7 @@
     python -m tests.golden.make 2
     python -m tests.golden.make 3    # the same, half of it in files of an older snapshot
     python -m tests.golden.make 4    # the same, encrypted
+    python -m tests.golden.make 5    # as 3, with no digests of whole files
 
 Two runs in `tests/golden/v<version>`: `one`, of a single process, with a tensor of every type the
 format knows; `two`, of two ranks, with a matrix that is cut between them. `digests.json` says
@@ -25,6 +26,7 @@ from trainckpt.encryption import envelope, sealed_manifest
 from trainckpt.encryption.keys import Identity, write_identity
 from trainckpt.format import versions
 from trainckpt.format.cursor import Cursor
+from trainckpt.format.digest import digest
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
@@ -89,18 +91,18 @@ def write(place, world, version):
     tier = LocalTier(place)
     tier.create("run.json", b'{"format":1,"id":"golden"}')
     if version < versions.WITH_REFERENCES:
-        return save(tier, world, SnapshotName(1, 1, 2, 1))
-    seals = version >= versions.ENCRYPTED
-    older = save(tier, world, SnapshotName(1, 1, 1, 0), seals=seals)
-    manifest = save(tier, world, SnapshotName(1, 2, 2, 1), older, seals=seals)
+        return save(tier, world, SnapshotName(1, 1, 2, 1), version)
+    older = save(tier, world, SnapshotName(1, 1, 1, 0), version)
+    manifest = save(tier, world, SnapshotName(1, 2, 2, 1), version, older)
     kept = {file.name for file in manifest.reached}
     prune(tier, [older.name], kept)
     return manifest
 
 
-def save(tier, world, name, older=None, *, seals=False):
+def save(tier, world, name, version, older=None):
     """One snapshot; what a rank has stored in `older` under every second key is referred to."""
-    seal = Seal("golden", bytes([name.sequence] * 32)) if seals else None
+    is_sealed = version == versions.ENCRYPTED
+    seal = Seal("golden", bytes([name.sequence] * 32)) if is_sealed else None
     captured = [capture(objects(rank)) for rank in range(world)]
     equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
     files, tensors, reached = [], {}, []
@@ -115,7 +117,10 @@ def save(tier, world, name, older=None, *, seals=False):
             reached.append(replace(older.files[rank], name=file))
         planned = [region for region in planned if region.key not in references]
         shard = stage.stage(one, planned, rank=rank, world=world, references=references)
-        files.append(write_shard(tier, name, rank, shard, seal=seal).file)
+        file = write_shard(tier, name, rank, shard, seal=seal).file
+        if version < versions.ENCRYPTED:
+            file = replace(file, digest=digest(shard.memory))
+        files.append(file)
         for r in regions:
             layout = layouts.get(r.tensor)
             tensors[r.tensor] = TensorEntry(r.dtype, r.of, SPLIT if layout else RANK, layout)
@@ -152,7 +157,7 @@ def main(version):
     """Write both runs and what must be read from them."""
     folder = HERE / f"v{version}"
     shutil.rmtree(folder, ignore_errors=True)
-    if version >= versions.ENCRYPTED:
+    if version == versions.ENCRYPTED:
         folder.mkdir()
         write_identity(folder / "identity", READER)
     expected = {}

@@ -53,7 +53,7 @@ def test_a_matrix_of_the_two_rank_run_is_cut_between_the_files(folder):
     assert len(parts) >= 2
 
 
-@pytest.mark.parametrize("version", ["v3", "v4"])
+@pytest.mark.parametrize("version", ["v3", "v4", "v5"])
 def test_from_version_3_on_half_of_it_lies_in_files_of_an_older_snapshot(version):
     tier = LocalTier(HERE / version / "two")
     (candidate,) = read_catalog(tier, "golden", {1: AttemptRecord(1, None)})

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 
 from trainckpt.format.cursor import Cursor
+from trainckpt.format.files import Files
 from trainckpt.format.layout import Layout, whole
-from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.resuming.read_state import alone
 from trainckpt.snapshot.commit import commit

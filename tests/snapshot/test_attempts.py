@@ -82,7 +82,7 @@ def test_snapshots_without_a_run_s_record_are_no_new_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"id":3}', b"\xff", b'{"format":5,"id":"x"}']
+    "data", [b"", b"[]", b"{}", b'{"id":3}', b"\xff", b'{"format":6,"id":"x"}']
 )
 def test_a_damaged_run_s_record_is_an_error_and_never_a_new_run(tmp_path, data):
     tier = LocalTier(tmp_path)

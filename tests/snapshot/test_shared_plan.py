@@ -11,8 +11,9 @@ import torch
 from tests.snapshot import layouts
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
+from trainckpt.format.files import FileEntry, Files
 from trainckpt.format.layout import Layout, replicated
-from trainckpt.format.manifest import SPLIT, FileEntry, Files, Manifest, TensorEntry
+from trainckpt.format.manifest import SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.snapshot import shared_plan
 from trainckpt.snapshot.restore_plan import Planner

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainckpt.format.digest import digest
-from trainckpt.format.manifest import FileEntry
+from trainckpt.format.files import FileEntry
 from trainckpt.format.shard_file import Region
 from trainckpt.snapshot import unchanged
 

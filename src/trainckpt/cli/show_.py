@@ -117,11 +117,11 @@ def _to_json(
         "writer": manifest.writer,
         "fingerprint": manifest.fingerprint,
         "files": [
-            {"name": file.name, "bytes": file.num_bytes, "digest": file.digest}
+            {"name": file.name, "bytes": file.num_bytes, "digest": file.identity}
             for file in manifest.files
         ],
         "refers_to": [
-            {"name": file.name, "bytes": file.num_bytes, "digest": file.digest}
+            {"name": file.name, "bytes": file.num_bytes, "digest": file.identity}
             for file in manifest.reached
         ],
         "tensors": tensors,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Collection, Iterator
 
-    from trainckpt.format.manifest import FileEntry
+    from trainckpt.format.files import FileEntry
     from trainckpt.lifecycle.places.everywhere import Everywhere
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.base import Tier

@@ -16,7 +16,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import encryption, strict
 from trainckpt.format import manifest as manifests
 from trainckpt.format.encryption import Encryption
-from trainckpt.format.manifest import Files
+from trainckpt.format.files import FileEntry, Files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,5 +81,5 @@ def open_sealed(manifest: Manifest, key: bytes) -> Manifest:
     )
 
 
-def _in_order(manifest: Manifest) -> list[manifests.FileEntry]:
+def _in_order(manifest: Manifest) -> list[FileEntry]:
     return sorted(manifest.reached, key=lambda file: file.name)

@@ -94,17 +94,21 @@ class RunningByBlock:
     def update(self, piece: memoryview) -> None:
         """Take the next bytes into account."""
         while len(piece):
+            step = piece[: self._block - self._filled]
+            piece = piece[len(step) :]
+            if len(step) == self._block:
+                self._done.append(digest(step))
+                continue
+            self._state.update(step)
+            self._filled += len(step)
             if self._filled == self._block:
                 self._done.append(self._state.hexdigest())
                 self._state, self._filled = xxhash.xxh3_128(), 0
-            step = piece[: self._block - self._filled]
-            self._state.update(step)
-            self._filled += len(step)
-            piece = piece[len(step) :]
 
     def hexdigest(self) -> str:
         """The digests of what has passed so far."""
-        return "".join([*self._done, self._state.hexdigest()])
+        is_open = self._filled or not self._done
+        return "".join([*self._done, self._state.hexdigest()] if is_open else self._done)
 
 
 def is_digest(value: object) -> bool:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, strict
+from trainckpt.format.files import Plain
 from trainckpt.format.names import SnapshotName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainckpt.format.manifest import FileEntry
+    from trainckpt.format.files import FileEntry
 
 CIPHER = "AES-256-GCM"
 MAX_RECIPIENTS = 256
@@ -58,14 +59,6 @@ class Encryption:
         """As a manifest spells it."""
         keys = {name: wrapped_to_json(each) for name, each in self.keys.items()}
         return {"cipher": CIPHER, "keys": keys, "sealed": to_text(self.sealed)}
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Of a file, before it was encrypted: its length, and the digest of its header."""
-
-    num_bytes: int
-    header_digest: str
 
 
 def parse(data: Any, what: str) -> Encryption:

@@ -3,50 +3,31 @@
 It is canonical JSON that carries the digest of itself, so a flipped bit in it is found too.
 It grows with files plus tensors, never with their product: which file holds which part of a
 tensor follows from the tensor's layout, and where in the file stands in the file's own header,
-which `header_digest` covers. Files are spelled as three columns, since there may be thousands.
+which `header_digest` covers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, encryption, inexact, names, strict, versions
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.encryption import Encryption, Plain
+from trainckpt.format.files import FileEntry, Files, parse_file, parse_files
 from trainckpt.format.layout import Layout, replicated
 from trainckpt.format.shard_file import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.format.encryption import Encryption
 
 MAX_BYTES = 256_000_000
 LATEST_S = 2.5e11  # the year 9892: what calendars can say
 SPLIT = "split"  # one copy, its regions spread over the files
 RANK = "rank"  # every rank has its own, in its own file
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One shard file: its name, length, and the digests of the whole and of its header.
-
-    Attributes:
-        sealed: It is encrypted: length and digests are of what is stored, that of the header is of
-            what stands behind the encrypted data.
-        plain: Of a sealed one, what it was before, where the key is there.
-    """
-
-    name: str
-    num_bytes: int
-    digest: str
-    header_digest: str
-    sealed: bool = False
-    plain: Plain | None = None
-
-    @property
-    def content(self) -> Plain:
-        """What is read of it: length, and digest of the header."""
-        return self.plain or Plain(self.num_bytes, self.header_digest)
 
 
 @dataclass(frozen=True)
@@ -65,68 +46,6 @@ class TensorEntry:
     def num_bytes(self) -> int:
         """Of the whole tensor."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-class Files(Sequence[FileEntry]):
-    """The files of a snapshot in rank order, kept as columns: one is made when it is asked for.
-
-    Attributes:
-        sizes: Bytes of each.
-        digests, headers: Hex digests of each, of the whole and of the header, end to end.
-        names: Only in format 1; they follow from the ranks since.
-        sealed: They are encrypted.
-        plain: What each was before, where that is known.
-    """
-
-    sealed = False
-    plain: Sequence[Plain] | None = None
-
-    def __init__(
-        self, sizes: list[int], digests: str, headers: str, names_: list[str] | None = None
-    ) -> None:
-        self.sizes, self.digests, self.headers, self.names = sizes, digests, headers, names_
-
-    @classmethod
-    def of(cls, entries: Sequence[FileEntry]) -> Files:
-        """The columns of these entries."""
-        if isinstance(entries, Files):
-            return entries
-        found = [entry.name for entry in entries]
-        plain = found == [names.shard_file_name(rank) for rank in range(len(entries))]
-        files = cls(
-            [entry.num_bytes for entry in entries],
-            "".join(entry.digest for entry in entries),
-            "".join(entry.header_digest for entry in entries),
-            None if plain else found,
-        )
-        files.sealed = any(entry.sealed for entry in entries)
-        if files.sealed:
-            files.plain = [entry.content for entry in entries]
-        return files
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @overload
-    def __getitem__(self, index: int) -> FileEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[FileEntry, ...]: ...
-    def __getitem__(self, index: int | slice) -> FileEntry | tuple[FileEntry, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        rank = range(len(self))[index]
-        name = names.shard_file_name(rank) if self.names is None else self.names[rank]
-        part = slice(rank * digest.NUM_HEX, (rank + 1) * digest.NUM_HEX)
-        plain = self.plain[rank] if self.plain is not None else None
-        return FileEntry(
-            name, self.sizes[rank], self.digests[part], self.headers[part], self.sealed, plain
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash((self.digests, self.headers))
 
 
 @dataclass(frozen=True)
@@ -210,10 +129,12 @@ def bound(manifest: Manifest) -> bytes:
 
 def _body(manifest: Manifest) -> dict[str, Any]:
     files = Files.of(manifest.files)
+    reached = Files.of(sorted(manifest.reached, key=lambda file: file.name))
+    whole = bool(files.digests) and bool(reached.digests or not reached)
     used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
     body = {
-        "format": versions.WRITTEN,
+        "format": versions.WRITTEN if whole else versions.BY_HEADS,
         "algorithm": digest.ALGORITHM,
         "kind": manifest.kind,
         "run": manifest.run,
@@ -224,7 +145,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         "cursor": manifest.cursor.to_json(),
         "world": manifest.world,
         "window": manifest.window.to_json() if manifest.window else None,
-        "files": {"bytes": files.sizes, "digests": files.digests, "headers": files.headers},
+        "files": files.to_json(whole=whole),
         "layouts": [layout.to_json() for layout in layouts],
         "tensors": {
             name: [entry.dtype, list(entry.shape), layouts[entry.layout] if entry.layout else RANK]
@@ -241,12 +162,8 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     if manifest.carried:
         body["carried"] = True
     if manifest.reached:
-        reached = Files.of(sorted(manifest.reached, key=lambda file: file.name))
-        body["format"] = versions.WITH_REFERENCES
-        body["reached"] = {
-            "names": reached.names, "bytes": reached.sizes, "digests": reached.digests,
-            "headers": reached.headers,
-        }  # fmt: skip
+        body["format"] = versions.WITH_REFERENCES if whole else versions.BY_HEADS
+        body["reached"] = {"names": reached.names, **reached.to_json(whole=whole)}
     if manifest.encryption is not None:
         body["format"] = versions.ENCRYPTED
     return body
@@ -290,7 +207,7 @@ def load(data: bytes, what: str) -> Manifest:
         lost=inexact.parse_lost(body, world, what),
         carried=body.get("carried") is True,
     )
-    if body["format"] >= versions.ENCRYPTED:
+    if body["format"] == versions.ENCRYPTED:
         manifest = _encrypted(manifest, body, what)
     if any(names.reached_file(file.name)[0] >= manifest.name for file in manifest.reached):
         raise UnusableSnapshot(f"{what} refers to files that are not older than it is")
@@ -320,11 +237,11 @@ def _created(body: dict[str, Any], what: str) -> float:
 
 def _files(body: dict[str, Any], world: int, what: str) -> Files:
     if body["format"] == 1:
-        listed = [_file(entry, what) for entry in strict.field(body, "files", list, what)]
+        listed = [parse_file(entry, what) for entry in strict.field(body, "files", list, what)]
         if len({file.name for file in listed}) != len(listed):
             raise UnusableSnapshot(f"{what} names a file twice")
         return Files.of(listed)
-    return _columns(strict.field(body, "files", dict, what), world, what)
+    return _columns(body, strict.field(body, "files", dict, what), world, what)
 
 
 def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
@@ -337,36 +254,13 @@ def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
         names.reached_file(path)
     if len(set(listed)) != len(listed):
         raise UnusableSnapshot(f"{what} refers to a file twice")
-    found = _columns(columns, len(listed), what)
+    found = _columns(body, columns, len(listed), what)
     found.names = listed
     return tuple(found)
 
 
-def _columns(columns: dict[str, Any], number: int, what: str) -> Files:
-    sizes = strict.field(columns, "bytes", list, what)
-    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
-        raise UnusableSnapshot(f"{what}: the length of a file is not readable")
-    found = Files(
-        sizes,
-        strict.field(columns, "digests", str, what),
-        strict.field(columns, "headers", str, what),
-    )
-    for column in (found.digests, found.headers):
-        if not digest.are_digests(column, {number}) or len(sizes) != number:
-            raise UnusableSnapshot(f"{what} has not one digest for each of {number} files")
-    return found
-
-
-def _file(entry: Any, what: str) -> FileEntry:
-    found = FileEntry(
-        names.check_file_name(strict.field(entry, "name", str, what)),
-        strict.count(entry, "bytes", what),
-        strict.field(entry, "digest", str, what),
-        strict.field(entry, "header", str, what),
-    )
-    if not (digest.is_digest(found.digest) and digest.is_digest(found.header_digest)):
-        raise UnusableSnapshot(f"{what}: {found.name} has no digest")
-    return found
+def _columns(body: dict[str, Any], columns: dict[str, Any], number: int, what: str) -> Files:
+    return parse_files(columns, number, what, whole=body["format"] != versions.BY_HEADS)
 
 
 def _tensors(body: dict[str, Any], world: int, what: str) -> dict[str, TensorEntry]:

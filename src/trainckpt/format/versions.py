@@ -5,10 +5,11 @@ from __future__ import annotations
 from trainckpt.errors import UnusableSnapshot
 
 VERSION = "0.1.0"  # of this release; pyproject.toml says the same
-WRITTEN = 2
-WITH_REFERENCES = 3  # written only where there are any: without, older releases read it too
+WRITTEN = 2  # of shard files
+WITH_REFERENCES = 3  # of those, only where there are any: without, older releases read it too
 ENCRYPTED = 4  # manifests of snapshots that are, or that refer to such
-READABLE = frozenset({1, 2, 3, 4})
+BY_HEADS = 5  # manifests of all others: no digests of whole files, those of their heads tell all
+READABLE = frozenset({1, 2, 3, 4, 5})
 
 
 def check_version(found: object, what: str) -> None:

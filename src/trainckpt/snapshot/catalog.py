@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.base import Readable, Tier
 
     Parse = Callable[[bytes, str], Manifest]  # as `manifests.load`

@@ -28,7 +28,8 @@ from trainckpt.tiers.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.arena import Arena
     from trainckpt.tiers.base import Readable
     from trainckpt.tiers.memory import MemoryPlace

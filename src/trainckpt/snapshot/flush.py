@@ -17,7 +17,7 @@ takes its place in one act, when it is whole, and whoever fails removes nothing 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trainckpt.errors import (
     ConfigurationError,
@@ -26,9 +26,10 @@ from trainckpt.errors import (
     TrainckptError,
     UnusableSnapshot,
 )
-from trainckpt.format import digest, names
 from trainckpt.format import manifest as manifests
+from trainckpt.format import names
 from trainckpt.format.attempt import MAX_BYTES
+from trainckpt.format.checking import check_of, over
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.verify import files_of
@@ -36,7 +37,9 @@ from trainckpt.snapshot.verify import files_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.checking import Stored
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.base import Readable, Tier
 
 BLOCK_BYTES = 8 << 20
@@ -61,18 +64,6 @@ def committed_keys(tier: Tier, run: str) -> frozenset[str]:
             with contextlib.suppress(UnusableSnapshot):
                 found.update(key for key, _ in files_of(catalog.load_manifest(tier, run, name)))
     return frozenset(found)
-
-
-class Stored(Protocol):
-    """What has to be known of a file to copy it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-
-    @property
-    def digest(self) -> str:
-        """Of all of it."""
 
 
 def copy_file(
@@ -151,7 +142,7 @@ class _NotGood(Exception):
 def _blocks(
     source: Readable, key: str, file: Stored, check: Callable[[int], None]
 ) -> Iterator[memoryview]:
-    passed = digest.Running()
+    passing = check_of(file)
     memory = memoryview(bytearray(min(BLOCK_BYTES, file.num_bytes)))
 
     def read() -> Iterator[memoryview]:
@@ -164,8 +155,8 @@ def _blocks(
                 raise _NotGood(error) from error
             yield block
 
-    yield from passed.over(read())
-    if passed.hexdigest() != file.digest:  # raised inside `write`, which then leaves nothing
+    yield from over(read(), passing)
+    if not passing.is_right:  # raised inside `write`, which then leaves nothing
         raise _NotGood(UnusableSnapshot(f"{key} in {source.url} does not match its digest"))
     check(0)
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from trainckpt.encryption.keys import Identity
     from trainckpt.encryption.sealed_file import Chunk
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.base import Readable
 
 RUN_BYTES = 8 << 20  # of chunks that one thread reads and decrypts

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.digest import Verified
+    from trainckpt.format.files import FileEntry
     from trainckpt.format.layout import Box
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.manifest import Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.snapshot.restore_plan import Read
     from trainckpt.snapshot.shares import Share

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
-from trainckpt.format.encryption import Plain
-from trainckpt.format.manifest import FileEntry
+from trainckpt.format.files import FileEntry, Plain
 from trainckpt.snapshot.save_sealed import stream_sealed, write_sealed
 from trainckpt.tiers.direct import address
 from trainckpt.tiers.workers import InTurn
@@ -94,8 +93,8 @@ def write_shard(
 ) -> Receipt:
     """Write one shard file from memory into the snapshot's folder; durable when it returns.
 
-    The data is on its way as soon as it is copied. Then a thread digests it, first by block for the
-    head, which comes last, then, behind the head, as the file.
+    The data is on its way as soon as it is copied. Then a thread digests it by block for the head,
+    which comes last.
 
     Args:
         tier, name, rank: Where to.
@@ -135,13 +134,10 @@ def write_shard(
     with _in_place(tier), InTurn("trainckpt-digest") as digesting:
         try:
             head = digesting.submit(digest_head)
-            whole = digesting.submit(
-                lambda: digest.digest_blocks([shard.top, shard.memory[head_bytes:]])
-            )
             tier.write_parts(f"{name.folder}/{file_name}", num_bytes, parts())
         finally:
             complete.set()  # whatever became of it, nobody waits any more
-        entry = FileEntry(file_name, num_bytes, whole.result(), head.result())
+        entry = FileEntry(file_name, num_bytes, "", head.result())
     return Receipt(entry)
 
 
@@ -160,8 +156,7 @@ def only_sealed(
 def only_digested(rank: int, shard: InMemory) -> Receipt:
     """The receipt of a file that is written nowhere: it stays in memory."""
     head = digest.digest(shard.head)
-    whole = digest.digest(shard.memory)
-    return Receipt(FileEntry(names.shard_file_name(rank), len(shard.memory), whole, head))
+    return Receipt(FileEntry(names.shard_file_name(rank), len(shard.memory), "", head))
 
 
 def write_stream(
@@ -177,11 +172,10 @@ def write_stream(
     if seal is not None:
         with _in_place(tier):
             return Receipt(stream_sealed(tier, name, rank, head, num_bytes, blocks, seal))
-    file_name, whole = names.shard_file_name(rank), digest.Running()
+    file_name = names.shard_file_name(rank)
     with _in_place(tier):
-        tier.write(f"{name.folder}/{file_name}", whole.over(blocks()))
-    entry = FileEntry(file_name, whole.num_bytes, whole.hexdigest(), digest.digest(head))
-    return Receipt(entry)
+        tier.write(f"{name.folder}/{file_name}", blocks())
+    return Receipt(FileEntry(file_name, num_bytes, "", digest.digest(head)))
 
 
 @contextmanager

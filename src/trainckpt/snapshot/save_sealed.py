@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.encryption.sealed_file import TAG_BYTES, Layout, Place, Sealer
 from trainckpt.format import digest, names
-from trainckpt.format.encryption import Plain
-from trainckpt.format.manifest import FileEntry
+from trainckpt.format.files import FileEntry, Plain
 from trainckpt.tiers import direct
 from trainckpt.tiers.direct import address, copy, memory
 from trainckpt.tiers.workers import InTurn

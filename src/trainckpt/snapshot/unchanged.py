@@ -25,7 +25,7 @@ from trainckpt.format.shard_file import MIN_BLOCK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from trainckpt.format.manifest import FileEntry
+    from trainckpt.format.files import FileEntry
     from trainckpt.format.shard_file import Region
 
 MIN_BYTES = MIN_BLOCK_BYTES  # of a region: what is smaller is written faster than it is looked up

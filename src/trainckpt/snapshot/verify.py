@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest
+from trainckpt.format.checking import check_of
 from trainckpt.format.names import MANIFEST, SNAPSHOTS
 from trainckpt.snapshot.opened import Opened, Opener, check_all
 from trainckpt.snapshot.restore import Reader, read_header
@@ -16,7 +16,8 @@ from trainckpt.snapshot.restore import Reader, read_header
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.base import Readable, Tier
 
     Checked = tuple[str, int, str, str]  # key, bytes, digest, header's digest
@@ -121,7 +122,10 @@ def check_file(
             return "is missing"
         if size != file.num_bytes:
             return f"has {size} bytes, not {file.num_bytes}"
-        if digest.digest_blocks(_chunks(tier, key, size, progress)) != file.digest:
+        check = check_of(file)
+        for chunk in _chunks(tier, key, size, progress):
+            check.update(chunk)
+        if not check.is_right:
             return "does not match its digest"
         if file.sealed:
             return ""

@@ -18,7 +18,8 @@ from trainckpt.snapshot.verify import check_file, files_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.channel import Channel
     from trainckpt.tiers.base import Tier
     from trainckpt.tiers.ladder import Ladder

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import TierUnavailable, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names, parity_file
-from trainckpt.format.digest import digest
+from trainckpt.format.checking import is_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S, Seat, leaders
 from trainckpt.lifecycle.run.error_json import together
@@ -263,7 +263,7 @@ def _verified(place: MemoryPlace, manifest: Manifest) -> Found:
             continue
         found.close.callback(held.close)
         rank, data = numbers.get(file), held.data
-        if rank is not None and digest(data) == manifest.files[rank].digest:
+        if rank is not None and is_file(data, manifest.files[rank]):
             found.files[rank] = data
         elif parity_file.is_file_name(file):
             with contextlib.suppress(UnusableSnapshot):
@@ -342,7 +342,7 @@ def _rebuild(
         recover(left, stock, places[where.rebuilder], group)
         for p, data in stock.into.items():
             number = coded.members[p]
-            if digest(data) != manifest.files[number].digest:
+            if not is_file(data, manifest.files[number]):
                 raise UnusableSnapshot(f"what was computed for rank {number} is not its file")
             mine.files[number] = data
     if group is not None:

@@ -19,7 +19,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError, UnusableSnapshot
-from trainckpt.format.digest import digest
+from trainckpt.format.checking import is_file
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.saving import holding
 from trainckpt.lifecycle.saving.protection import Unprotected
@@ -33,6 +33,7 @@ from trainckpt.tiers.memory import MemoryPlace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from trainckpt.format.files import FileEntry
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.saving.protection import Protection
@@ -67,17 +68,17 @@ class StoredSnapshot:
         if self._place is None:
             return True
         called = holding.file_name(manifest)
-        digests = {called(rank): file.digest for rank, file in enumerate(manifest.files)}
+        files = {called(rank): file for rank, file in enumerate(manifest.files)}
         there = set(kept.files(self._place, self.name.folder))
-        return not (names <= there and all(self._is_good(n, digests) for n in sorted(names)))
+        return not (names <= there and all(self._is_good(n, files) for n in sorted(names)))
 
-    def _is_good(self, name: str, digests: Mapping[str, str]) -> bool:
+    def _is_good(self, name: str, files: Mapping[str, FileEntry]) -> bool:
         held = None if self._place is None else self._place.held(self.name.folder, name)
         if held is None or name == kept.MANIFEST:
             return held is not None
         with contextlib.closing(held):
-            if name in digests:
-                return digest(held.data) == digests[name]
+            if name in files:
+                return is_file(held.data, files[name])
             try:
                 read_parity(held.data, name)
             except UnusableSnapshot:
@@ -100,14 +101,14 @@ class StoredSnapshot:
         if self._place is None:
             raise OSError("there is no shared memory")
         held = self._place.held(self.name.folder, called, file.num_bytes)
-        if held is None or digest(held.data) != file.digest:
+        if held is None or not is_file(held.data, file):
             self._fetch(manifest, called, may_go_on)
             held = self._place.held(self.name.folder, called, file.num_bytes)
         if held is None:
             raise OSError(f"{called} is not in memory any more")
         try:
             yield held.data
-            if digest(held.data) != file.digest:
+            if not is_file(held.data, file):
                 raise UnusableSnapshot(f"{called} was written over by a newer save")
         finally:
             held.close()
@@ -125,18 +126,20 @@ class StoredSnapshot:
         ) as arena:
             arena.reserve(file.num_bytes)
             try:
-                self._read(key, arena.memory, file.digest, may_go_on)
+                self._read(key, arena.memory, file, may_go_on)
             except BaseException:
                 arena.empty()
                 raise
             arena.publish(self.name.folder, called)
 
-    def _read(self, key: str, into: memoryview, wanted: str, may_go_on: Callable[[], None]) -> None:
+    def _read(
+        self, key: str, into: memoryview, file: FileEntry, may_go_on: Callable[[], None]
+    ) -> None:
         self._ladder.sizes = {key: len(into)}
         steps = range(0, len(into), PART_BYTES)
         parts = [(at, into[at : at + PART_BYTES]) for at in steps]
         self._ladder.read_parts(key, parts, lambda _: may_go_on())
-        if digest(into) != wanted:
+        if not is_file(into, file):
             raise UnusableSnapshot(f"{key} does not match its digest")
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import parity_file
+from trainckpt.format.checking import is_file
 from trainckpt.format.digest import digest
 from trainckpt.format.names import sealed_file_name
 from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
@@ -319,7 +320,7 @@ class Protection:
         copy_files(mine, self._groups.get(copy_slot(self._rank)), copies, self._may_go_on)
         for owner in owners:
             file = manifest.files[owner]
-            if digest(into[copy_slot(owner)].memory) != file.digest:
+            if not is_file(into[copy_slot(owner)].memory, file):
                 raise UnusableSnapshot(f"the copy of {file.name} is not what was sent")
         for number, coded in sets_of(self.plan, self._rank):
             memory, place = into[parity_slot(number)].memory, coded.members.index(self._rank)

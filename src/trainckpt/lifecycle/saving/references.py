@@ -25,7 +25,8 @@ from trainckpt.state.stage import digests_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainckpt.format.manifest import FileEntry, Manifest
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.state.captured import Captured

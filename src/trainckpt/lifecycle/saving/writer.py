@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.digest import digest
-from trainckpt.format.manifest import Files, Manifest, TensorEntry
+from trainckpt.format.files import Files
 from trainckpt.format.strict import canonical
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.saving import save_keys
@@ -44,6 +44,7 @@ from trainckpt.state.captured import VALUES
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
     from trainckpt.lifecycle.run.attempt_log import AttemptLog
     from trainckpt.lifecycle.run.attempt_number import AttemptNumber

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed
 from trainckpt.format import names, strict
-from trainckpt.format.manifest import Files, Manifest
+from trainckpt.format.files import Files
+from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.versions import VERSION
 from trainckpt.lifecycle.run.log import logger
