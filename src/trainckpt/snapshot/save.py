@@ -19,7 +19,7 @@ from trainckpt.tiers.direct import address
 from trainckpt.tiers.workers import InTurn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.format.shard_file import ShardHeader
@@ -79,7 +79,11 @@ class InMemory(Protocol):
 
     @property
     def head(self) -> bytes:
-        """The file's first bytes. Asked for on a thread: it digests everything."""
+        """The file's first bytes. Asked for on a thread: it digests what was not yet."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Of regions that were digested already, by key."""
 
 
 def write_shard(

@@ -137,6 +137,7 @@ class WriteBeside:
         if file.into is not None:
             messages.send(end, {}, descriptor=file.into[0])
         self._tell(end, memory, copied)
+        self._complete(end, file.shard)
         reply = self._reply(end, memory[: header.header_bytes])
         for line in reply["said"]:
             logger.info("%s", line)
@@ -167,7 +168,14 @@ class WriteBeside:
                 messages.send(end, {"abandon": True})
                 self._reply(end, memoryview(b""))
             raise
-        messages.send(end, {"complete": True})
+
+    @staticmethod
+    def _complete(end: socket.socket, shard: InMemory) -> None:
+        """Say that the file is complete, and what is known of it already."""
+        known = [(n, shard.digests.get(r.key)) for n, r in enumerate(shard.header.regions)]
+        numbers = [number for number, found in known if found]
+        found = "".join(each for _, each in known if each)
+        messages.send(end, {"complete": True, "digested": numbers}, found.encode())
 
     @staticmethod
     def _reply(end: socket.socket, head: memoryview) -> dict[str, Any]:

@@ -51,18 +51,19 @@ class Abandoned(SaveFailed):
 class Mapped:
     """A shard file in the memory of a rank; as `save.InMemory`."""
 
-    def __init__(self, header: ShardHeader, data: memoryview) -> None:
-        self.header, self.memory = header, data
+    def __init__(self, header: ShardHeader, data: memoryview, digests: dict[str, str]) -> None:
+        self.header, self.memory, self.digests = header, data, digests
         self.top = memory(header.header_bytes)
 
     @cached_property
     def head(self) -> bytes:
-        """The file's first bytes. Digests everything."""
+        """The file's first bytes. Digests what was not yet."""
         first = self.header.header_bytes
         self.header = shard_file.with_digests(
             self.header,
             {
-                r.key: digest.digests_by_block(
+                r.key: self.digests.get(r.key)
+                or digest.digests_by_block(
                     self.memory[first + r.first_byte : first + r.first_byte + r.num_bytes],
                     shard_file.block_bytes(r.num_bytes),
                 )
@@ -83,6 +84,7 @@ class WriteProcess:
         self._tiers: dict[str, LocalTier] = {}
         self._mapped: dict[tuple[int, int, int], mmap.mmap] = {}
         self._header: ShardHeader | None = None
+        self._digests: dict[str, str] = {}  # of the file under way, that the rank has told
 
     def serve(self) -> None:
         """One file after the other, until the rank is gone."""
@@ -96,6 +98,7 @@ class WriteProcess:
     def _answer(self, asked: messages.Message, layout: bytes) -> None:
         progress = self._progress()
         self._said.clear()
+        self._digests = {}
         try:
             with self._cores.kept_off():
                 body, payload = self._write(asked, layout, progress)
@@ -121,7 +124,7 @@ class WriteProcess:
         assert self._header is not None
         name, rank = SnapshotName.parse(body["name"]), body["rank"]
         assert name is not None
-        shard, begin = Mapped(self._header, data), address(data) or 0
+        shard, begin = Mapped(self._header, data, self._digests), address(data) or 0
         copied = (begin + behind for behind in progress)
         seal = Seal(body["seal"][0], bytes.fromhex(body["seal"][1])) if "seal" in body else None
         if body["root"] is None:
@@ -140,12 +143,25 @@ class WriteProcess:
             Abandoned: in the end: it is not to be written.
         """
         while True:
-            body = messages.receive(self._end).body
-            if body.get("abandon"):
+            message = messages.receive(self._end)
+            if message.body.get("abandon"):
                 raise Abandoned("abandoned")
-            if body.get("complete"):
+            if message.body.get("complete"):
+                self._digests.update(self._told_digests(message))
                 return
-            yield body["behind"]
+            yield message.body["behind"]
+
+    def _told_digests(self, message: messages.Message) -> dict[str, str]:
+        """What the rank has digested as it copied it, by key."""
+        found = bytearray(message.payload_bytes)
+        messages.receive_into(self._end, memoryview(found))
+        assert self._header is not None
+        text, at, digests = found.decode("ascii"), 0, {}
+        for number in message.body["digested"]:
+            region = self._header.regions[number]
+            end = at + region.num_blocks * digest.NUM_HEX
+            digests[region.key], at = text[at:end], end
+        return digests
 
     def _tier(self, root: str) -> LocalTier:
         return self._tiers.setdefault(root, LocalTier(root))

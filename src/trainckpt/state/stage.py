@@ -44,6 +44,7 @@ TYPES = {name: dtype for dtype, name in _NAMES.items()}  # safetensors type -> t
 MAX_VALUES_BYTES = 1 << 30
 STREAM_BYTES = 16 << 20
 SMALL_BYTES = 64 << 10  # what is smaller is copied sooner than torch has prepared to copy it
+CACHED_BYTES = 256 << 10  # a power of two, as blocks are: a core's own cache holds it, and its copy
 VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs from save to save
 _NO_SIDE = Side()
 
@@ -57,12 +58,14 @@ class Shard:
         memory: The file's exact bytes, once `head` was asked for.
         rest: What was not copied yet; must be before `head` is asked for.
         descriptor: Of the file that the memory is, where it is one.
+        digests: Of regions that were digested as they were copied, by key.
     """
 
     header: ShardHeader
     memory: memoryview
     rest: list[Piece] = field(default_factory=list)
     descriptor: int | None = None
+    digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def top(self) -> memoryview:
@@ -76,9 +79,10 @@ class Shard:
 
     @cached_property
     def head(self) -> bytes:
-        """The file's first bytes. Digests everything: not for the thread that trains."""
+        """The file's first bytes. Digests what was not yet: not for the thread that trains."""
         digests = {
-            r.key: digest.digests_by_block(
+            r.key: self.digests.get(r.key)
+            or digest.digests_by_block(
                 self.data[r.first_byte : r.first_byte + r.num_bytes],
                 shard_file.block_bytes(r.num_bytes),
             )
@@ -197,6 +201,7 @@ def stage(
     references: Mapping[str, str] | None = None,
     later: Collection[str] = (),
     side: Side | None = None,
+    digests: bool = False,
 ) -> Shard:
     """Copy `regions` of the captured tensors to their places in one shard file.
 
@@ -210,6 +215,8 @@ def stage(
         references: Regions that are not copied, since an older file holds their bytes.
         later: Tensors that are not copied either, but named as the shard's `rest`.
         side: What copies from a GPU by itself. None: nothing does.
+        digests: Digest what is copied by this thread, too, while a cache holds it: for where no
+            core is free to do that, since this thread takes longer.
     """
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     side = side or _NO_SIDE
@@ -218,6 +225,7 @@ def stage(
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
     by_device, is_ready = [], side.is_ready
+    digests = digests and torch.get_num_threads() == 1  # else torch's threads copy faster
     for region in header.regions:
         if not region.num_bytes:
             continue
@@ -229,10 +237,25 @@ def stage(
             by_device.append((target, source))
         elif source.nbytes <= SMALL_BYTES and source.is_cpu and source.is_contiguous():
             ctypes.memmove(target, source.data_ptr(), source.nbytes)
+        elif digests and source.is_cpu and source.is_contiguous():
+            shard.digests[region.key] = _copied(target, source)
         else:
             _place(shard.data, region).copy_(source)
     side.copy(by_device)
     return shard
+
+
+def _copied(target: int, source: torch.Tensor) -> str:
+    """Copy it to that address; the digests by block of what stands there then."""
+    num_bytes, begin, found = source.nbytes, source.data_ptr(), list[str]()
+    block = shard_file.block_bytes(num_bytes)
+    step = max(block, CACHED_BYTES)
+    memory = at_address(target, num_bytes)
+    for at in range(0, num_bytes, step):
+        part = memory[at : at + step]
+        ctypes.memmove(target + at, begin + at, len(part))
+        found.append(digest.digests_by_block(part, block))
+    return "".join(found)
 
 
 @lru_cache(maxsize=4)

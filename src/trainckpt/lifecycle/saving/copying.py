@@ -53,9 +53,16 @@ class Copying:
         self._steps = 0
         self._never: set[str] = set()  # tensors that something else was seen to change
 
-    def later(self, only_stepped: set[str]) -> set[str]:
-        """Which of these tensors the next save copies beside training."""
-        return only_stepped - self._never if self._choice.next() == OVERLAP else set()
+    def how(self, only_stepped: set[str]) -> dict[str, Any]:
+        """As `stage.stage` takes it: which of these tensors the next save copies beside training.
+
+        If none: where copying beside training was no gain, no core is free to digest either.
+        """
+        if not only_stepped:
+            return {}
+        if self._choice.next() == OVERLAP:
+            return {"later": only_stepped - self._never}
+        return {"digests": True}
 
     def begin(self, shard: Shard) -> None:
         """The save is staged but for its rest, which no step may change before it is copied."""

@@ -325,22 +325,22 @@ class Saver:
         self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
     ) -> stage.Shard | stage.Stream:
         """`stepped`: what may be copied beside training; None: nothing need be, it waits anyway."""
-        how: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "rank": self._channel.world.rank,
             "world": self._channel.world.size,
             "references": {} if self._in_memory else self.references.find(captured, planned),
         }
-        planned = [region for region in planned if region.key not in how["references"]]
+        planned = [region for region in planned if region.key not in facts["references"]]
         if (stepped is not None or self.arenas.are_ready) and self.protecting.lets_go():
-            later = self._copying.later(stepped) if stepped else set[str]()
+            how = {**facts, **self._copying.how(stepped or set())}
             memory, side = self.arenas.memory, self.arenas.side
             side.use(captured.tensors.values())
             with contextlib.suppress(NoArena):
-                shard = stage.stage(captured, planned, memory=memory, later=later, side=side, **how)
+                shard = stage.stage(captured, planned, memory=memory, side=side, **how)
                 shard.descriptor = self.arenas.descriptor
                 self._copying.begin(shard)
                 return shard
-        return stage.stream(captured, planned, **how)
+        return stage.stream(captured, planned, **facts)
 
     def _prepare(self) -> None:
         """Before the first save asks for it: to touch so much memory anew takes long."""
