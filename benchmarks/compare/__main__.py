@@ -130,12 +130,19 @@ def job_rows(
 
 
 def environment(ranks: int, threads: int) -> dict[str, str]:
-    """One rank is its own world; several get theirs from torchrun."""
+    """One rank is its own world; several get theirs from torchrun.
+
+    glibc keeps what training frees, as allocators of devices do. Left to itself it gives a step's
+    gradients back to the system, or does not, and changes that in the middle of a process: more
+    than what a save costs.
+    """
+    kept = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
     alone = {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
     }  # fmt: skip
-    return {**os.environ, **(alone if ranks == 1 else {}), "OMP_NUM_THREADS": str(threads)}
+    found = {**kept, **os.environ, **(alone if ranks == 1 else {})}
+    return {**found, "OMP_NUM_THREADS": str(threads)}
 
 
 def inside(arguments: argparse.Namespace) -> None:

@@ -63,7 +63,7 @@ def beside():
     found.close()
 
 
-def kept(tmp_path, width=300, value=0.5):
+def kept(tmp_path, width=300, value=0.5, *, digests=False):
     model = nn.Linear(width, width)
     nn.init.constant_(model.weight, value)
     captured = capture(registry(model=model))
@@ -76,7 +76,8 @@ def kept(tmp_path, width=300, value=0.5):
         descriptors.append(file)
         return memoryview(mmap.mmap(file, num_bytes))
 
-    shard = stage.stage(captured, regions, rank=0, world=1, memory=memory)
+    how = {"memory": memory, "digests": digests}
+    shard = stage.stage(captured, regions, rank=0, world=1, **how)
     return Kept(shard, descriptors[0])
 
 
@@ -98,6 +99,21 @@ def test_the_file_and_its_receipt_are_those_of_the_rank(tmp_path, tier, beside):
         assert write_shard(other, name, 0, one.shard) == written.receipt
         assert content(other, name) == content(tier, name)
         assert [r.key for r in written.header.regions] == [r.key for r in one.shard.header.regions]
+
+
+def test_what_the_rank_has_digested_is_not_digested_again(tmp_path, tier, beside, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one = kept(tmp_path, digests=True)
+    assert one.shard.digests.keys() == {"model/weight"}
+    written = write(beside, tier, NAMES[0], one)
+    plain = kept(tmp_path)
+    assert content(tier, NAMES[0]) == plain.shard.head + bytes(plain.shard.data)
+    assert written.receipt == write(beside, tier, NAMES[1], plain).receipt
+    told = "ab" * (len(one.shard.digests["model/weight"]) // 2)
+    one.shard.digests["model/weight"] = told
+    again = write(beside, tier, NAMES[2], one)
+    assert told in content(tier, NAMES[2]).decode(errors="replace")
+    assert again.receipt != written.receipt
 
 
 def test_the_process_keeps_off_the_core_of_a_rank_that_computes(tmp_path, tier, beside):

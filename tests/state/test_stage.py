@@ -20,8 +20,18 @@ from trainckpt.state.stage import (
     describe,
     parse_values,
     private_memory,
+    stage,
     stream,
 )
+
+
+@pytest.fixture
+def one_thread():
+    """As many as torch had, afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def stored():
@@ -108,6 +118,26 @@ def test_a_tensor_of_which_a_part_was_not_read_is_refused():
     destination.memory_for(region, region.box)
     with pytest.raises(UnusableSnapshot, match="w: a part of it is missing"):
         destination.finish({})
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_is_digested_as_it_is_copied_makes_the_same_file(num_threads, one_thread):
+    """Of several blocks, of one that is cut short, and of what is no run of bytes; and, where torch
+    copies with more threads, not at all.
+    """
+    model = stored()
+    for name, shape in [("w", (700, 999)), ("v", (33_000,)), ("u", (300, 300))]:
+        model.register_buffer(name, torch.randn(shape))
+    model.u = model.u.t()
+    captured = capture(registry(model=model))
+    regions = describe(captured, ())
+    plain = stage(captured, regions, rank=0, world=1)
+    torch.set_num_threads(num_threads)
+    shard = stage(captured, regions, rank=0, world=1, digests=True)
+    expected = {"model/w", "model/v"} if num_threads == 1 else set()
+    assert shard.digests.keys() == expected
+    assert shard.head == plain.head
+    assert bytes(shard.memory) == bytes(plain.memory)
 
 
 def streamed(model):
