@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+from tests.state.helpers import registry
 from trainckpt.lifecycle.deciding.copy_choice import (
     FIRST_LOOK,
     LOOK_AGAIN,
@@ -11,6 +15,7 @@ from trainckpt.lifecycle.deciding.copy_choice import (
     CopyChoice,
     choose,
 )
+from trainckpt.lifecycle.saving.copying import Copying
 
 
 def test_both_kinds_are_tried_and_the_faster_one_is_taken():
@@ -40,3 +45,15 @@ def test_a_period_is_of_the_kind_of_the_one_save_in_it():
     assert {kind: list(seen) for kind, seen in choice._periods_s.items()} == {
         NONE: [1.0, 1.0], OVERLAP: [2.0], PLAIN: [3.0]
     }  # fmt: skip
+
+
+def test_what_is_copied_while_training_waits_by_choice_is_digested_too():
+    """Where there is no choice, nobody knows whether a core is free to digest it."""
+    model = nn.Linear(2, 2)
+    copying = Copying(registry(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
+    try:
+        assert copying.how(set()) == {}
+        assert copying.how({"w"}) == {"digests": True}
+        assert copying.how({"w"}) == {"later": {"w"}}
+    finally:
+        copying.close()
