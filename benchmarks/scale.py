@@ -164,7 +164,7 @@ def save_side(plan, rank):
         return planned, shard_file.build(header)
 
     seconds, (planned, head) = timed(work)
-    receipt = Receipt(FileEntry(shard_file_name(rank), len(head), D, D)).to_json()
+    receipt = Receipt(FileEntry(shard_file_name(rank), len(head), "", D)).to_json()
     report = {"receipt": receipt, "table": D}
     groups = {"groups": {"optimizer over it": ["", plan.world, D]}, "place": [0, 9, 0, 27, 0]}
     sent = len(json.dumps(report)) + len(json.dumps(groups))
@@ -181,7 +181,7 @@ def commit_side(plan):
     names = list(tables)
     reports = [
         json.dumps({
-            "receipt": Receipt(FileEntry(shard_file_name(r), 2**31 + r, D, D)).to_json(),
+            "receipt": Receipt(FileEntry(shard_file_name(r), 2**31 + r, "", D)).to_json(),
             "table": names[plan.stage_of(r)],
         })
         for r in range(plan.world)

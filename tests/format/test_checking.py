@@ -16,8 +16,8 @@ from trainckpt.format.shard_file import Region, ShardHeader
 SIZES = [20_000, 8192, 4096, 100, 0, 1]
 
 
-def shard_of(sizes, seed=0):
-    """A shard file with regions of these sizes."""
+def shard_of(sizes, seed=0, *, by_block=True):
+    """A shard file with regions of these sizes; not by block: as of format 1."""
     rng = random.Random(seed)
     regions = shard_file.lay_out(
         [Region(f"t{i}", "U8", (0,), (size,), (size,)) for i, size in enumerate(sizes)]
@@ -25,6 +25,8 @@ def shard_of(sizes, seed=0):
     data = {region.key: rng.randbytes(region.num_bytes) for region in regions}
     digests = {
         r.key: digests_by_block(memoryview(data[r.key]), shard_file.block_bytes(r.num_bytes))
+        if by_block
+        else digest(data[r.key])
         for r in regions
     }
     header = shard_file.with_digests(ShardHeader(0, 1, regions), digests)
@@ -85,3 +87,12 @@ def test_a_file_without_data_is_its_head():
     assert head == data
     assert is_right(data, entry)
     assert not is_right(data + b"x", entry)
+
+
+def test_a_file_with_one_digest_for_each_region_is_checked_by_those():
+    head, data = shard_of(SIZES, by_block=False)
+    entry = replace(ENTRY, num_bytes=len(data), header_digest=digest(head))
+    assert is_right(data, entry)
+    assert is_right(data, entry, range(0, len(data), 777))
+    for at in range(0, len(data), 777):
+        assert not is_right(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], entry)

@@ -194,6 +194,8 @@ OLDER = "s8~1.4/rank00000.safetensors"
 _REACHED = {"names": [OLDER, "s9~2.6/rank00003.safetensors"], "bytes": [7, 8],
             "digests": D * 2, "headers": D * 2}  # fmt: skip
 MANIFEST_3 = {**MANIFEST_2, "format": 3, "reached": _REACHED}
+MANIFEST_5 = {**MANIFEST_2, "format": 5, "files": {"bytes": [5, 6, 7, 8], "headers": D * 4},
+              "reached": {"names": [OLDER], "bytes": [7], "headers": D}}  # fmt: skip
 MANIFEST_1 = {
     **_COMMON, "format": 1, "world": 2, "tensors": {"w": ["F32", [70000, 3], "split"],
                                                     "g": ["U8", [9], "rank"]},
@@ -229,8 +231,8 @@ _SHARD_WORDS = ("dtype", "shape", "data_offsets", "F32", "U8", "w", "v[2:4]", "v
 
 PARSERS = {
     "manifest": Parser(
-        "manifest", run_manifest, [MANIFEST_3, MANIFEST_2, MANIFEST_1, EMPTY_1], sealed, _WORDS,
-        REFUSALS,
+        "manifest", run_manifest, [MANIFEST_5, MANIFEST_3, MANIFEST_2, MANIFEST_1, EMPTY_1],
+        sealed, _WORDS, REFUSALS,
     ),
     "layout": Parser(
         "layout", run_layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -13,8 +14,8 @@ from tests.fuzz.mutate import spell
 from tests.fuzz.texts import as_json
 from tests.state.helpers import registry, shard_of
 from trainckpt.errors import TrainckptError, UnusableSnapshot
+from trainckpt.format import checking, strict
 from trainckpt.format import manifest as manifests
-from trainckpt.format import strict
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import replicated
 from trainckpt.snapshot.restore import Reader
@@ -95,12 +96,23 @@ def run_restore(data):
     """A manifest, the length of a shard file's header, and the file."""
     text, _, file = data.partition(b"\n")
     manifest = manifests.load(text, "it")
+    _check(manifest, file)
     wanted = dict.fromkeys(list(manifest.tensors)[:12])
     destination = Destination(wanted)
     Reader(_Tier(file), manifest).read(wanted, destination, donor=0)
     tensors = destination.finish({name: entry.dtype for name, entry in manifest.tensors.items()})
     for name, tensor in tensors.items():
         assert tensor.numel() <= max(len(file), len(_OLDER)) or not tensor.numel(), name
+
+
+def _check(manifest, file):
+    """By what its head holds, as it passes by: what is good is not with another bit."""
+    entry = replace(manifest.files[0], digest="")
+    if checking.is_file(memoryview(file), entry):
+        assert len(file) == entry.num_bytes
+        wrong = bytearray(file)
+        wrong[len(file) // 2] ^= 1
+        assert not checking.is_file(memoryview(wrong), entry), "a wrong bit was not found"
 
 
 def spell_restore(tree, rng):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.golden.make import digests_of, reading
+from tests.golden.make import digests_of, reading, save
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import layout, versions
 from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import read_catalog
+from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.flush import copy_file
 from trainckpt.snapshot.opened import Opener
 from trainckpt.snapshot.restore import Reader
-from trainckpt.snapshot.verify import verify
+from trainckpt.snapshot.verify import files_of, verify
 from trainckpt.state import values
 from trainckpt.tiers.local import LocalTier
 
@@ -61,6 +66,36 @@ def test_from_version_3_on_half_of_it_lies_in_files_of_an_older_snapshot(version
     places = list(Reader(*reading(tier, candidate.manifest)).places(1))
     older = sum(not place.key.startswith(candidate.name.folder) for place in places)
     assert older > len(places) // 3
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_what_a_release_before_has_written_is_referred_to_verified_and_copied(
+    version, tmp_path, monkeypatch
+):
+    """Its manifest tells digests of whole files, the new one none of those that it reaches."""
+    monkeypatch.setattr(layout, "UNCUT_BYTES", 1 << 6)
+    shutil.copytree(HERE / version / "one", tmp_path / "run")
+    tier, target = LocalTier(tmp_path / "run"), LocalTier(tmp_path / "slower")
+    (candidate,) = read_catalog(tier, "golden", {1: AttemptRecord(1, None)})
+    assert all(file.digest for file in candidate.manifest.files)
+    save(tier, 1, SnapshotName(1, 2, 2, 1), 5, candidate.manifest)
+    newest = read_catalog(tier, "golden", {1: AttemptRecord(1, None)})[0].manifest
+    assert len(newest.reached) == 1
+    assert not any(file.digest for file in (*newest.files, *newest.reached))
+    assert [copy.reason for copy in verify(tier, newest)] == [""] * 2
+    for key, file in files_of(newest):
+        copy_file([tier], target, key, file)
+    commit(target, newest)
+    expected = json.loads((HERE / version / "digests.json").read_text())["one"]
+    assert [digests_of(target, newest, 0)] == expected
+    path = tmp_path / "run" / "snapshots" / newest.reached[0].name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    assert [copy.ok for copy in verify(tier, newest)] == [True, False]
+    with pytest.raises(UnusableSnapshot, match="does not match its digest"):
+        copy_file([tier], target, *list(files_of(newest))[1])
 
 
 def test_its_values_decode():

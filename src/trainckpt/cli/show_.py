@@ -17,6 +17,7 @@ from trainckpt.snapshot.restore import Reader
 if TYPE_CHECKING:
     import argparse
 
+    from trainckpt.format.files import FileEntry
     from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.shard_file import Region
     from trainckpt.snapshot.catalog import Candidate
@@ -116,16 +117,19 @@ def _to_json(
         "parent": manifest.parent,
         "writer": manifest.writer,
         "fingerprint": manifest.fingerprint,
-        "files": [
-            {"name": file.name, "bytes": file.num_bytes, "digest": file.identity}
-            for file in manifest.files
-        ],
-        "refers_to": [
-            {"name": file.name, "bytes": file.num_bytes, "digest": file.identity}
-            for file in manifest.reached
-        ],
+        "files": [_file_to_json(file) for file in manifest.files],
+        "refers_to": [_file_to_json(file) for file in manifest.reached],
         "tensors": tensors,
         "unread": unread,
+    }
+
+
+def _file_to_json(file: FileEntry) -> dict[str, Any]:
+    return {
+        "name": file.name,
+        "bytes": file.num_bytes,
+        "digest": file.digest or None,
+        "header": file.header_digest,
     }
 
 

@@ -10,6 +10,7 @@ Pure. Used by: whoever copies, keeps or verifies whole files.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Protocol
 
 from trainckpt.errors import UnusableSnapshot
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PREFIX_BYTES = 8
+STEP_BYTES = 1 << 20  # a tenth of a millisecond
 
 
 class Stored(Protocol):
@@ -82,11 +84,12 @@ class TreeCheck:
                 self._take_head()
         while len(piece) and not self._is_bad:
             self._is_bad = self._region is None  # behind the last
-            step = piece[: self._left]
+            step = piece[: min(self._left, STEP_BYTES)]
             self._passed.update(step)
             self._left -= len(step)
             piece = piece[len(step) :]
             self._go_on()
+            time.sleep(0)  # small blocks are digested without letting go of the interpreter
 
     @property
     def is_right(self) -> bool:

@@ -46,11 +46,6 @@ class FileEntry:
         """What is read of it: length, and digest of the header."""
         return self.plain or Plain(self.num_bytes, self.header_digest)
 
-    @property
-    def identity(self) -> str:
-        """Digest that no other content of the file has."""
-        return self.digest or self.header_digest
-
 
 class Files(Sequence[FileEntry]):
     """The files of a snapshot in rank order, kept as columns: one is made when it is asked for.

@@ -131,6 +131,8 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     files = Files.of(manifest.files)
     reached = Files.of(sorted(manifest.reached, key=lambda file: file.name))
     whole = bool(files.digests) and bool(reached.digests or not reached)
+    if manifest.encryption is not None and not whole:
+        raise ValueError(f"{manifest.name} names encrypted files without digests")
     used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
     body = {

@@ -235,7 +235,7 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> Sha
         max_bytes=MAX_HEADER_BYTES,
     )
     version = facts.get("format") if isinstance(facts, dict) else None
-    versions.check_version(version, what)
+    versions.check_version(version, what, versions.SHARD_FILES)
     partial = strict.field(facts, "regions", dict, what)
     types = strict.field(facts, "dtypes", dict, what)
     digests = strict.field(facts, "digests", dict, what)

@@ -38,7 +38,7 @@ def run_id(tier: Tier) -> str | None:
         return None
     body = strict.parse(tier.read(what, max_bytes=MAX_BYTES), what, max_bytes=MAX_BYTES)
     run = str(strict.field(body, "id", str, what))
-    versions.check_version(body.get("format"), what)
+    versions.check_version(body.get("format"), what, versions.RUN_RECORDS)
     if "digest" in body:
         strict.unsealed(body, what)
     return run

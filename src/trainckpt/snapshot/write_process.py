@@ -20,6 +20,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,31 @@ class Abandoned(SaveFailed):
     """The rank does not want the file any more."""
 
 
+@dataclass
+class Told:
+    """Numbers of regions that the rank has digested, and all their digests, end to end."""
+
+    numbers: list[int] = field(default_factory=list)
+    digests: str = ""
+
+
 class Mapped:
     """A shard file in the memory of a rank; as `save.InMemory`."""
 
-    def __init__(self, header: ShardHeader, data: memoryview, digests: dict[str, str]) -> None:
-        self.header, self.memory, self.digests = header, data, digests
+    def __init__(self, header: ShardHeader, data: memoryview, told: Told) -> None:
+        """`told`: of what the rank has digested; complete as soon as the file is."""
+        self.header, self.memory, self._told = header, data, told
         self.top = memory(header.header_bytes)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Of regions that the rank has digested as it copied them, by key."""
+        at, found = 0, {}
+        for number in self._told.numbers:
+            region = self.header.regions[number]
+            end = at + region.num_blocks * digest.NUM_HEX
+            found[region.key], at = self._told.digests[at:end], end
+        return found
 
     @cached_property
     def head(self) -> bytes:
@@ -84,7 +104,7 @@ class WriteProcess:
         self._tiers: dict[str, LocalTier] = {}
         self._mapped: dict[tuple[int, int, int], mmap.mmap] = {}
         self._header: ShardHeader | None = None
-        self._digests: dict[str, str] = {}  # of the file under way, that the rank has told
+        self._digested = Told()  # of the file under way
 
     def serve(self) -> None:
         """One file after the other, until the rank is gone."""
@@ -98,7 +118,7 @@ class WriteProcess:
     def _answer(self, asked: messages.Message, layout: bytes) -> None:
         progress = self._progress()
         self._said.clear()
-        self._digests = {}
+        self._digested = Told()
         try:
             with self._cores.kept_off():
                 body, payload = self._write(asked, layout, progress)
@@ -124,7 +144,7 @@ class WriteProcess:
         assert self._header is not None
         name, rank = SnapshotName.parse(body["name"]), body["rank"]
         assert name is not None
-        shard, begin = Mapped(self._header, data, self._digests), address(data) or 0
+        shard, begin = Mapped(self._header, data, self._digested), address(data) or 0
         copied = (begin + behind for behind in progress)
         seal = Seal(body["seal"][0], bytes.fromhex(body["seal"][1])) if "seal" in body else None
         if body["root"] is None:
@@ -147,21 +167,12 @@ class WriteProcess:
             if message.body.get("abandon"):
                 raise Abandoned("abandoned")
             if message.body.get("complete"):
-                self._digests.update(self._told_digests(message))
+                digests = bytearray(message.payload_bytes)
+                messages.receive_into(self._end, memoryview(digests))
+                self._digested.numbers = message.body["digested"]
+                self._digested.digests = digests.decode("ascii")
                 return
             yield message.body["behind"]
-
-    def _told_digests(self, message: messages.Message) -> dict[str, str]:
-        """What the rank has digested as it copied it, by key."""
-        found = bytearray(message.payload_bytes)
-        messages.receive_into(self._end, memoryview(found))
-        assert self._header is not None
-        text, at, digests = found.decode("ascii"), 0, {}
-        for number in message.body["digested"]:
-            region = self._header.regions[number]
-            end = at + region.num_blocks * digest.NUM_HEX
-            digests[region.key], at = text[at:end], end
-        return digests
 
     def _tier(self, root: str) -> LocalTier:
         return self._tiers.setdefault(root, LocalTier(root))
