@@ -5,7 +5,7 @@ is the root of a tree of digests: in the head stand those of every block behind 
 regions is no gap, behind them nothing. So every byte of the file is covered, and whoever writes
 one has digested none twice.
 
-Pure. Used by: whoever copies, keeps or verifies whole files.
+Opens nothing. Used by: whoever copies, keeps or verifies whole files.
 """
 
 from __future__ import annotations

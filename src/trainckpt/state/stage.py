@@ -225,7 +225,7 @@ def stage(
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
     by_device, is_ready = [], side.is_ready
-    digests = digests and torch.get_num_threads() == 1  # else torch's threads copy faster
+    digests = digests and torch.get_num_threads() == 1  # else torch's threads share the copy
     for region in header.regions:
         if not region.num_bytes:
             continue
