@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.state.helpers import bits
+from tests.state.helpers import bits, marks_pages
 from trainckpt import Checkpointer
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import digest
 from trainckpt.format.shard_file import PAGE_BYTES
+from trainckpt.tiers import userfault
+from trainckpt.tiers.direct import address
 from trainckpt.tiers.memory import MemoryPlace
 
 WIDTH = 512  # a moment of 1 MiB, read past the page cache
@@ -120,6 +123,15 @@ CHANGES = {
 }
 
 
+@pytest.fixture(params=["watched", "not watched"])
+def watching(request, monkeypatch):
+    """With or without a system that says what was written to. Before anything is resumed."""
+    if request.param == "not watched":
+        monkeypatch.setattr(userfault, "watcher", lambda: None)
+    return request.param
+
+
+@pytest.mark.usefixtures("watching")
 @pytest.mark.parametrize("resumed", ["disk", "memory"], indirect=True)
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_the_script_changes_before_it_trains_is_as_it_was_saved(resumed, saved, change):
@@ -143,6 +155,53 @@ def test_it_is_the_memory_that_was_read_to_and_what_nobody_changed_is_not_read_a
     ckpt.boundary()
     assert moments_of(model, optimizer)["exp_avg"] is moment
     assert state_of(model, optimizer) == saved[1]
+
+
+@pytest.mark.skipif(not marks_pages(), reason="this system marks no pages")
+def test_where_the_system_says_that_nobody_wrote_nothing_is_digested_again(resumed, monkeypatch):
+    _, ckpt, model, optimizer = resumed
+    digested, before = [], digest.digests_by_block
+
+    def counted(data, block):
+        digested.append((address(data), len(data)))
+        return before(data, block)
+
+    monkeypatch.setattr(digest, "digests_by_block", counted)
+    moments = moments_of(model, optimizer)
+    moments["exp_avg"].view(-1)[WIDTH * WIDTH // 2] += 1
+    ckpt.boundary()
+    assert touches(digested, moments["exp_avg"])
+    assert not touches(digested, moments["exp_avg_sq"])
+
+
+def touches(digested, tensor):
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(at < end and at + size > begin for at, size in digested)
+
+
+@pytest.mark.skipif(not marks_pages(), reason="this system marks no pages")
+def test_training_waits_for_no_marks_and_no_descriptor_is_left(resumed):
+    _, ckpt, *_ = resumed
+    assert userfaults() == 1
+    ckpt.boundary()
+    assert userfaults() == 0
+    assert "uw" not in flags()
+
+
+def userfaults():
+    names = []
+    for one in Path("/proc/self/fd").iterdir():
+        try:
+            names.append(str(one.readlink()))
+        except OSError:  # the one that lists them
+            continue
+    return sum("userfaultfd" in name for name in names)
+
+
+def flags():
+    """Of all memory of this process; "uw" is what is watched."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return {flag for line in lines if line.startswith("VmFlags:") for flag in line.split()[1:]}
 
 
 @pytest.mark.parametrize("resumed", ["memory"], indirect=True)

@@ -11,6 +11,7 @@ from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
+from trainckpt.tiers import userfault
 
 
 def registry(**tracked):
@@ -76,3 +77,11 @@ def frozen(value):
     if isinstance(value, (list, tuple)):
         return type(value), [frozen(item) for item in value]
     return repr(value)
+
+
+def marks_pages() -> bool:
+    """Whether this system marks pages until they are written to."""
+    found = userfault.watcher()
+    if found is not None:
+        userfault.give_back(found)
+    return found is not None

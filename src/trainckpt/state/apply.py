@@ -111,6 +111,8 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
         left_out = (again and name == ONCE) or (name == LOADERS and not loaders)
         if not left_out and (saved.exact or name not in OF_THE_WINDOW):
             step(registry, saved)
+    if again:
+        saved.proofs.untouched.end()
 
 
 def settled(registry: Registry) -> None:

@@ -20,7 +20,7 @@ from trainckpt.state import sharded, values
 from trainckpt.state.given import Proofs, has_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from trainckpt.format.layout import Box, Layout
     from trainckpt.state.copies import Copies
@@ -157,6 +157,12 @@ class Saved:
         """Let a live tensor become what was saved under a name; of the same shape."""
         found = self.tensors[name]
         copies.add(live, found, self.proofs.of(found) if self.is_again else None)
+
+    def copied(self, names: Mapping[str, torch.Tensor]) -> None:
+        """All that `copy` was asked for was copied, to these."""
+        if not self.is_again:
+            for name, live in names.items():
+                self.proofs.made(live, self.tensors[name])
 
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""

@@ -3,7 +3,8 @@
 State is applied twice, on resuming and at the first boundary, and what the script has changed in
 between must be as it was saved again. Of a tensor that was copied, what was read is still there. Of
 a given one only digests are, those that it was verified by: while its bytes match them nothing is
-to be done, and else it is read once more.
+to be done, and else it is read once more. Where the system says that nobody has written to a
+tensor in between (`Untouched`), it is taken at its word.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from trainckpt.format import digest
 from trainckpt.format.shard_file import LINE_BYTES
 from trainckpt.tiers.direct import at_address
 from trainckpt.tiers.workers import Workers
+from trainckpt.tiers.write_watch import WriteWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,13 +28,19 @@ if TYPE_CHECKING:
     Again = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 
 FROM_BYTES = 64 << 10  # what is smaller is copied sooner than it is proved
+WATCHED_FROM_BYTES = 1 << 20  # what is smaller is proved sooner than it is watched
 
 
 class Proofs:
-    """What was verified, by where it lay then."""
+    """What was verified, by where it lay then.
+
+    Attributes:
+        untouched: Live tensors that were made what was read, and were not written to since.
+    """
 
     def __init__(self, verified: Iterable[Verified] = ()) -> None:
         self._found = {each.address: each for each in verified}
+        self.untouched = Untouched()
 
     def of(self, tensor: torch.Tensor) -> Proof | None:
         """Of a tensor that was read to this memory; None if not all of it was verified there."""
@@ -43,7 +51,44 @@ class Proofs:
         while at < end and (tile := self._found.get(at)) is not None:
             tiles.append(tile)
             at += tile.num_bytes
-        return Proof(end - tensor.nbytes, tensor.nbytes, tuple(tiles)) if at == end else None
+        if at != end:
+            return None
+        return Proof(end - tensor.nbytes, tensor.nbytes, tuple(tiles), self.untouched)
+
+    def made(self, live: torch.Tensor, found: torch.Tensor) -> None:
+        """A live tensor was just made what was read; nobody but us has seen it since."""
+        proof = self.of(found)
+        is_alike = (live.dtype, live.shape) == (found.dtype, found.shape)
+        if proof is not None and is_alike and _lies_in_one_run(live) and _lies_as_it_is(live):
+            self.untouched.begin(live, proof)
+
+
+class Untouched:
+    """Tensors that have the bytes of a proof, while nobody writes to them. See `WriteWatch`."""
+
+    def __init__(self) -> None:
+        self._watch = WriteWatch()
+        self._proved: dict[tuple[int, int], int] = {}  # by where they lie, what was read
+
+    def begin(self, tensor: torch.Tensor, proof: Proof) -> None:
+        """From now on; the tensor lies in one run, and has these bytes."""
+        where = tensor.data_ptr(), tensor.nbytes
+        if tensor.nbytes < WATCHED_FROM_BYTES or _may_be_written_by_a_device(tensor):
+            return
+        if self._watch.begin(*where):
+            self._proved[where] = proof.address
+
+    def written(self, tensor: torch.Tensor, proof: Proof) -> list[tuple[int, int]]:
+        """Which bytes of a tensor may not be a proof's any more: begins and ends. Any thread."""
+        where, found = (tensor.data_ptr(), tensor.nbytes), None
+        if self._proved.get(where) == proof.address:
+            found = self._watch.written(*where)
+        return [(0, tensor.nbytes)] if found is None else found
+
+    def end(self) -> None:
+        """Whoever writes has nothing to wait for any more."""
+        self._proved.clear()
+        self._watch.end()
 
 
 class Proof(NamedTuple):
@@ -52,17 +97,35 @@ class Proof(NamedTuple):
     address: int
     num_bytes: int
     tiles: tuple[Verified, ...]
+    untouched: Untouched
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has these bytes, wherever it lies."""
         if not _lies_in_one_run(tensor) or tensor.nbytes != self.num_bytes:
             return False
-        moved = tensor.data_ptr() - self.address
+        written = self.untouched.written(tensor, self)
+        at = tensor.data_ptr() - self.address
         return all(
-            digest.digests_by_block(at_address(tile.address + moved, tile.num_bytes), tile.block)
-            == tile.digests
+            _has_between(tile, at, begin - before, end - before)
             for tile in self.tiles
+            for before in [tile.address - self.address]
+            for begin, end in written
         )
+
+
+def _has_between(tile: Verified, moved: int, begin: int, end: int) -> bool:
+    """Whether the blocks that bytes `begin` to `end` lie in, of a tile or beyond, are as verified.
+
+    `moved`: how far away they lie from where that was.
+    """
+    begin, end = max(begin, 0) // tile.block, -(-min(end, tile.num_bytes) // tile.block)
+    if begin >= end:
+        return True
+    first, last = begin * tile.block, min(end * tile.block, tile.num_bytes)
+    now = digest.digests_by_block(
+        at_address(tile.address + moved + first, last - first), tile.block
+    )
+    return now == tile.digests[begin * digest.NUM_HEX : end * digest.NUM_HEX]
 
 
 class Given:
@@ -96,6 +159,7 @@ class Given:
         if proof is None or tensor.data_ptr() % LINE_BYTES:
             return False
         self._given[name] = proof
+        self._proofs.untouched.begin(tensor, proof)  # before the script can see it
         return True
 
     def __contains__(self, name: str) -> bool:
@@ -133,6 +197,17 @@ def _lies_in_one_run(tensor: torch.Tensor) -> bool:
     """Whether its bytes can be looked at by their address."""
     dense = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
     return dense and has_memory(tensor)
+
+
+def _may_be_written_by_a_device(tensor: torch.Tensor) -> bool:
+    """Whether a GPU has it mapped: what that writes leaves the marks on pages."""
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and tensor.is_pinned()
+
+
+def _lies_as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are its values, neither conjugated nor negated."""
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,9 @@ a while, in which nobody may touch what is not there yet.
 One descriptor is open while anybody uses it, and no longer: no dump could hold it, and in a forked
 process it would still stand for its parent's memory. Another process of this user may borrow it
 (`pidfd_getfd`), to make pages here; what is in no charge it cannot make, nor change what is there.
+
+The same service marks pages until they are next written to (`watcher`, `mark`), since Linux 6.7
+without anybody having to handle that.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _CALLS = {"x86_64": 323, "aarch64": 282}  # numbers of userfaultfd
 _FLAGS = os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0) | 1  # UFFD_USER_MODE_ONLY: needs no privilege
 _VERSION = 0xAA
 _SIGBUS = 1 << 7  # UFFD_FEATURE_SIGBUS: whoever touched it all the same would end, not wait forever
-_MISSING = 1  # UFFDIO_REGISTER_MODE_MISSING
+_WP_ASYNC = 1 << 15  # UFFD_FEATURE_WP_ASYNC: who writes takes the mark off, and goes on
+_MISSING, _WP = 1, 2  # UFFDIO_REGISTER_MODE_MISSING and _WP
+_MARK = 1  # UFFDIO_WRITEPROTECT_MODE_WP
 _PIDFD_GETFD = 438  # the number of that call, on all machines alike
 
 
@@ -47,6 +52,10 @@ class _Range(ctypes.Structure):
 
 class _Register(ctypes.Structure):
     _fields_ = (("range", _Range), ("mode", ctypes.c_uint64), ("ioctls", ctypes.c_uint64))
+
+
+class _Mark(ctypes.Structure):
+    _fields_ = (("range", _Range), ("mode", ctypes.c_uint64))
 
 
 class _Copy(ctypes.Structure):
@@ -65,6 +74,7 @@ _API = _request(0x3F, ctypes.sizeof(_Api))
 _REGISTER = _request(0x00, ctypes.sizeof(_Register))
 _UNREGISTER = _request(0x01, ctypes.sizeof(_Range), returns=False)
 _COPY = _request(0x03, ctypes.sizeof(_Copy))
+_WRITEPROTECT = _request(0x06, ctypes.sizeof(_Mark))
 
 
 @functools.cache
@@ -90,6 +100,19 @@ def charge(descriptor: int, where: int, num_bytes: int) -> bool:
 def discharge(descriptor: int, where: int, num_bytes: int) -> bool:
     """Take them back; False: the system keeps them, and nobody may touch what is not there."""
     return _ask(descriptor, _UNREGISTER, _Range(where, num_bytes)) == 0
+
+
+def mark(descriptor: int, where: int, num_bytes: int) -> bool:
+    """Mark whole pages of this process until each is next written to, by a `watcher`'s descriptor.
+
+    `discharge` takes the marks off. False: not all of them could be marked, and none is.
+    """
+    begun = _Register(_Range(where, num_bytes), _WP, 0)
+    if _ask(descriptor, _REGISTER, begun) == 0:
+        if _ask(descriptor, _WRITEPROTECT, _Mark(_Range(where, num_bytes), _MARK)) == 0:
+            return True
+        _ask(descriptor, _UNREGISTER, _Range(where, num_bytes))
+    return False
 
 
 def make_pages(descriptor: int, where: int, source: int, num_bytes: int) -> int:
@@ -119,7 +142,7 @@ class _Service:
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
-        self._borrowed: set[int] = set()  # those of other processes
+        self._others: set[int] = set()  # borrowed, or for marks
         self._users, self._lock = 0, threading.RLock()
 
     def __enter__(self) -> None:
@@ -151,13 +174,21 @@ class _Service:
                     os.close(found)
             if not is_one:
                 raise OSError(f"descriptor {descriptor} is another one")
-            self._borrowed.add(found)
+            self._others.add(found)
+            return found
+
+    def watcher(self) -> int | None:
+        """Another one of this process's."""
+        with self._lock:
+            found = _open(_WP_ASYNC)
+            if found is not None:
+                self._others.add(found)
             return found
 
     def give_back(self, descriptor: int) -> None:
-        """Close what was borrowed."""
+        """Close what was borrowed, or a watcher."""
         with self._lock:
-            self._borrowed.discard(descriptor)
+            self._others.discard(descriptor)
             os.close(descriptor)
 
     def before_fork(self) -> None:
@@ -171,10 +202,10 @@ class _Service:
     def forked(self) -> None:
         """In a child, where it would still be the parent's memory that is filled."""
         self._close()
-        for borrowed in self._borrowed:
+        for other in self._others:
             with contextlib.suppress(OSError):
-                os.close(borrowed)
-        self._borrowed.clear()
+                os.close(other)
+        self._others.clear()
         self._users, self._lock = 0, threading.RLock()
 
     def _close(self) -> None:
@@ -212,19 +243,24 @@ def borrow(process: int, descriptor: int) -> int:
         os.close(handle)
 
 
+def watcher() -> int | None:
+    """A descriptor to `mark` pages with; None where the system has no such marks."""
+    return _service.watcher()
+
+
 def give_back(descriptor: int) -> None:
-    """Close what was borrowed."""
+    """Close what was borrowed, or a watcher: what it had marked is marked no more."""
     _service.give_back(descriptor)
 
 
-def _open() -> int | None:
+def _open(features: int = _SIGBUS) -> int | None:
     number = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if number is None:
         return None
     descriptor = int(libc().syscall(ctypes.c_long(number), ctypes.c_int(_FLAGS)))
     if descriptor < 0:
         return None
-    if _ask(descriptor, _API, _Api(_VERSION, _SIGBUS, 0)):
+    if _ask(descriptor, _API, _Api(_VERSION, features, 0)):
         os.close(descriptor)
         return None
     return descriptor

@@ -329,16 +329,18 @@ def compare(live: Mapping[str, torch.Tensor], stored: set[str], saved: Saved) ->
 @torch.no_grad()
 def copy(live: Mapping[str, torch.Tensor], saved: Saved) -> None:
     """Copy what was saved into live tensors; what had been left out of it is left as it is."""
-    copies = Copies()
+    copies, whole = Copies(), dict[str, torch.Tensor]()
     for name, tensor in live.items():
         if name in saved.left:
             continue
         held = sharded.local(tensor)
         if _once(held) is held:
             saved.copy(name, held, copies)
+            whole[name] = held
         else:
             _once(held).copy_(_once(held, saved.tensors[name]))
     copies.run(saved.num_threads)
+    saved.copied(whole)
 
 
 def _once(expanded: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:

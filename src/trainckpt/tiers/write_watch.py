@@ -1,0 +1,115 @@
+"""Write watch: memory of this process, and whether anybody has written there since.
+
+To find out by digests that a large state is as it was takes a tenth of a second per GB and more.
+The system knows it for each page, if it is asked to mark them: a write takes a page's mark off, by
+whatever way it comes: this program, a library of another, or the system itself, which reads a file
+there (`userfault`; the manual pages userfaultfd(2) and proc_pid_pagemap(5) describe the marks, and
+where they are seen). Only a page that still has its mark was not written to: one that is gone, or
+was replaced, has none.
+
+Floor 0. Uses: tiers.userfault. Used by: state.given.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from mmap import PAGESIZE
+from typing import TYPE_CHECKING
+
+from trainckpt.tiers import userfault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ENTRY_BYTES = 8  # of a page, in /proc/self/pagemap
+_MARKED = 1 << 57 - 56  # the bit that says so, in the highest byte of an entry
+_HIGHEST = _ENTRY_BYTES - 1 if sys.byteorder == "little" else 0
+_MARKS = bytes(bool(byte & _MARKED) for byte in range(256))  # that byte -> 1, 0
+
+
+class WriteWatch:
+    """Some memory of this process. To a forked process all of it seems written to."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._process = 0
+        self._marked: list[tuple[int, int]] = []
+        self._is_refused = False
+
+    def begin(self, where: int, num_bytes: int) -> bool:
+        """Watch the pages that these bytes lie on; False: the system does not let us.
+
+        Who writes there for the first time waits for a page fault.
+        """
+        if self._is_refused or not num_bytes:
+            return False
+        if self._descriptor is None:
+            self._descriptor, self._process = userfault.watcher(), os.getpid()
+            self._is_refused = self._descriptor is None
+        if self._descriptor is None or self._process != os.getpid():
+            return False
+        first, size = _pages(where, num_bytes)
+        if not userfault.mark(self._descriptor, first, size):
+            return False
+        self._marked.append((first, size))
+        return True
+
+    def written(self, where: int, num_bytes: int) -> list[tuple[int, int]] | None:
+        """What of these bytes lies on pages that somebody may have written to: begins and ends.
+
+        They count from `where`; all of them if that is not watched. Any thread.
+        """
+        if self._descriptor is None:
+            return None
+        first, size = _pages(where, num_bytes)
+        num_pages = size // PAGESIZE
+        try:
+            # opened anew: a descriptor would go on to show the memory of whoever opened it
+            pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                entries = os.pread(
+                    pages, num_pages * _ENTRY_BYTES, first // PAGESIZE * _ENTRY_BYTES
+                )
+            finally:
+                os.close(pages)
+        except OSError:
+            return None
+        marks = entries[_HIGHEST::_ENTRY_BYTES].translate(_MARKS)
+        if len(marks) != num_pages:
+            return None
+        return [
+            (
+                max(first + begin * PAGESIZE - where, 0),
+                min(first + end * PAGESIZE - where, num_bytes),
+            )
+            for begin, end in _runs(marks)
+        ]
+
+    def end(self) -> None:
+        """Watch nothing any more."""
+        descriptor, self._descriptor = self._descriptor, None
+        marked, self._marked = self._marked, []
+        if descriptor is None or self._process != os.getpid():
+            return
+        for first, size in marked:
+            userfault.discharge(descriptor, first, size)
+        userfault.give_back(descriptor)
+
+    def __del__(self) -> None:
+        self.end()  # no dump could hold the descriptor
+
+
+def _pages(where: int, num_bytes: int) -> tuple[int, int]:
+    """The first byte of the pages that these bytes lie on, and how many there are."""
+    first = where // PAGESIZE * PAGESIZE
+    return first, -(-(where + num_bytes) // PAGESIZE) * PAGESIZE - first
+
+
+def _runs(marks: bytes) -> Iterator[tuple[int, int]]:
+    """The unmarked: first ones, and those behind the last."""
+    end = 0
+    while (begin := marks.find(0, end)) >= 0:
+        end = marks.find(1, begin)
+        end = end if end >= 0 else len(marks)
+        yield begin, end
