@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import TrainckptError
 from trainckpt.snapshot.blocks import READ_BYTES
 from trainckpt.tiers.direct import buffers
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryTaken
 from trainckpt.tiers.queue_depth import QueueDepth
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from trainckpt.format.files import FileEntry
     from trainckpt.format.manifest import Manifest
@@ -169,16 +170,14 @@ def _fill(
         block = blocks.take()
         part = block[: num_bytes - first_byte]
         try:
-            steps = range(0, len(part), READ_BYTES)
-            parts = [(first_byte + at, part[at : at + READ_BYTES]) for at in steps]
-            tier.read_parts(key, parts, lambda _: None)
+            read(first_byte, part)
             with writing:
                 arena.write(first_byte, part)
         finally:
             blocks.give(block)
 
     try:
-        with Workers(blocks.num, "trainckpt-fetch") as workers:
+        with _opened(tier, key) as read, Workers(blocks.num, "trainckpt-fetch") as workers:
             for first_byte in range(0, num_bytes, blocks.size):
                 workers.submit(partial(bring, first_byte))
             workers.settle()
@@ -186,6 +185,25 @@ def _fill(
         arena.empty()  # by half it is of no use, and may have holes
         raise
     arena.publish(folder, file.name)
+
+
+@contextlib.contextmanager
+def _opened(tier: Readable, key: str) -> Iterator[Callable[[int, memoryview], None]]:
+    """What fills memory from a place in a file on; any thread. Where a tier can, it opens it once.
+
+    To open it for each MB takes as much of a core as to read that.
+    """
+    if isinstance(tier, LocalTier):
+        with tier.opened(key) as file:
+            yield file.fill
+        return
+
+    def read(first_byte: int, into: memoryview) -> None:
+        steps = range(0, len(into), READ_BYTES)
+        parts = [(first_byte + at, into[at : at + READ_BYTES]) for at in steps]
+        tier.read_parts(key, parts, lambda _: None)
+
+    yield read
 
 
 class Blocks:

@@ -144,9 +144,15 @@ class LocalTier:
         done: Callable[[int], None] = lambda number: None,
     ) -> None:
         """Fill every part, several at once; `done` is told each one's number, on any thread."""
+        with self.opened(key) as file:
+            read_parts(file, parts, done, self.num_readers)
+
+    @contextlib.contextmanager
+    def opened(self, key: str) -> Iterator[ReadFile]:
+        """The file of `key`, for who reads of it many times; any thread. Errors as `read_parts`."""
         path = self._path(key)
         with translated("read", path), ReadFile(self.disk, path, key, self._direct) as file:
-            read_parts(file, parts, done, self.num_readers)
+            yield file
 
     def list(self, folder: str) -> list[str]:
         """Names in `folder`, sorted, temporary ones left out; empty if there is no folder."""
