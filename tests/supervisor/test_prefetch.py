@@ -12,9 +12,14 @@ import textwrap
 import pytest
 
 from tests.lifecycle.training import attempt, crashed, usable
+from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.resuming import fetch_together
+from trainckpt.snapshot import fetch
 from trainckpt.supervisor import prefetch
 from trainckpt.supervisor.command import likely_run
+from trainckpt.tiers.direct import PAGE_BYTES
+from trainckpt.tiers.disk import Disk
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
 
 CRASH_AT = 9
@@ -40,6 +45,23 @@ def test_the_newest_snapshot_is_brought_and_read_from_there(crashed_run, tmp_pat
         parts, _ = attempt(crashed_run, epochs=3)
     assert f"{newest} was read from memory" in caplog.text
     assert parts.state() == straight.state()
+
+
+def test_a_file_is_opened_once_however_many_parts_it_is_read_in(crashed_run, monkeypatch):
+    opened = []
+
+    class Counting(Disk):
+        def open_to_read(self, path, *, direct=False):
+            opened.append((path.name, direct))
+            return super().open_to_read(path, direct=direct)
+
+    monkeypatch.setattr(place, "open_other_place", lambda at: LocalTier(at, Counting()))
+    monkeypatch.setattr(fetch, "GENTLE_BYTES", PAGE_BYTES)
+    assert prefetch.main([str(crashed_run)]) == 0
+    shards = [each for each in opened if each[0].endswith(".safetensors")]
+    (file,) = (crashed_run / "snapshots" / usable(crashed_run)[-1]).glob("*.safetensors")
+    assert file.stat().st_size > 2 * PAGE_BYTES
+    assert shards == [(file.name, False)]
 
 
 def test_the_snapshot_that_is_asked_for_is_the_one_that_is_brought(crashed_run):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.dead_mount import dead_mount, why_not
-from trainckpt.tiers import held, memory
+from trainckpt.tiers import direct, fresh_memory, held, memory
+from trainckpt.tiers.large_pages import LargePages
 from trainckpt.tiers.memory import MemoryPlace
 
 FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
@@ -129,6 +130,56 @@ def test_it_outlives_the_process_that_wrote_it(place, tmp_path):
     held = place.held(FOLDER, FILE, 5000)
     assert bytes(held.data) == b"y" * 5000
     held.close()
+
+
+@pytest.fixture
+def small_pages(tmp_path, monkeypatch):
+    """Pages are made with their content, whatever larger ones this system has."""
+    found = LargePages(tmp_path / "nothing")
+    monkeypatch.setattr(fresh_memory, "large_pages", lambda: found)
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("first_byte", [0, 4096, 777])
+@pytest.mark.parametrize("lies_at", [0, 777, 100])
+def test_pages_are_made_of_what_is_held_wherever_it_lies(place, first_byte, lies_at):
+    data = os.urandom(2_500_000)
+    arena = filled(place, data)
+    arena.publish(FOLDER, FILE)
+    arena.close()
+    held = place.held(FOLDER, FILE, len(data))
+    into = direct.memory(len(data) - first_byte - 99, lies_at)
+    held.fill(first_byte, into)
+    assert bytes(into) == data[first_byte:-99]
+    held.close()
+
+
+CUT = """
+    import os, sys
+    from pathlib import Path
+    from trainckpt.tiers import direct, fresh_memory
+    from trainckpt.tiers.large_pages import LargePages
+    from trainckpt.tiers.memory import MemoryPlace
+    none = LargePages(Path("/nowhere"))
+    fresh_memory.large_pages = lambda: none
+    held = MemoryPlace.found(sys.argv[1]).held(sys.argv[2], sys.argv[3])
+    os.truncate(sys.argv[4], 500_000)
+    into = direct.memory(900_000)
+    try:
+        held.fill(0, into)
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_a_file_that_is_cut_although_it_is_held_is_an_error_and_ends_no_process(place, tmp_path):
+    arena = filled(place, os.urandom(1_000_000))
+    arena.publish(FOLDER, FILE)
+    path = arena.path
+    arena.close()
+    if path.is_symlink():
+        pytest.skip("what is in no file system is not cut by its name")
+    assert "ends before" in other_process(CUT, tmp_path, FOLDER, FILE, path)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 
-from trainckpt.tiers.direct import memory, populate
-from trainckpt.tiers.fresh_memory import fill, is_fresh
+from trainckpt.tiers.direct import address, populate
+from trainckpt.tiers.fresh_memory import is_fresh, make
 from trainckpt.tiers.mapped import Mapped
 
 STEP_BYTES = 1 << 20  # that caches hold from when they are made until they are copied to
-_own = threading.local()
 
 
 class Held:
@@ -26,37 +24,41 @@ class Held:
         self._file: Locked | None = mapping
 
     def fill(self, first_byte: int, into: memoryview) -> None:
-        """Copy as many bytes as `into` has. What is only copied is not mapped, page by page.
+        """Copy as many bytes as `into` has. What is written to other pages is not mapped for it.
 
         Raises:
             OSError: it does not have them, it was closed, or as the system reports it.
         """
-        done = 0
         if self._file is None:
             raise OSError("the file in memory was closed")
-        while done < len(into):
-            part = into[done : done + STEP_BYTES]
-            fresh = is_fresh(part)
-            if not fresh:
+        if first_byte + len(into) > len(self.data):
+            raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
+        for done in range(0, len(into), STEP_BYTES):
+            part, at = into[done : done + STEP_BYTES], first_byte + done
+            if is_fresh(part):
+                # Pages are made of what the mapping shows: to read it to a buffer first costs more
+                # than to map sixteen pages at once.
+                make(part, self.data[at : at + len(part)], self._read)
+            else:
                 populate(part)  # by itself that takes as long as the copy, and inside of it longer
-            got = self._file.read_at(first_byte + done, _buffer(len(part)) if fresh else part)
+                self._read(part, self.data[at : at + len(part)])
+
+    def _read(self, into: memoryview, data: memoryview) -> None:
+        """What a view of the mapping shows, from the file, which may be shorter: `OSError`."""
+        assert self._file is not None
+        if not len(into):
+            return
+        first_byte = (address(data) or 0) - (address(self.data) or 0)
+        done = 0
+        while done < len(into):
+            got = self._file.read_at(first_byte + done, into[done:])
             if not got:
                 raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
-            if fresh:
-                fill(part[:got], _buffer(got))
             done += got
 
     def close(self) -> None:
         """Let it be written again, once nobody has a view of it any more."""
         self.data, self._file = memoryview(b""), None
-
-
-def _buffer(num_bytes: int) -> memoryview:
-    """Of this thread."""
-    if not hasattr(_own, "buffer"):
-        _own.buffer = memory(STEP_BYTES)
-    found: memoryview = _own.buffer
-    return found[:num_bytes]
 
 
 class Locked(Mapped):
