@@ -147,6 +147,20 @@ def test_memory_that_is_not_watched_counts_as_written(room, watch):
 
 
 @can_mark
+def test_memory_that_others_map_too_counts_as_written(watch):
+    memory = memoryview(mmap.mmap(-1, SIZE))  # shared
+    memory[:] = bytes(SIZE)
+    where = address(memory)
+    watch.begin(where, SIZE)
+    if not (child := os.fork()):
+        memory[AT] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memory[AT] == 1
+    assert watch.written(where, SIZE) in (None, [(0, SIZE)])
+
+
+@can_mark
 def test_a_forked_process_finds_all_written_and_closes_nothing_of_its_own(room, watch, tmp_path):
     memory, where = room
     assert watch.begin(where, SIZE)

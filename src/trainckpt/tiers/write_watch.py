@@ -5,7 +5,7 @@ The system knows it for each page, if it is asked to mark them: a write takes a 
 whatever way it comes: this program, a library of another, or the system itself, which reads a file
 there (`userfault`; the manual pages userfaultfd(2) and proc_pid_pagemap(5) describe the marks, and
 where they are seen). Only a page that still has its mark was not written to: one that is gone, or
-was replaced, has none.
+was replaced, has none. Memory that is shared with other processes counts as written to.
 
 Floor 0. Uses: tiers.userfault. Used by: state.given.
 """
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ENTRY_BYTES = 8  # of a page, in /proc/self/pagemap
-_MARKED = 1 << 57 - 56  # the bit that says so, in the highest byte of an entry
+# Bits of the highest byte of an entry: it is marked; others may have it mapped, whose writes take
+# their own marks off alone.
+_MARKED, _SHARED = 1 << 57 - 56, 1 << 61 - 56
 _HIGHEST = _ENTRY_BYTES - 1 if sys.byteorder == "little" else 0
-_MARKS = bytes(bool(byte & _MARKED) for byte in range(256))  # that byte -> 1, 0
+# That byte -> 1, 0 where it may have been written to.
+_MARKS = bytes(byte & (_MARKED | _SHARED) == _MARKED for byte in range(256))
 
 
 class WriteWatch:
