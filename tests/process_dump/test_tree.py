@@ -133,6 +133,7 @@ def test_a_connection_is_a_stranger_unless_both_ends_are_in_the_tree():
     ("target", "why"),
     [
         ("anon_inode:[io_uring]", "an io_uring is open"),
+        ("anon_inode:[userfaultfd]", "a userfaultfd is open"),
         ("/dev/nvidia0", "it holds a GPU"),
         ("/dev/infiniband/uverbs0", "InfiniBand"),
         ("/dev/pts/3", "it holds the terminal /dev/pts/3"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 from trainckpt.format import digest, shard_file
@@ -11,7 +13,8 @@ from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.tiers import userfault
+from trainckpt.tiers import direct
+from trainckpt.tiers.write_watch import WriteWatch
 
 
 def registry(**tracked):
@@ -80,8 +83,11 @@ def frozen(value):
 
 
 def marks_pages() -> bool:
-    """Whether this system marks pages until they are written to."""
-    found = userfault.watcher()
-    if found is not None:
-        userfault.give_back(found)
-    return found is not None
+    """Whether this system marks pages until they are written to, and shows it."""
+    memory, watch = direct.memory(4 * mmap.PAGESIZE), WriteWatch()
+    memory[:] = bytes(len(memory))
+    where = direct.address(memory) or 0
+    is_watched = watch.begin(where, len(memory))
+    found = is_watched and watch.written(where, len(memory)) == []
+    watch.end()
+    return found

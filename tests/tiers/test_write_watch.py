@@ -123,16 +123,28 @@ def test_a_write_is_seen_on_its_page_and_on_no_other(room, watch, tmp_path, writ
 
 
 @can_mark
-def test_of_bytes_between_pages_the_ends_are_told_as_far_as_they_go(room, watch):
+def test_ends_that_are_no_whole_pages_count_as_written(room, watch):
     memory, where = room
     begin, size = PAGE + 300, 5 * PAGE
+    ends = [(0, PAGE - 300), (5 * PAGE - 300, size)]
     assert watch.begin(where + begin, size)
-    memory[PAGE] = 1  # on the first page of theirs, before them
-    memory[6 * PAGE + 200] = 1  # on the last, inside
+    assert watch.written(where + begin, size) == ends
     memory[3 * PAGE : 4 * PAGE + 1] = bytes(PAGE + 1)
     assert watch.written(where + begin, size) == [
-        (0, PAGE - 300), (2 * PAGE - 300, 4 * PAGE - 300), (5 * PAGE - 300, size)
+        ends[0], (2 * PAGE - 300, 4 * PAGE - 300), ends[1]
     ]  # fmt: skip
+
+
+@can_mark
+def test_what_is_watched_is_not_marked_again_so_nobody_s_write_is_hidden(room, watch):
+    memory, where = room
+    assert watch.begin(where + 4 * PAGE, 8 * PAGE)
+    memory[AT] ^= 1
+    for first, pages in ((4, 8), (5, 1), (0, 8), (11, 3), (0, PAGES)):
+        assert not watch.begin(where + first * PAGE, pages * PAGE)
+    assert watch.begin(where, 4 * PAGE)
+    assert watch.begin(where + 12 * PAGE, 4 * PAGE)
+    assert watch.written(where, 16 * PAGE) == [(AT // PAGE * PAGE, (AT // PAGE + 1) * PAGE)]
 
 
 @can_mark
@@ -147,17 +159,34 @@ def test_memory_that_is_not_watched_counts_as_written(room, watch):
 
 
 @can_mark
-def test_memory_that_others_map_too_counts_as_written(watch):
+@pytest.mark.parametrize("dropped", [False, True])
+def test_memory_that_others_map_too_counts_as_written(watch, dropped):
     memory = memoryview(mmap.mmap(-1, SIZE))  # shared
     memory[:] = bytes(SIZE)
     where = address(memory)
     watch.begin(where, SIZE)
+    if dropped:  # its entries alone: a mark without a page is left
+        assert not libc().madvise(ctypes.c_void_p(where), ctypes.c_size_t(SIZE), DROP)
     if not (child := os.fork()):
         memory[AT] = 1
         os._exit(0)
     os.waitpid(child, 0)
-    assert memory[AT] == 1
     assert watch.written(where, SIZE) in (None, [(0, SIZE)])
+    assert memory[AT] == 1
+
+
+@can_mark
+def test_what_is_a_file_s_again_counts_as_written(watch, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(SIZE))
+    with path.open("r+b") as file:
+        memory = memoryview(mmap.mmap(file.fileno(), SIZE, flags=mmap.MAP_PRIVATE))
+    memory[:] = b"x" * SIZE
+    where = address(memory)
+    watch.begin(where, SIZE)
+    assert not libc().madvise(ctypes.c_void_p(where), ctypes.c_size_t(SIZE), DROP)
+    assert watch.written(where, SIZE) in (None, [(0, SIZE)])
+    assert memory[AT] == 0
 
 
 @can_mark

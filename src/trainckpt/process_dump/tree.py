@@ -92,6 +92,8 @@ def _why_not(held: Held, look: Look) -> str:
     target = held.target
     if target.startswith("anon_inode:[io_uring]"):
         return "an io_uring is open, which CRIU cannot dump (was it started with --keep-io-uring?)"
+    if target.startswith("anon_inode:[userfaultfd]"):
+        return "a userfaultfd is open, as after a resume until its first boundary"
     if target.startswith(GPU_FILES):
         return "it holds a GPU"
     if target.startswith("/dev/infiniband"):

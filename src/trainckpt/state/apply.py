@@ -107,12 +107,14 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
     saved.is_again = again
     if again and saved.given is not None:
         saved.given.mend(saved.num_threads)
-    for name, step in STEPS:
-        left_out = (again and name == ONCE) or (name == LOADERS and not loaders)
-        if not left_out and (saved.exact or name not in OF_THE_WINDOW):
-            step(registry, saved)
-    if again:
-        saved.proofs.untouched.end()
+    try:
+        for name, step in STEPS:
+            left_out = (again and name == ONCE) or (name == LOADERS and not loaders)
+            if not left_out and (saved.exact or name not in OF_THE_WINDOW):
+                step(registry, saved)
+    finally:
+        if again:
+            saved.proofs.untouched.end()
 
 
 def settled(registry: Registry) -> None:

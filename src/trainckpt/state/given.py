@@ -21,7 +21,7 @@ from trainckpt.tiers.workers import Workers
 from trainckpt.tiers.write_watch import WriteWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from trainckpt.format.digest import Verified
 
@@ -56,7 +56,7 @@ class Proofs:
         return Proof(end - tensor.nbytes, tensor.nbytes, tuple(tiles), self.untouched)
 
     def made(self, live: torch.Tensor, found: torch.Tensor) -> None:
-        """A live tensor was just made what was read; nobody but us has seen it since."""
+        """A live tensor was just made what was read; no step of the script came since."""
         proof = self.of(found)
         is_alike = (live.dtype, live.shape) == (found.dtype, found.shape)
         if proof is not None and is_alike and _lies_in_one_run(live) and _lies_as_it_is(live):
@@ -106,26 +106,39 @@ class Proof(NamedTuple):
         written = self.untouched.written(tensor, self)
         at = tensor.data_ptr() - self.address
         return all(
-            _has_between(tile, at, begin - before, end - before)
+            _has_between(tile, at, first, last)
             for tile in self.tiles
-            for before in [tile.address - self.address]
-            for begin, end in written
+            for first, last in _blocks(tile, tile.address - self.address, written)
         )
 
 
-def _has_between(tile: Verified, moved: int, begin: int, end: int) -> bool:
-    """Whether the blocks that bytes `begin` to `end` lie in, of a tile or beyond, are as verified.
+def _blocks(
+    tile: Verified, before: int, written: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Runs of a tile's blocks in which any of these bytes lie; each block once.
 
-    `moved`: how far away they lie from where that was.
+    `before`: bytes before the tile, from where those count.
     """
-    begin, end = max(begin, 0) // tile.block, -(-min(end, tile.num_bytes) // tile.block)
+    first = last = 0
+    for begin, end in written:
+        at, to = max(begin - before, 0), min(end - before, tile.num_bytes)
+        if at >= to:
+            continue
+        low, high = at // tile.block, -(-to // tile.block)
+        if low > last:
+            yield first, last
+            first = low
+        first, last = (low, high) if first == last else (first, max(last, high))
+    yield first, last
+
+
+def _has_between(tile: Verified, moved: int, first: int, last: int) -> bool:
+    """Whether blocks `first` to `last` of a tile are as verified, `moved` from where that was."""
+    begin, end = first * tile.block, min(last * tile.block, tile.num_bytes)
     if begin >= end:
         return True
-    first, last = begin * tile.block, min(end * tile.block, tile.num_bytes)
-    now = digest.digests_by_block(
-        at_address(tile.address + moved + first, last - first), tile.block
-    )
-    return now == tile.digests[begin * digest.NUM_HEX : end * digest.NUM_HEX]
+    now = digest.digests_by_block(at_address(tile.address + moved + begin, end - begin), tile.block)
+    return now == tile.digests[first * digest.NUM_HEX : last * digest.NUM_HEX]
 
 
 class Given:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import partial
 
 from trainckpt.tiers.direct import address, populate
 from trainckpt.tiers.fresh_memory import is_fresh, make
 from trainckpt.tiers.mapped import Mapped
 
-STEP_BYTES = 1 << 20  # that caches hold from when they are made until they are copied to
+STEP_BYTES = 1 << 20  # that caches hold until it is verified
 
 
 class Held:
@@ -29,32 +30,21 @@ class Held:
         Raises:
             OSError: it does not have them, it was closed, or as the system reports it.
         """
-        if self._file is None:
+        file, data = self._file, self.data
+        if file is None:
             raise OSError("the file in memory was closed")
-        if first_byte + len(into) > len(self.data):
+        if first_byte + len(into) > len(data):
             raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
         for done in range(0, len(into), STEP_BYTES):
             part, at = into[done : done + STEP_BYTES], first_byte + done
+            shown = data[at : at + len(part)]
             if is_fresh(part):
                 # Pages are made of what the mapping shows: to read it to a buffer first costs more
                 # than to map sixteen pages at once.
-                make(part, self.data[at : at + len(part)], self._read)
+                make(part, shown, partial(file.read_shown, at, shown))
             else:
                 populate(part)  # by itself that takes as long as the copy, and inside of it longer
-                self._read(part, self.data[at : at + len(part)])
-
-    def _read(self, into: memoryview, data: memoryview) -> None:
-        """What a view of the mapping shows, from the file, which may be shorter: `OSError`."""
-        assert self._file is not None
-        if not len(into):
-            return
-        first_byte = (address(data) or 0) - (address(self.data) or 0)
-        done = 0
-        while done < len(into):
-            got = self._file.read_at(first_byte + done, into[done:])
-            if not got:
-                raise OSError(f"the file in memory ends before byte {first_byte + len(into)}")
-            done += got
+                file.read_shown(at, shown, part, shown)
 
     def close(self) -> None:
         """Let it be written again, once nobody has a view of it any more."""
@@ -70,6 +60,19 @@ class Locked(Mapped):
         assert isinstance(mapping, cls)
         return mapping
 
-    def read_at(self, first_byte: int, into: memoryview) -> int:
-        """Read from the file; how many bytes came."""
-        return os.preadv(self._descriptor, [into], first_byte)
+    def read_shown(
+        self, first_byte: int, shown: memoryview, into: memoryview, data: memoryview
+    ) -> None:
+        """Read from the file what `data` shows of it, inside of what is shown from a byte on.
+
+        Raises:
+            OSError: the file is shorter by now.
+        """
+        if not len(into):
+            return
+        at, done = first_byte + (address(data) or 0) - (address(shown) or 0), 0
+        while done < len(into):
+            got = os.preadv(self._descriptor, [into[done:]], at + done)
+            if not got:
+                raise OSError(f"the file in memory ends before byte {at + len(into)}")
+            done += got

@@ -105,7 +105,7 @@ def discharge(descriptor: int, where: int, num_bytes: int) -> bool:
 def mark(descriptor: int, where: int, num_bytes: int) -> bool:
     """Mark whole pages of this process until each is next written to, by a `watcher`'s descriptor.
 
-    `discharge` takes the marks off. False: not all of them could be marked, and none is.
+    `discharge` takes the marks off. False: not all of them could be marked.
     """
     begun = _Register(_Range(where, num_bytes), _WP, 0)
     if _ask(descriptor, _REGISTER, begun) == 0:

@@ -2,10 +2,10 @@
 
 To find out by digests that a large state is as it was takes a tenth of a second per GB and more.
 The system knows it for each page, if it is asked to mark them: a write takes a page's mark off, by
-whatever way it comes: this program, a library of another, or the system itself, which reads a file
-there (`userfault`; the manual pages userfaultfd(2) and proc_pid_pagemap(5) describe the marks, and
-where they are seen). Only a page that still has its mark was not written to: one that is gone, or
-was replaced, has none. Memory that is shared with other processes counts as written to.
+whatever way a processor makes it: this program, a library, another process, or the system itself,
+which reads a file there (`userfault`; the manual pages userfaultfd(2) and proc_pid_pagemap(5)
+describe the marks, and where they are seen). Only a page of this process alone that is there and
+still has its mark was not written to. A device that was lent memory before writes past the marks.
 
 Floor 0. Uses: tiers.userfault. Used by: state.given.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect, insort
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ENTRY_BYTES = 8  # of a page, in /proc/self/pagemap
-# Bits of the highest byte of an entry: it is marked; others may have it mapped, whose writes take
-# their own marks off alone.
-_MARKED, _SHARED = 1 << 57 - 56, 1 << 61 - 56
 _HIGHEST = _ENTRY_BYTES - 1 if sys.byteorder == "little" else 0
+# Bits of the highest byte of an entry, as they are where nobody has written: the page is there,
+# neither swapped nor of a file nor shared (others' writes take their own marks off alone, and what
+# is gone of a file may keep a mark without a page), and has its mark.
+_WANTED = 1 << 63 - 56 | 1 << 57 - 56
+_LOOKED_AT = _WANTED | 1 << 62 - 56 | 1 << 61 - 56
 # That byte -> 1, 0 where it may have been written to.
-_MARKS = bytes(byte & (_MARKED | _SHARED) == _MARKED for byte in range(256))
+_MARKS = bytes(byte & _LOOKED_AT == _WANTED for byte in range(256))
 
 
 class WriteWatch:
@@ -41,27 +44,35 @@ class WriteWatch:
         self._is_refused = False
 
     def begin(self, where: int, num_bytes: int) -> bool:
-        """Watch the pages that these bytes lie on; False: the system does not let us.
+        """Watch the whole pages among these bytes; False: the system does not let us.
 
+        Nor what is watched already, all or in part: to mark it again would hide who wrote there.
         Who writes there for the first time waits for a page fault.
         """
-        if self._is_refused or not num_bytes:
+        first, end = -(-where // PAGESIZE) * PAGESIZE, (where + num_bytes) // PAGESIZE * PAGESIZE
+        if self._is_refused or first >= end or self._watches(first, end):
             return False
         if self._descriptor is None:
             self._descriptor, self._process = userfault.watcher(), os.getpid()
             self._is_refused = self._descriptor is None
         if self._descriptor is None or self._process != os.getpid():
             return False
-        first, size = _pages(where, num_bytes)
-        if not userfault.mark(self._descriptor, first, size):
+        if not userfault.mark(self._descriptor, first, end - first):
             return False
-        self._marked.append((first, size))
+        insort(self._marked, (first, end))
         return True
+
+    def _watches(self, first: int, end: int) -> bool:
+        """Any page of these."""
+        at = bisect(self._marked, (first, end))
+        before, behind = self._marked[:at][-1:], self._marked[at : at + 1]
+        return any(a < end and first < b for a, b in before + behind)
 
     def written(self, where: int, num_bytes: int) -> list[tuple[int, int]] | None:
         """What of these bytes lies on pages that somebody may have written to: begins and ends.
 
-        They count from `where`; all of them if that is not watched. Any thread.
+        They count from `where`. What is not watched counts as written, as do ends that are no whole
+        pages. None: nobody knows. Any thread.
         """
         if self._descriptor is None:
             return None
@@ -95,8 +106,8 @@ class WriteWatch:
         marked, self._marked = self._marked, []
         if descriptor is None or self._process != os.getpid():
             return
-        for first, size in marked:
-            userfault.discharge(descriptor, first, size)
+        for first, end in marked:
+            userfault.discharge(descriptor, first, end - first)
         userfault.give_back(descriptor)
 
     def __del__(self) -> None:
