@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import threading
@@ -214,6 +215,7 @@ def test_a_forked_process_finds_all_written_and_closes_nothing_of_its_own(room, 
 @can_mark
 def test_after_its_end_nothing_is_marked_and_no_descriptor_is_open(room, watch):
     memory, where = room
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert watch.begin(where, SIZE)
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
@@ -226,6 +228,7 @@ def test_after_its_end_nothing_is_marked_and_no_descriptor_is_open(room, watch):
 
 @can_mark
 def test_one_that_nobody_has_any_more_closes_its_descriptor(room):
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     watch = WriteWatch()
     assert watch.begin(room[1], SIZE)
