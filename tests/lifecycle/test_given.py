@@ -219,5 +219,7 @@ def test_what_was_changed_and_cannot_be_read_again_ends_the_attempt(resumed):
     place, ckpt, model, optimizer = resumed
     moments_of(model, optimizer)["exp_avg"].data.add_(1)
     shutil.rmtree(place / "snapshots")
+    before = userfaults()
     with pytest.raises(UnusableSnapshot):
         ckpt.boundary()
+    assert userfaults() == before - marks_pages()

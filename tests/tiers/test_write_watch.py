@@ -137,6 +137,14 @@ def test_ends_that_are_no_whole_pages_count_as_written(room, watch):
 
 
 @can_mark
+def test_ends_count_as_written_also_where_they_were_marked_for_others(room, watch):
+    _, where = room
+    assert watch.begin(where, SIZE)
+    assert watch.written(where + 1, 3 * PAGE) == [(0, PAGE - 1), (3 * PAGE - 1, 3 * PAGE)]
+    assert watch.written(where + 1, 1) == [(0, 1)]
+
+
+@can_mark
 def test_what_is_watched_is_not_marked_again_so_nobody_s_write_is_hidden(room, watch):
     memory, where = room
     assert watch.begin(where + 4 * PAGE, 8 * PAGE)

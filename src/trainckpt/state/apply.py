@@ -105,9 +105,9 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
     for model in registry.models:
         fsdp.rest(model.wrapped)
     saved.is_again = again
-    if again and saved.given is not None:
-        saved.given.mend(saved.num_threads)
     try:
+        if again and saved.given is not None:
+            saved.given.mend(saved.num_threads)
         for name, step in STEPS:
             left_out = (again and name == ONCE) or (name == LOADERS and not loaders)
             if not left_out and (saved.exact or name not in OF_THE_WINDOW):

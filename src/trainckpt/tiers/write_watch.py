@@ -92,6 +92,9 @@ class WriteWatch:
         marks = entries[_HIGHEST::_ENTRY_BYTES].translate(_MARKS)
         if len(marks) != num_pages:
             return None
+        # Ends that are no whole pages were not marked for these bytes, whoever marked them.
+        marks = marks if where == first else b"\0" + marks[1:]
+        marks = marks if where + num_bytes == first + size else marks[:-1] + b"\0"
         return [
             (
                 max(first + begin * PAGESIZE - where, 0),
