@@ -7,6 +7,7 @@ dumped is tried in tests/process_dump.
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,8 @@ class Ended(Exception):
 class Supervisor:
     """Gives one order, waits until the rank rests, and does something then."""
 
+    takes_s = 0.0  # from the first process that runs again to the last
+
     def __init__(self, folder, run, then):
         self.folder, self.run = folder, run
         self.order = RestOrder(os.urandom(4).hex(), os.getpid())
@@ -72,6 +75,9 @@ class Supervisor:
         )
         for name, text in attempt_number.spell(claimed.attempt, 0.0, None).items():
             (self.folder / name).write_text(text)
+        time.sleep(self.takes_s)
+        self.let_go_at = time.monotonic()
+        attempt_number.all_run(self.folder)
 
     def join(self):
         self._thread.join(LIMIT_S)
@@ -133,6 +139,28 @@ def test_what_comes_back_trains_on_and_what_is_refused_stops(tmp_path, folder):
     last, _ = attempt(run, seen=seen, parts=Parts(width=WIDTH))
     assert last.state() == parts.state()
     assert seen == straight
+
+
+def test_nothing_is_done_before_all_processes_were_let_go(tmp_path, folder):
+    """A rank that is refused ends, and whoever still holds another process would end them all."""
+    run, made, opened = tmp_path / "run", [], []
+
+    class Slow(Supervisor):
+        takes_s = 0.3
+
+    stops = {3: lambda: made.append(Slow(folder, run, Slow.restore))}
+    hook = {"after_restore": lambda: opened.append(time.monotonic())}
+    trained(run, {}, stops, before_dump=lambda: None, **hook)
+    made[0].join()
+    assert len(opened) == 1 and opened[0] >= made[0].let_go_at
+
+
+def test_nobody_waits_for_a_supervisor_that_is_gone(tmp_path, monkeypatch):
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    (tmp_path / attempt_number.RESTORING).write_text(str(gone.pid))
+    monkeypatch.setattr(attempt_number, "LOOK_EVERY_S", 3600.0)
+    attempt_number.await_all(tmp_path)
 
 
 def test_a_hook_that_fails_before_means_no_dump(tmp_path, folder):

@@ -32,7 +32,7 @@ from trainckpt.lifecycle.deciding.dump_choice import (
 from trainckpt.lifecycle.deciding.pace import Pace
 from trainckpt.lifecycle.dumping import rest_told
 from trainckpt.lifecycle.dumping.rest_told import Resting, RestOrder
-from trainckpt.lifecycle.run.attempt_number import AttemptNumber, spell
+from trainckpt.lifecycle.run.attempt_number import FILE, AttemptNumber, spell
 from trainckpt.lifecycle.run.told import Teller, Told
 from trainckpt.lifecycle.stopping.pace_told import PaceTeller, ToldPace, read_paces
 from trainckpt.process_dump import tree
@@ -246,7 +246,7 @@ def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
     number = AttemptNumber(4)
     assert number.value == 4
-    ((name, text),) = spell(5, 0.0, None).items()
+    name, text = FILE, spell(5, 0.0, None)[FILE]
     (tmp_path / name).write_text(text)
     assert number.value == 5
     for bad in ("", '{"attempt": "6"}', '{"attempt": 3}', "[]"):

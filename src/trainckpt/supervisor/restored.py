@@ -212,6 +212,7 @@ def _bring_back(dumped: Dumped, whole: Whole, lock: int) -> int:
         else:  # the attempt says so too
             named.end((), Verdict(error.exit_code, FAILED, error.message))
         raise
+    attempt_number.all_run(Path(dumped.record.folder))
     dumped.dumpable.say(f"restored {name} as attempt {claimed[0]}")
     return claimed[0]
 

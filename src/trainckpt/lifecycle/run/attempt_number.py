@@ -1,6 +1,7 @@
 """The number of this attempt: as claimed, until its processes come back from a dump as another one.
 
     <supervisor's folder>/restored.json    {"attempt", "started", "job_ends"}
+    <supervisor's folder>/restoring.pid    of the supervisor, until it has let go of all processes
 
 It also says in which job they go on: when that began, on the monotonic clock, and when it ends, as
 Slurm's variable has it, or null.
@@ -8,6 +9,9 @@ Slurm's variable has it, or null.
 The supervisor that restores processes claims the attempt that they become, and writes the file
 before they run again; so whoever asks before the dump has the old number, whoever asks later the
 new one. Ranks that ask for one purpose compare what they got, and the largest counts.
+
+They run again one after the other. If one ends while another is still held, whoever restores them
+takes that for a failure and ends all; so what may end them waits until all have been let go.
 """
 
 from __future__ import annotations
@@ -15,14 +19,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 
-FILE = "restored.json"
+FILE, RESTORING = "restored.json", "restoring.pid"
 MAX_BYTES = 4096
+ALL_RUN_WITHIN_S, LOOK_EVERY_S = 60.0, 0.005
 
 
 class AttemptNumber:
@@ -80,6 +86,24 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def spell(attempt: int, started_s: float, job_ends: str | None) -> dict[str, str]:
-    """The file that says as which attempt the processes go on: its name and its text."""
+    """The files that say as which attempt the processes go on, and that not all do yet.
+
+    Names and texts, in the order in which they are written.
+    """
     told = {"attempt": attempt, "started": started_s, "job_ends": job_ends}
-    return {FILE: json.dumps(told)}
+    return {RESTORING: str(os.getpid()), FILE: json.dumps(told)}
+
+
+def all_run(folder: Path) -> None:
+    """Say that whoever restored the processes has let go of all of them."""
+    with contextlib.suppress(OSError):
+        (folder / RESTORING).unlink()
+
+
+def await_all(folder: Path) -> None:
+    """Wait for that, as long as the supervisor lives, and not for ever."""
+    until = time.monotonic() + ALL_RUN_WITHIN_S
+    with contextlib.suppress(OSError, ValueError):
+        while time.monotonic() < until:
+            os.kill(int((folder / RESTORING).read_text(encoding="ascii")), 0)
+            time.sleep(LOOK_EVERY_S)

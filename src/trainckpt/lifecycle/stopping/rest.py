@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainckpt.errors import NoAgreement, UnusableSnapshot
 from trainckpt.lifecycle.dumping import rest_told
 from trainckpt.lifecycle.dumping.rest_told import Resting
+from trainckpt.lifecycle.run.attempt_number import await_all
 from trainckpt.lifecycle.run.hooks import HookFailed
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.told import LEFT, REFUSED, SUPERVISOR_VARIABLE
@@ -221,6 +222,7 @@ class Rest:
             elif now.refused:
                 why = now.refused
             if self._number.value != before:  # last: a dump may fall between any two lines
+                await_all(self._folder)  # from here on this process may end
                 return ""
             if why:
                 return why
