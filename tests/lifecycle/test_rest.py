@@ -152,7 +152,8 @@ def test_nothing_is_done_before_all_processes_were_let_go(tmp_path, folder):
     hook = {"after_restore": lambda: opened.append(time.monotonic())}
     trained(run, {}, stops, before_dump=lambda: None, **hook)
     made[0].join()
-    assert len(opened) == 1 and opened[0] >= made[0].let_go_at
+    assert len(opened) == 1
+    assert opened[0] >= made[0].let_go_at
 
 
 def test_nobody_waits_for_a_supervisor_that_is_gone(tmp_path, monkeypatch):
