@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 
+import pytest
 import torch
 
 from tests.ranks.processes import context
-from trainckpt.state.copies import Copies
+from trainckpt.state.copies import PIECE_BYTES, Copies
 
 NUM_THREADS, NUM_FORKS = 4, 200  # without what is tested here, 3 of 100 fail
 
@@ -51,3 +52,20 @@ def test_threads_of_a_forked_process_copy_at_the_same_time():
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, NUM_THREADS])
+def test_every_tensor_becomes_the_other_one_and_torch_is_told(num_threads):
+    """Small, of several pieces, and in memory that nobody has touched yet."""
+    pairs = []
+    for numel in (3, 1 << 12, PIECE_BYTES // 2 + 5):
+        made = torch.nn.Parameter(torch.ones(numel))
+        pairs += [(made, torch.randn(numel)), (torch.empty(numel), torch.randn(numel))]
+    before = [into._version for into, _ in pairs]
+    copies = Copies()
+    for into, data in pairs:
+        copies.add(into, data)
+    copies.run(num_threads)
+    for (into, data), version in zip(pairs, before, strict=True):
+        assert torch.equal(into, data)
+        assert into._version > version

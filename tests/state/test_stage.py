@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.state.helpers import bits, registry, shard_of
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.shard_file import Region
+from trainckpt.format import digest
+from trainckpt.format.shard_file import Region, block_bytes
 from trainckpt.state.capture import capture
 from trainckpt.state.destination import Destination
 from trainckpt.state.stage import (
@@ -23,6 +24,8 @@ from trainckpt.state.stage import (
     stage,
     stream,
 )
+from trainckpt.tiers import past_cache
+from trainckpt.tiers.direct import populate
 
 
 @pytest.fixture
@@ -120,8 +123,16 @@ def test_a_tensor_of_which_a_part_was_not_read_is_refused():
         destination.finish({})
 
 
+def touched(num_bytes):
+    """Memory whose pages are there, as an arena's are."""
+    made = private_memory(num_bytes)
+    populate(made)
+    return made
+
+
+@pytest.mark.parametrize("memory", [private_memory, touched])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_what_is_digested_as_it_is_copied_makes_the_same_file(num_threads, one_thread):
+def test_what_is_digested_as_it_is_copied_makes_the_same_file(num_threads, memory, one_thread):
     """Of several blocks, of one that is cut short, and of what is no run of bytes; and, where torch
     copies with more threads, not at all.
     """
@@ -133,11 +144,42 @@ def test_what_is_digested_as_it_is_copied_makes_the_same_file(num_threads, one_t
     regions = describe(captured, ())
     plain = stage(captured, regions, rank=0, world=1)
     torch.set_num_threads(num_threads)
-    shard = stage(captured, regions, rank=0, world=1, digests=True)
+    shard = stage(captured, regions, rank=0, world=1, digests=True, memory=memory)
     expected = {"model/w", "model/v"} if num_threads == 1 else set()
     assert shard.digests.keys() == expected
     assert shard.head == plain.head
     assert bytes(shard.memory) == bytes(plain.memory)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_where_others_may_write_while_it_is_copied_what_was_copied_is_digested(
+    is_shared, one_thread, monkeypatch
+):
+    """Else what a cache holds of it is, which is where it was copied from."""
+    model = torch.nn.Module()
+    model.register_buffer("w", torch.randn(3, 1 << 20))
+    if is_shared:
+        model.w.share_memory_()
+    past, digests = [], digest.digests_by_block
+
+    def written_to(data, block):
+        model.w[0, 0] += 1.0  # by whoever shares it
+        return digests(data, block)
+
+    monkeypatch.setattr(past_cache, "copy_holding", lambda *given: past.append(given))
+    monkeypatch.setattr(digest, "digests_by_block", written_to)
+    captured = capture(registry(model=model))
+    regions = describe(captured, ())
+    shard = stage(captured, regions, rank=0, world=1, digests=True, memory=touched)
+    (region,) = (region for region in regions if region.tensor == "model/w")
+    data = shard.data[region.first_byte : region.first_byte + region.num_bytes]
+    is_of_the_copy = shard.digests[region.key] == digests(data, block_bytes(region.num_bytes))
+    if is_shared or past_cache.functions() is None:
+        assert not past
+        assert is_of_the_copy
+    else:
+        assert sum(num_bytes for *_, num_bytes in past) == region.num_bytes
+        assert not is_of_the_copy
 
 
 def streamed(model):

@@ -10,6 +10,7 @@ import mmap
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trainckpt.tiers import past_cache
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
+        self._counted: list[torch.Tensor] = []  # of whose change torch is told
 
     def add(self, into: torch.Tensor, data: torch.Tensor, proof: Proof | None = None) -> None:
         """Copy `data` into `into`, of the same shape; unless the proof of `data` holds there."""
@@ -35,14 +37,31 @@ class Copies:
             into.copy_(data)
         elif proof is not None:
             self._parts.append(partial(_prove_or_copy, into, data, proof))
+        elif _is_plain(into, data) and past_cache.pays(into.data_ptr(), into.nbytes):
+            self.add_past_cache(into.data_ptr(), data)
+            self._counted.append(into)
         else:
             step = PIECE_BYTES // into.element_size()
             into, data = into.view(-1), data.view(-1)
             for at in range(0, into.numel(), step):
                 self._parts.append(partial(into[at : at + step].copy_, data[at : at + step]))
 
+    def add_past_cache(self, target: int, source: torch.Tensor) -> None:
+        """Copy a tensor of the host, whose bytes lie in one run, to an address; see there."""
+        for first in range(0, source.nbytes, PIECE_BYTES):
+            self._parts.append(partial(_copy_past_cache, target, source, first))
+
     def run(self, num_threads: int) -> None:
         """Make them all; return when they are made."""
+        self._make(num_threads)
+        counted, self._counted = self._counted, []
+        if counted:
+            from torch.autograd.graph import increment_version
+
+            for tensor in counted:
+                increment_version(tensor)
+
+    def _make(self, num_threads: int) -> None:
         parts, self._parts = self._parts, []
         if num_threads < 2 or len(parts) < 2:
             for part in parts:
@@ -63,6 +82,18 @@ class Copies:
 def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: Proof) -> None:
     if not proof.holds(into):
         into.copy_(data)
+
+
+def _copy_past_cache(target: int, source: torch.Tensor, first: int) -> None:
+    num_bytes = min(PIECE_BYTES, source.nbytes - first)
+    past_cache.copy(target + first, source.data_ptr() + first, num_bytes)
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether their bytes are all there is to them."""
+    import torch
+
+    return all(type(tensor) is torch.Tensor for tensor in tensors)
 
 
 def _can_be_divided(into: torch.Tensor, data: torch.Tensor) -> bool:

@@ -218,6 +218,12 @@ def _may_be_written_by_a_device(tensor: torch.Tensor) -> bool:
     return is_used and tensor.is_pinned()
 
 
+def may_be_written_by_others(tensor: torch.Tensor) -> bool:
+    """Whether another process, or a device, may write there at any time."""
+    is_shared: bool = tensor.is_shared()  # type: ignore[no-untyped-call]
+    return is_shared or _may_be_written_by_a_device(tensor)
+
+
 def _lies_as_it_is(tensor: torch.Tensor) -> bool:
     """Whether its bytes are its values, neither conjugated nor negated."""
     return not (tensor.is_conj() or tensor.is_neg())

@@ -17,7 +17,6 @@ What has changed spoils that save, and is copied at the boundary from then on.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.side import Side
 from trainckpt.state.untraced import untraced
+from trainckpt.tiers import past_cache
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Overlapped:
                 if number == len(self._chunks):
                     return False
                 self._begun[number] = threading.get_ident()
-            ctypes.memmove(*self._chunks[number])  # without the interpreter's lock
+            past_cache.copy(*self._chunks[number])  # without the interpreter's lock
             with self._lock:
                 self._is_copied[number] = True
                 self._advance()

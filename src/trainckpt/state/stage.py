@@ -25,8 +25,11 @@ from trainckpt.format import digest, shard_file, strict
 from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import VALUES, Captured
+from trainckpt.state.copies import Copies
+from trainckpt.state.given import may_be_written_by_others
 from trainckpt.state.overlap import Piece
 from trainckpt.state.side import Side
+from trainckpt.tiers import past_cache
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
@@ -224,7 +227,7 @@ def stage(
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
-    by_device, is_ready = [], side.is_ready
+    by_device, copies, is_ready = [], Copies(), side.is_ready
     digests = digests and torch.get_num_threads() == 1  # else torch's threads share the copy
     for region in header.regions:
         if not region.num_bytes:
@@ -239,23 +242,34 @@ def stage(
             ctypes.memmove(target, source.data_ptr(), source.nbytes)
         elif digests and source.is_cpu and source.is_contiguous():
             shard.digests[region.key] = _copied(target, source)
+        elif source.is_cpu and source.is_contiguous() and past_cache.pays(target, source.nbytes):
+            copies.add_past_cache(target, source)
         else:
             _place(shard.data, region).copy_(source)
+    copies.run(torch.get_num_threads())
     side.copy(by_device)
     return shard
 
 
 def _copied(target: int, source: torch.Tensor) -> str:
-    """Copy it to that address; the digests by block of what stands there then."""
+    """Copy it to that address; the digests by block of what stands there then.
+
+    What goes past the cache is in it only where it was copied from; if others may write there, it
+    is not.
+    """
     num_bytes, found = source.nbytes, list[str]()
     block = shard_file.block_bytes(num_bytes)
-    step = max(block, CACHED_BYTES)
+    is_past = past_cache.pays(target, num_bytes) and not may_be_written_by_others(source)
+    step = max(block, past_cache.FROM_BYTES if is_past else CACHED_BYTES)
     memory = at_address(target, num_bytes)
     live = at_address(source.data_ptr(), num_bytes, source)
     for at in range(0, num_bytes, step):
-        part = memory[at : at + step]
-        part[:] = live[at : at + step]  # and keeps the interpreter: to get it back may take 5 ms
-        found.append(digest.digests_by_block(part, block))
+        part, of = memory[at : at + step], live[at : at + step]
+        if is_past:  # either keeps the interpreter: to get it back may take 5 ms
+            past_cache.copy_holding(target + at, source.data_ptr() + at, len(of))
+        else:
+            part[:] = of
+        found.append(digest.digests_by_block(of if is_past else part, block))
     return "".join(found)
 
 
