@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import threading
 
 import pytest
@@ -14,11 +15,11 @@ from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.run import heartbeat, machine
 from trainckpt.snapshot import attempts
-from trainckpt.tiers import capabilities, large_pages, userfault
+from trainckpt.tiers import capabilities, large_pages, past_cache, userfault
 from trainckpt.tiers.local import LocalTier
 
 MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
-           "signals", "memory", "large pages", "fresh memory", "shared memory", "cores",
+           "signals", "memory", "large pages", "fresh memory", "copies", "shared memory", "cores",
            "encryption", "process dumps", "dumps of GPU state"]  # fmt: skip
 PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
          "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
@@ -97,6 +98,22 @@ def test_how_fresh_memory_is_filled_is_told(monkeypatch, available, large, ok, v
     found = machine.fresh_memory_of()
     assert (found.ok, found.value, found.needed) == (ok, value, False)
     assert ok or "userfaultfd" in found.cure
+
+
+@pytest.mark.parametrize(
+    ("functions", "processor", "ok", "value"),
+    [
+        (("copy", "copy"), "x86_64", True, "go past the cache"),
+        (None, "x86_64", False, "go through the cache"),
+        (None, "aarch64", True, "go through the cache"),
+    ],
+)
+def test_how_large_tensors_are_copied_is_told(monkeypatch, functions, processor, ok, value):
+    monkeypatch.setattr(past_cache, "functions", lambda: functions)
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    found = machine.copies_of()
+    assert (found.ok, found.value, found.needed) == (ok, value, False)
+    assert ok or "pip install" in found.cure
 
 
 def test_this_machine_has_all_that_is_needed(capsys):

@@ -37,7 +37,7 @@ class Copies:
             into.copy_(data)
         elif proof is not None:
             self._parts.append(partial(_prove_or_copy, into, data, proof))
-        elif _is_plain(into, data) and past_cache.pays(into.data_ptr(), into.nbytes):
+        elif _may_go_past_cache(into, data):
             self.add_past_cache(into.data_ptr(), data)
             self._counted.append(into)
         else:
@@ -59,7 +59,8 @@ class Copies:
             from torch.autograd.graph import increment_version
 
             for tensor in counted:
-                increment_version(tensor)
+                if not tensor.is_inference():  # of those it counts nothing
+                    increment_version(tensor)
 
     def _make(self, num_threads: int) -> None:
         parts, self._parts = self._parts, []
@@ -89,11 +90,14 @@ def _copy_past_cache(target: int, source: torch.Tensor, first: int) -> None:
     past_cache.copy(target + first, source.data_ptr() + first, num_bytes)
 
 
-def _is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether their bytes are all there is to them."""
+def _may_go_past_cache(into: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether their bytes are all there is to them, and that pays; not to where they are copied."""
     import torch
 
-    return all(type(tensor) is torch.Tensor for tensor in tensors)
+    are_plain = all(type(tensor) is torch.Tensor for tensor in (into, data))
+    if not are_plain or into.data_ptr() == data.data_ptr():
+        return False
+    return past_cache.pays(into.data_ptr(), into.nbytes)
 
 
 def _can_be_divided(into: torch.Tensor, data: torch.Tensor) -> bool:

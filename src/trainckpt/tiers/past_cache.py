@@ -12,7 +12,7 @@ The extension module is not imported, but opened as the library that it is too: 
 Python make no copies. They are tried before they are used, and where there are none all is copied
 as ever.
 
-Floor 0. Uses: direct, fresh_memory. Used by: state.
+Floor 0. Uses: tiers.direct, tiers.fresh_memory. Used by: state, lifecycle.run.machine.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import ctypes
 import functools
 import importlib.util
 import platform
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.tiers.direct import PAGE_BYTES, address, memory
@@ -52,21 +53,32 @@ def pays(target: int, num_bytes: int) -> bool:
 
 
 def copy(target: int, source: int, num_bytes: int) -> None:
-    """Copy between two addresses, while other threads run."""
-    found = functions()
+    """Copy between two addresses, past the cache if that pays, while other threads run.
+
+    What is copied does not overlap.
+    """
+    found = functions() if pays(target, num_bytes) else None
     (ctypes.memmove if found is None else found.copy)(target, source, num_bytes)
 
 
 def copy_holding(target: int, source: int, num_bytes: int) -> None:
-    """As `copy`, for a thread that wants the interpreter at once again: no other runs meanwhile."""
+    """As `copy` where it pays; no other thread has the interpreter meanwhile.
+
+    For who wants it at once again.
+    """
     found = functions()
     (ctypes.memmove if found is None else found.copy_holding)(target, source, num_bytes)
+
+
+def is_for_this_machine() -> bool:
+    """Whether the library is asked for here."""
+    return sys.platform == "linux" and platform.machine() in _PROCESSORS
 
 
 @functools.lru_cache(maxsize=1)
 def functions() -> _Functions | None:
     """What copies past the cache, tried; None: nothing does."""
-    if platform.machine() not in _PROCESSORS:
+    if not is_for_this_machine():
         return None
     try:
         spec = importlib.util.find_spec(_LIBRARY)

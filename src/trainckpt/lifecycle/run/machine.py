@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.tiers import host_memory, large_pages, memfd, userfault
+from trainckpt.tiers import host_memory, large_pages, memfd, past_cache, userfault
 from trainckpt.tiers.direct import HUGE_BYTES, memory
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def examine(size: Callable[[int], str]) -> list[Item]:
     found = [_python(), _torch()]
     if found[-1].ok:
         found += [_distributed(), _store(), _own_connection(), _devices()]
-    pages = large_pages_of(), fresh_memory_of()
+    pages = large_pages_of(), fresh_memory_of(), copies_of()
     return [*found, _signals(), _memory(size), *pages, _shared_memory(size), _cores()]
 
 
@@ -195,6 +195,15 @@ def fresh_memory_of() -> Item:
         return Item(name, ok=True, value="is made with what is read (userfaultfd)", needed=False)
     cure = "let programs call userfaultfd (Linux 5.11 and later; a container's seccomp profile)"
     return Item(name, ok=False, value="is made a page at a time", cure=cure, needed=False)
+
+
+def copies_of() -> Item:
+    """How large tensors are copied while training waits."""
+    name = "copies"
+    if past_cache.functions() is not None:
+        return Item(name, ok=True, value="go past the cache", needed=False)
+    ok, cure = not past_cache.is_for_this_machine(), "pip install 'stringzilla>=5.0'"
+    return Item(name, ok, "go through the cache", cure, needed=False)
 
 
 def _shared_memory(size: Callable[[int], str]) -> Item:
