@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import threading
 import time
@@ -18,10 +17,11 @@ from trainckpt.lifecycle.saving import saver
 from trainckpt.lifecycle.stopping import departure
 from trainckpt.state import overlap
 from trainckpt.state.overlap import Overlapped, Piece
+from trainckpt.tiers import past_cache
 
 
 class Memory:
-    """Copies as ctypes does; a signal comes while the main thread copies, or others hang."""
+    """Copies as `past_cache` does; a signal comes while the main thread copies, or others hang."""
 
     def __init__(self):
         self.is_armed = False
@@ -29,11 +29,8 @@ class Memory:
         self.freed.set()
         self.others_copy = threading.Event()
 
-    def __getattr__(self, name):
-        return getattr(ctypes, name)
-
-    def memmove(self, *args):
-        ctypes.memmove(*args)
+    def copy(self, *args):
+        past_cache.copy(*args)
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.001)  # so that the main thread finds chunks to copy
             self.others_copy.set()
@@ -46,7 +43,7 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch):
     memory = Memory()
-    monkeypatch.setattr(overlap, "ctypes", memory)
+    monkeypatch.setattr(overlap, "past_cache", memory)
     monkeypatch.setattr(overlap, "CHUNK_BYTES", 4000)
     monkeypatch.setattr(copy_choice, "choose", lambda *_: OVERLAP)
     for limit in ("NEARLY_S", "PATIENCE_S"):  # on a busy machine too no save is put off
