@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 import random
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from trainckpt.tiers import past_cache
 from trainckpt.tiers.direct import PAGE_BYTES, address, memory, populate
 from trainckpt.tiers.past_cache import FROM_BYTES
-
-ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 @pytest.fixture
@@ -36,7 +33,7 @@ def test_it_copies_what_it_is_told_and_writes_nothing_around_it(copy, num_bytes,
     assert target[to + num_bytes :] == before[to + num_bytes :]
 
 
-@pytest.mark.skipif(not ON_X86, reason="on other processors nothing was measured")
+@pytest.mark.skipif(not past_cache.is_for_this_machine(), reason="no AVX-512")
 def test_it_pays_for_what_is_large_and_goes_to_memory_that_is_there():
     block = memory(2 * FROM_BYTES)
     assert not past_cache.pays(address(block), len(block))
@@ -44,6 +41,26 @@ def test_it_pays_for_what_is_large_and_goes_to_memory_that_is_there():
     assert past_cache.pays(address(block), len(block))
     assert past_cache.pays(address(block) + 3, FROM_BYTES)
     assert not past_cache.pays(address(block), FROM_BYTES - 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_for"),
+    [
+        ("fpu avx2 avx512f avx512bw avx512vl amx_int8", True),
+        ("fpu avx2 avx512f avx512bw", False),
+        ("fpu avx2", False),
+    ],
+)
+def test_where_the_librarys_copy_goes_through_the_cache_it_is_not_used(
+    anew, monkeypatch, tmp_path, flags, is_for
+):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n\nprocessor\t: 1\n")
+    monkeypatch.setattr(past_cache, "_CPUINFO", path)
+    assert past_cache.is_for_this_machine() is is_for
+    assert is_for or past_cache.functions() is None
+    path.unlink()
+    assert not past_cache.is_for_this_machine()
 
 
 def test_without_the_library_or_its_function_all_is_copied_as_ever(anew, monkeypatch):

@@ -53,7 +53,13 @@ class Copies:
 
     def run(self, num_threads: int) -> None:
         """Make them all; return when they are made."""
-        self._make(num_threads)
+        try:
+            self._make(num_threads)
+        finally:
+            self._count()
+
+    def _count(self) -> None:
+        """Tell torch of what was written past it."""
         counted, self._counted = self._counted, []
         if counted:
             from torch.autograd.graph import increment_version

@@ -3,10 +3,11 @@
 A processor that stores to memory first fetches it into its cache, a third of all that a copy moves.
 It has stores that do without ("non-temporal"). The C library uses them for copies of more than
 about the last cache; virtual machines show one of their host's, of 480 MB, and never come to it.
-StringZilla's `sz_copy` uses them from 1 MB on, and ends with a fence, so that whoever hears of the
-copy finds it made. Measured, 640 MB to memory that was touched: 0.061 s, 0.098 with the C library's
-copy, 0.103 with torch's; by two threads 0.035 in place of 0.052. To memory that was not touched it
-takes a third longer: there the system has just cleared each page in the cache.
+StringZilla's `sz_copy` uses them from 1 MB on where there is AVX-512, and ends with a fence, so
+that whoever hears of the copy finds it made; elsewhere it does not, and is not used. Measured,
+640 MB to memory that was touched: 0.061 s, 0.098 with the C library's copy, 0.103 with torch's; by
+two threads 0.035 in place of 0.052. To memory that was not touched it takes a third longer: there
+the system has just cleared each page in the cache.
 
 The extension module is not imported, but opened as the library that it is too: its functions for
 Python make no copies. They are tried before they are used, and where there are none all is copied
@@ -17,11 +18,12 @@ Floor 0. Uses: tiers.direct, tiers.fresh_memory. Used by: state, lifecycle.run.m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
-import platform
-import sys
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.tiers.direct import PAGE_BYTES, address, memory
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 FROM_BYTES = 1 << 20  # from which on `sz_copy` goes past the cache
 _LIBRARY, _FUNCTION = "stringzilla", "sz_copy"
-_PROCESSORS = ("x86_64", "AMD64")  # on others nothing was measured
+_CPUINFO = Path("/proc/cpuinfo")
+_NEEDED = {"avx512f", "avx512bw", "avx512vl"}  # for its copy that goes past the cache
 _TRIED_BYTES = FROM_BYTES + 1000
 
 
@@ -71,8 +74,11 @@ def copy_holding(target: int, source: int, num_bytes: int) -> None:
 
 
 def is_for_this_machine() -> bool:
-    """Whether the library is asked for here."""
-    return sys.platform == "linux" and platform.machine() in _PROCESSORS
+    """Whether the processor is one on which the library's copy goes past the cache."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(errors="replace"), re.MULTILINE)
+        return found is not None and set(found[1].split()) >= _NEEDED
+    return False
 
 
 @functools.lru_cache(maxsize=1)
