@@ -234,15 +234,16 @@ def stage(
             continue
         source, target = source_of(captured, region), begin + region.first_byte
         is_taken = is_ready and side.takes(source, target)
+        is_run = source.is_cpu and source.is_contiguous()
         if region.tensor in later and (not side.is_replayed if is_taken else source.is_cpu):
             shard.rest.append(Piece(region.tensor, source, target))
         elif is_taken:
             by_device.append((target, source))
-        elif source.nbytes <= SMALL_BYTES and source.is_cpu and source.is_contiguous():
+        elif is_run and source.nbytes <= SMALL_BYTES:
             ctypes.memmove(target, source.data_ptr(), source.nbytes)
-        elif digests and source.is_cpu and source.is_contiguous():
+        elif is_run and digests:
             shard.digests[region.key] = _copied(target, source)
-        elif source.is_cpu and source.is_contiguous() and past_cache.pays(target, source.nbytes):
+        elif is_run and past_cache.pays(target, source.nbytes):
             copies.add_past_cache(target, source)
         else:
             _place(shard.data, region).copy_(source)

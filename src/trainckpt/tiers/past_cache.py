@@ -22,7 +22,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,8 +75,9 @@ def copy_holding(target: int, source: int, num_bytes: int) -> None:
 def is_for_this_machine() -> bool:
     """Whether the processor is one on which the library's copy goes past the cache."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(errors="replace"), re.MULTILINE)
-        return found is not None and set(found[1].split()) >= _NEEDED
+        with _CPUINFO.open(errors="replace") as file:  # of the first core: many take a while
+            flags = next((line for line in file if line.startswith("flags")), "")
+        return set(flags.split()) >= _NEEDED
     return False
 
 

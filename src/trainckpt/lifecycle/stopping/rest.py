@@ -10,7 +10,7 @@
     4   tell the supervisor, and rest: nothing is touched any more. It dumps and ends all of them,
         or says why not; then 3 is undone, and all leave with the snapshot
 
-    the same processes, later, as another attempt
+    the same processes, later, as another attempt, once the supervisor has let go of all of them
     5   what was dropped is read from the snapshot, and compared with what it was; the process
         groups are made again, and used once
         ALL  each says what went wrong, so that nobody waits for it in what is collective
