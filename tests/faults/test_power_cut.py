@@ -46,6 +46,7 @@ def several_writers(monkeypatch):
     monkeypatch.setattr(direct, "FROM_BYTES", 4096)
     monkeypatch.setattr(new_file, "FROM_BYTES", 4096)
     monkeypatch.setattr(new_file, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(new_file, "QUIET_PIECE_BYTES", 2 * 4096)
 
 
 @dataclass

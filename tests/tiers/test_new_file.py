@@ -30,6 +30,7 @@ def small(monkeypatch):
     monkeypatch.setattr(direct, "FROM_BYTES", FROM)
     monkeypatch.setattr(new_file, "FROM_BYTES", FROM)
     monkeypatch.setattr(new_file, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(new_file, "QUIET_PIECE_BYTES", 2 * PIECE)
 
 
 class Noting(Disk):

@@ -16,7 +16,7 @@ import xxhash
 from trainckpt.state.stage import bytes_of
 
 PAGE_BYTES = 4096
-PARTS = 32  # a sample holds one of so many parts, in turn
+PARTS = 64  # a sample holds one of so many parts, in turn
 MOST_NAMES = 1 << 16  # whose spelling is kept from save to save
 
 if TYPE_CHECKING:

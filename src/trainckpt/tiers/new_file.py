@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.tiers.direct import FROM_BYTES, body
+from trainckpt.tiers.disk_reads import DiskReads
 from trainckpt.tiers.queue_depth import QueueDepth
 from trainckpt.tiers.workers import Workers
 
@@ -32,19 +33,27 @@ if TYPE_CHECKING:
 
 MOST_WRITERS = 16
 PIECE_BYTES = 2 << 20  # of one system call
+QUIET_PIECE_BYTES = 8 << 20  # where nobody reads from that disk
 TELLS_FROM_BYTES = 32 << 20  # what is smaller says little of a disk
 
 
 class Pace:
-    """How many writes past the page cache are on their way at once in one place. Any thread.
+    """How many writes past the page cache are on their way at once in one place, and of how many
+    bytes. Any thread.
 
-    Few, so that others who read from the same disk need not wait; more where that pays. One file
-    tells for the next.
+    Few and small, so that others who read from the same disk need not wait; more where that pays,
+    larger where nobody reads. One file tells for the next.
     """
 
     def __init__(self) -> None:
         self._depth = QueueDepth(MOST_WRITERS, enough=math.inf)
+        self._reads = DiskReads()
         self._lock = threading.Lock()
+
+    def piece_bytes(self, device: int) -> int:
+        """Of one write that is begun now, to a file on this device."""
+        with self._lock:
+            return QUIET_PIECE_BYTES if self._reads.are_few(device) else PIECE_BYTES
 
     @property
     def num_writers(self) -> int:
@@ -91,9 +100,16 @@ class NewFile:
     """
 
     def __init__(
-        self, disk: Disk, path: Path, descriptor: int, direct: Direct, workers: Workers
+        self,
+        disk: Disk,
+        path: Path,
+        descriptor: int,
+        direct: Direct,
+        pace: Pace,
+        workers: Workers,
     ) -> None:
         self._disk, self._path, self._descriptor = disk, path, descriptor
+        self._device, self._pace = os.fstat(descriptor).st_dev, pace
         self._direct, self._workers, self.busy = direct, workers, _Busy()
         self._bypass: int | None = None  # the same file, past the page cache
         self._opening = threading.Lock()
@@ -157,8 +173,17 @@ class NewFile:
         if len(block) < FROM_BYTES:
             write(first_byte, block)
             return
-        for at in range(0, len(block), PIECE_BYTES):
-            self._workers.submit(partial(write, first_byte + at, block[at : at + PIECE_BYTES]))
+        for at in range(0, len(block), QUIET_PIECE_BYTES):
+            part = block[at : at + QUIET_PIECE_BYTES]
+            self._workers.submit(partial(self._in_turn, first_byte + at, part, write))
+
+    def _in_turn(
+        self, first_byte: int, part: memoryview, write: Callable[[int, memoryview], None]
+    ) -> None:
+        """By as many calls as others who use the disk ask for now."""
+        step = self._pace.piece_bytes(self._device)
+        for at in range(0, len(part), step):
+            write(first_byte + at, part[at : at + step])
 
     def _past_cache(self, first_byte: int, piece: memoryview) -> None:
         with self._direct.tried():
@@ -189,7 +214,7 @@ def new_file(
     num_writers = pace.num_writers
     descriptor = disk.open_again(path) if is_spare else disk.create(path)
     workers = Workers(num_writers, "trainckpt-write")
-    file = NewFile(disk, path, descriptor, direct, workers)
+    file = NewFile(disk, path, descriptor, direct, pace, workers)
     try:
         with workers:  # when it is left no writer is at the file
             yield file
