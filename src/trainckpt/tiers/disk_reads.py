@@ -71,10 +71,11 @@ class DiskReads:
             self._counts = [disk / "stat" for disk in under(device, self._disks)]
         now_s = time.monotonic()
         if now_s - self._looked_s >= LOOK_S:
-            self._looked_s, self._are_few = now_s, self._quiet.looked(self._num_reads(), now_s)
+            self._looked_s, self._are_few = now_s, self._quiet.looked(self.num_reads(), now_s)
         return self._are_few
 
-    def _num_reads(self) -> int | None:
+    def num_reads(self) -> int | None:
+        """That the disks of the last look have served so far; None: nobody says."""
         try:
             counts = [int(path.read_text().split(maxsplit=1)[0]) for path in self._counts]
         except (OSError, ValueError, IndexError):
