@@ -79,22 +79,34 @@ class Load(NamedTuple):
         where, block = address(self.into), self.place.region.bytes_per_digest
         return Verified(where, len(self.into), block, self.digests) if where is not None else None
 
-    def take(self, data: memoryview) -> None:
+    def take(self, data: memoryview, *, is_verified: bool = False) -> None:
         """Verify what was read, and put it where it belongs, if it is not there.
+
+        `is_verified`: it was, before it was read (`is_verified` below).
 
         Raises:
             UnusableSnapshot: a block does not match its digest.
         """
-        region = self.place.region
-        if digest.digests_by_block(data, region.bytes_per_digest or 1) != self.digests:
-            raise UnusableSnapshot(
-                f"{self.place.key}: {region.key[:100]} does not match its digest"
-            )
+        if not is_verified:
+            self._verify(data)
         if self.into is not None and data is not self.into:
             put(self.into, data)
         elif self.wanted is not None:
             begin, into = self.wanted
             copy(into, data[begin - self.first : begin - self.first + len(into)])
+
+    def _verify(self, data: memoryview) -> None:
+        region = self.place.region
+        if digest.digests_by_block(data, region.bytes_per_digest or 1) != self.digests:
+            raise UnusableSnapshot(
+                f"{self.place.key}: {region.key[:100]} does not match its digest"
+            )
+
+
+def is_verified(tier: Readable, key: str) -> bool:
+    """Whether what a tier brings of a file was verified where it lies, as `NearTier` may say."""
+    asked: Callable[[str], bool] | None = getattr(tier, "is_verified", None)
+    return asked is not None and asked(key)
 
 
 def hull(place: Found, begin: int, end: int) -> tuple[int, int]:
@@ -171,13 +183,15 @@ class Batch:
         self._join()
         parts, self._parts, of_parts, self._loads = self._parts, [], self._loads, []
         self._used = 0
+        was_verified = bool(parts) and is_verified(self._tier, self._key)
 
         def take(number: int) -> None:
             # on any thread
             data = parts[number][1]
             for load, at in of_parts[number]:
                 size = load.last - load.first
-                load.take(data if size == len(data) else data[at : at + size])
+                piece = data if size == len(data) else data[at : at + size]
+                load.take(piece, is_verified=was_verified)
                 if (verified := load.verified) is not None:
                     self.verified.append(verified)
                 if self._on_taken is not None:

@@ -3,8 +3,9 @@
     whoever starts a run again     while the ranks still import and find each other
     the ranks of one host          each its share of the files that all of them need
 
-Nothing is verified here: whoever reads does that, and reads from the tier itself what is not good.
-So what a fetch brings is only ever nearer, and one that fails costs nothing.
+Whoever reads verifies, and reads from the tier itself what is not good. So what a fetch brings is
+only ever nearer, and one that fails costs nothing. It can verify what passes: who reads many times
+what one process has brought need not do so then (`vouched`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.snapshot.blocks import READ_BYTES
+from trainckpt.snapshot.parts import Part, cut, cut_at_blocks
+from trainckpt.snapshot.restore import header_of
 from trainckpt.tiers.direct import buffers
+from trainckpt.tiers.held import stamp_of
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryTaken
 from trainckpt.tiers.queue_depth import QueueDepth
@@ -33,11 +37,14 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.tiers.arena import Arena
     from trainckpt.tiers.base import Readable
+    from trainckpt.tiers.held import Stamp
     from trainckpt.tiers.memory import MemoryPlace
+
+    Read = Callable[[int, memoryview], None]  # fills memory from a byte of the file on
 
 PART_BYTES = 4 << 20  # read at once
 NUM_PARTS = 8  # in memory at once
-GENTLE_BYTES, GENTLE_PARTS = 1 << 20, 16  # the same beside others, who wait behind what is read
+GENTLE_BYTES, GENTLE_PARTS = 2 << 20, 8  # the same beside others, who wait behind what is read
 WINDOW_BYTES = 32 << 20  # over which it is measured how fast they come
 SEALED_BYTES = 64 << 20  # at once of what is encrypted: chunks at both ends of it are read twice
 NUMBERS = range(2)  # arenas of a rank among which one is taken
@@ -69,6 +76,7 @@ def fetch(
     numbers: Iterable[int],
     *,
     awaited: threading.Event | None = None,
+    on_verified: Callable[[int, Stamp], None] | None = None,
 ) -> list[int]:
     """Bring the shard files of these ranks into memory, unless they are there; which came.
 
@@ -79,6 +87,8 @@ def fetch(
         numbers: Of the ranks.
         awaited: Until it is set others need the disk that it is read from: few reads are on
             their way. None: nobody else does.
+        on_verified: Is told of each file that was verified on its way, with its stamp. None: no
+            file is.
     """
     came = []
     beside = Beside(awaited) if awaited is not None else None
@@ -92,12 +102,15 @@ def fetch(
             continue
         with contextlib.closing(arena):
             try:
-                _fill(tier, arena, folder, file, beside)
+                is_good = _fill(tier, arena, folder, file, beside, verify=on_verified is not None)
             except (OSError, TrainckptError):
                 with contextlib.suppress(OSError):
                     arena.retract()
             else:
                 came.append(number)
+                stamp = stamp_of(arena.descriptor) if is_good else None
+                if on_verified is not None and stamp is not None:
+                    on_verified(number, stamp)
     return came
 
 
@@ -152,12 +165,19 @@ def _arena(place: MemoryPlace, rank: int) -> Arena | None:
 
 
 def _fill(
-    tier: Readable, arena: Arena, folder: str, file: FileEntry, beside: Beside | None
-) -> None:
+    tier: Readable,
+    arena: Arena,
+    folder: str,
+    file: FileEntry,
+    beside: Beside | None,
+    *,
+    verify: bool,
+) -> bool:
     """Read it into a few blocks, of huge pages if large, several at once; write it from there.
 
     A disk is three times as fast where memory comes in large pieces, which tmpfs' own does not, and
-    what is written to tmpfs is neither cleared nor mapped before.
+    what is written to tmpfs is neither cleared nor mapped before. Returns whether all of it was
+    verified meanwhile.
     """
     num_bytes, key = file.content.num_bytes, f"{folder}/{file.name}"
     size, num = (PART_BYTES, NUM_PARTS) if beside is None else (GENTLE_BYTES, GENTLE_PARTS)
@@ -165,30 +185,43 @@ def _fill(
     blocks = Blocks(num_bytes, size, num, beside)
     arena.begin(num_bytes)
     writing = threading.Lock()  # the system lets one write at a time: others would spin meanwhile
+    known, bad = None, list[Part]()
 
-    def bring(first_byte: int) -> None:
+    def bring(part: Part) -> None:
         block = blocks.take()
-        part = block[: num_bytes - first_byte]
+        data = block[: part.num_bytes]
         try:
-            read(first_byte, part)
+            read(part.first_byte, data)
+            if not part.is_good(data):
+                bad.append(part)
             with writing:
-                arena.write(first_byte, part)
+                arena.write(part.first_byte, data)
         finally:
             blocks.give(block)
 
     try:
         with _opened(tier, key) as read, Workers(blocks.num, "trainckpt-fetch") as workers:
-            for first_byte in range(0, num_bytes, blocks.size):
-                workers.submit(partial(bring, first_byte))
+            known = _known_parts(read, key, file, size) if verify else None
+            for part in known or cut(num_bytes, blocks.size):
+                workers.submit(partial(bring, part))
             workers.settle()
     except BaseException:
         arena.empty()  # by half it is of no use, and may have holes
         raise
     arena.publish(folder, file.name)
+    return known is not None and not bad
+
+
+def _known_parts(read: Read, key: str, file: FileEntry, size: int) -> list[Part] | None:
+    """The file cut so that it can be verified; None: it cannot, or its head is not good."""
+    try:
+        return cut_at_blocks(header_of(read, key, file), size)
+    except UnusableSnapshot:
+        return None
 
 
 @contextlib.contextmanager
-def _opened(tier: Readable, key: str) -> Iterator[Callable[[int, memoryview], None]]:
+def _opened(tier: Readable, key: str) -> Iterator[Read]:
     """What fills memory from a place in a file on; any thread. Where a tier can, it opens it once.
 
     To open it for each MB takes as much of a core as to read that.

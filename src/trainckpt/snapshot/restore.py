@@ -1,8 +1,9 @@
 """Restore: read and verify parts of a snapshot. The mirror of `save`.
 
 Nothing is handed on that was not verified: the header by the digest in the manifest, every block
-by its digest in the header, as it is read. What a file refers to in an older one is read there, in
-the same way. The live objects are not touched here.
+by its digest in the header, as it is read, or where it lies in this host's memory (`vouched`).
+What a file refers to in an older one is read there, in the same way. The live objects are not
+touched here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trainckpt.snapshot.blocks import (
     Found,
     Load,
     hull,
+    is_verified,
     loads,
 )
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
@@ -78,13 +80,18 @@ class Destination(Protocol):
 def read_header(tier: Readable, folder: str, file: FileEntry) -> ShardHeader:
     """The verified header of one shard file."""
     key = f"{folder}/{file.name}"
+    return header_of(partial(tier.read_into, key), key, file)
+
+
+def header_of(read: Callable[[int, memoryview], None], key: str, file: FileEntry) -> ShardHeader:
+    """The same of a file that is open: `read` fills memory from a byte of it on."""
     prefix = bytearray(8)
-    tier.read_into(key, 0, memoryview(prefix))
+    read(0, memoryview(prefix))
     length = shard_file.header_length(prefix, key)
     if length > file.content.num_bytes:
         raise UnusableSnapshot(f"{key} is shorter than its header")
     head = bytearray(length)
-    tier.read_into(key, 0, memoryview(head))
+    read(0, memoryview(head))
     if digest.digest(head) != file.content.header_digest:
         raise UnusableSnapshot(f"the header of {key} does not match its digest")
     return shard_file.parse(bytes(head), key, file_bytes=file.content.num_bytes)
@@ -209,6 +216,8 @@ class Reader:
         with Workers(self._num_threads, "trainckpt-verify") as workers:
             for load in lent:
                 assert load.into is not None
+                if is_verified(self._tier, load.place.key):
+                    continue
                 workers.submit(partial(load.take, load.into))
             workers.settle()
         self.verified += [load.verified for load in lent if load.verified is not None]

@@ -1,8 +1,9 @@
-"""Prefetch: `python -m trainckpt.supervisor.prefetch RUN [SNAPSHOT]`, beside a launch.
+"""Prefetch: `python -m trainckpt.supervisor.prefetch RUN FOLDER [SNAPSHOT]`, beside a launch.
 
 While the ranks import torch and find each other, the snapshot that they will most likely begin
-from is read into this host's memory. They choose for themselves, wait for what is on its way, and
-verify every byte: if this guess was wrong, or did not come to its end, they read as without it.
+from is read into this host's memory, and verified there. They choose for themselves, wait for what
+is on its way, and verify what was not: if this guess was wrong, or did not come to its end, they
+read as without it.
 
 Until they wait, the launch comes first, for the cores and for the disk: it reads its modules in
 small pieces, each of which would wait behind all that is on its way here.
@@ -26,7 +27,9 @@ from trainckpt.lifecycle.run.memory import has_room, training_bytes
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared
+from trainckpt.snapshot.vouched import vouch
 from trainckpt.tiers import io_priority, kept
+from trainckpt.tiers.held import Stamp
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -44,12 +47,13 @@ NICE = 10  # a ninth of what the launch gets, where both want a core
 
 def main(arguments: list[str]) -> int:
     """Fetch; 0 whatever came of it, for nobody depends on it."""
+    run, folder, *wanted = arguments
     with contextlib.suppress(TrainckptError, OSError):
-        tier = place.open_other_place(arguments[0])
+        tier = place.open_other_place(run)
         memory = MemoryPlace.of(tier.url) if tier.size(RUN_RECORD) else None
         if memory is not None:
             with memory.fetching():
-                bring(tier, memory, arguments[1] if len(arguments) > 1 else None)
+                bring(tier, memory, Path(folder), *wanted)
     return 0
 
 
@@ -83,8 +87,8 @@ def _awaited(memory: MemoryPlace) -> Iterator[threading.Event]:
         watcher.join()
 
 
-def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
-    """Fetch the snapshot that a resume would choose now; ranks whose files came."""
+def bring(tier: Place, memory: MemoryPlace, folder: Path, wanted: str | None = None) -> list[int]:
+    """Fetch the snapshot that a resume would choose now, and verify it; ranks whose files came."""
     run = attempts.run_id(tier)
     before = attempts.read_attempts(tier) if run is not None else {}
     manifest = _likely(tier, run, before, wanted) if run is not None else None
@@ -96,11 +100,15 @@ def bring(tier: Place, memory: MemoryPlace, wanted: str | None) -> list[int]:
     here = -(-len(manifest.files) // hosts)
     if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest) // hosts, here)):
         return []  # the ranks have taken nothing yet
-    numbers = range(len(manifest.files))
-    if not isinstance(tier, LocalTier):
-        return fetch(tier, memory, manifest, numbers)
-    with _awaited(memory) as awaited:
-        return fetch(tier, memory, manifest, numbers, awaited=awaited)
+    numbers, verified = range(len(manifest.files)), dict[int, Stamp]()
+    note = verified.__setitem__
+    if isinstance(tier, LocalTier):
+        with _awaited(memory) as awaited:
+            came = fetch(tier, memory, manifest, numbers, awaited=awaited, on_verified=note)
+    else:
+        came = fetch(tier, memory, manifest, numbers, on_verified=note)
+    vouch(folder, manifest, verified)
+    return came
 
 
 def _num_hosts(before: Mapping[int, AttemptRecord]) -> int:
@@ -129,9 +137,10 @@ def beside(run: str | None, variables: Mapping[str, str], wanted: str | None) ->
     """Prefetch while a launch runs; `run` is where it most likely goes on, None if nobody knows."""
     process = None
     if run is not None:
-        command = [sys.executable, "-m", __name__, run, *([wanted] if wanted else [])]
         # It is no part of the launch: that it imports us says nothing of the command.
         own = {name: value for name, value in variables.items() if name != SUPERVISOR_VARIABLE}
+        folder = variables[SUPERVISOR_VARIABLE]
+        command = [sys.executable, "-m", __name__, run, folder, *([wanted] if wanted else [])]
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
                 command, env=own, start_new_session=True,

@@ -11,6 +11,22 @@ from trainckpt.tiers.fresh_memory import is_fresh, make
 from trainckpt.tiers.mapped import Mapped
 
 STEP_BYTES = 1 << 20  # that caches hold until it is verified
+Stamp = tuple[int, ...]
+NUM_STAMPS = 6
+
+
+def stamp_of(descriptor: int) -> Stamp | None:
+    """Of a published file: another one, once anybody has written to it, or begun to.
+
+    To write through a mapping leaves a file's times alone. But whoever fills an arena anew takes
+    its names away before (`Arena.reserve`), and that changes them. None: it would not show there
+    (what has links for names, a memfd).
+    """
+    status = os.fstat(descriptor)
+    if status.st_nlink < 2:  # the arena's own, and a snapshot's
+        return None
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_nlink, *times
 
 
 class Held:
@@ -45,6 +61,11 @@ class Held:
             else:
                 populate(part)  # by itself that takes as long as the copy, and inside of it longer
                 file.read_shown(at, shown, part, shown)
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """As `stamp_of`; None also once it was closed."""
+        return stamp_of(self._file.descriptor) if self._file is not None else None
 
     def close(self) -> None:
         """Let it be written again, once nobody has a view of it any more."""

@@ -29,6 +29,11 @@ class Mapped(mmap.mmap):
         mapping._descriptor = descriptor
         return mapping
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, as long as it is mapped."""
+        return self._descriptor
+
     def forked(self) -> None:
         """In a child: let go of the file. Its descriptors, of which the mapping itself has one,
         become those of nothing, so that closing them closes nobody else's.

@@ -1,7 +1,8 @@
 """A tier of which some files are held in this host's memory too: those are read there.
 
 Memory is nearer, not truer: whoever reads verifies every digest, and reads again from the tier
-itself if one does not match.
+itself if one does not match. But what was verified in this memory a moment ago, and is the same
+still, need not be verified twice.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.tiers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.tiers.base import Readable
-    from trainckpt.tiers.held import Held
+    from trainckpt.tiers.held import Held, Stamp
     from trainckpt.tiers.memory import MemoryPlace
 
 
@@ -26,12 +27,14 @@ class NearTier:
     Attributes:
         num_threads: That may copy from memory at once.
         used: Files that were read from memory, sorted by when they were first asked for.
+        vouched: Of files that were verified in this memory, the stamps that they had then.
     """
 
     def __init__(self, tier: Readable, place: MemoryPlace | None) -> None:
         self.name, self.url = tier.name, tier.url
         self.num_threads = 1
         self.used: list[str] = []
+        self.vouched: Mapping[str, Stamp] = {}
         self._tier = tier
         self._place = place
         self._held: dict[str, Held | None] = {}
@@ -77,6 +80,11 @@ class NearTier:
     def is_near(self, key: str) -> bool:
         """Whether a file is in memory."""
         return self._find(key) is not None
+
+    def is_verified(self, key: str) -> bool:
+        """Whether a file is in memory as it was verified there."""
+        held = self._find(key) if key in self.vouched else None
+        return held is not None and held.stamp == self.vouched[key]
 
     def lend(self, key: str, first_byte: int, num_bytes: int) -> memoryview | None:
         """These bytes where they lie in memory, not to be written; None if they do not.

@@ -29,9 +29,11 @@ from trainckpt.lifecycle.resuming.read_together import offers, read_together
 from trainckpt.lifecycle.run import error_json
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.memory import copy_threads
+from trainckpt.lifecycle.run.told import folder_of_launch
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.verify import files_of
+from trainckpt.snapshot.vouched import vouched
 from trainckpt.state.warm import WarmMemory, made_anew
 from trainckpt.tiers.ladder import Ladder
 from trainckpt.tiers.near import NearTier
@@ -228,6 +230,8 @@ class _Read:
             self.manifest = _load_manifest(self._ladder, self._run, self._name)
             self.manifest = self._opened.admit(self.manifest)
             self._is_admitted = True
+            if (folder := folder_of_launch()) is not None:
+                self._tier.vouched = vouched(folder, self.manifest)
         assert self.manifest is not None
         return self.manifest
 

@@ -102,6 +102,12 @@ class Teller:
             raise
 
 
+def folder_of_launch() -> Path | None:
+    """What this launch and its supervisor tell each other lies here; None: there is none."""
+    folder = os.environ.get(SUPERVISOR_VARIABLE)
+    return Path(folder) if folder else None
+
+
 def namespace_of(pid: int | str) -> str:
     """Which numbers a process counts in, see `Told.namespace`."""
     try:
