@@ -149,7 +149,9 @@ def case(folder: Path, number: int, kill: int, straight: str, calls: int) -> dic
     code = run(place, world, kill)
     if number % 4 == 3 and (held := MemoryPlace.found(str(place))) is not None:
         held.remove()  # and once more, while what a new host lacks is brought there
-        ended(forked(lambda: (killed_before(kill % 20 + 5), prefetch.main([str(place)]))))
+        ended(
+            forked(lambda: (killed_before(kill % 20 + 5), prefetch.main([str(place), str(folder)])))
+        )
     before, heartbeats = left(place), place / "attempts"
     for beat in heartbeats.glob("*.heartbeat"):
         os.utime(beat, (0, 0))  # else `prune` takes the attempt for alive

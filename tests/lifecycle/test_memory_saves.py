@@ -48,7 +48,7 @@ def shard_file(place):
 def test_a_crashed_run_goes_on_from_the_step_it_had_in_memory(tmp_path, straight, caplog):
     crashed(tmp_path, CRASH_AT, **SAVING)
     assert usable(tmp_path) == ["s3~1.3"]
-    assert bring(LocalTier(tmp_path), MemoryPlace.found(str(tmp_path)), None) == []
+    assert bring(LocalTier(tmp_path), MemoryPlace.found(str(tmp_path)), tmp_path) == []
     with caplog.at_level(logging.INFO, "trainckpt"):
         parts, ckpt = attempt(tmp_path, **SAVING)
     assert "s4~1.4 was kept in memory alone, and is now in" in caplog.text

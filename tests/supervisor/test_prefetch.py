@@ -11,16 +11,23 @@ import textwrap
 
 import pytest
 
+from tests.lifecycle.test_memory_tier import flip
 from tests.lifecycle.training import attempt, crashed, usable
+from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.resuming import fetch_together
-from trainckpt.snapshot import fetch
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.snapshot import blocks, fetch
+from trainckpt.snapshot.attempts import run_id
+from trainckpt.snapshot.catalog import load_manifest
+from trainckpt.snapshot.vouched import NOTE, vouched
 from trainckpt.supervisor import prefetch
 from trainckpt.supervisor.command import likely_run
 from trainckpt.tiers.direct import PAGE_BYTES
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.tiers.near import NearTier
 
 CRASH_AT = 9
 
@@ -36,15 +43,111 @@ def crashed_run(tmp_path):
         place.remove()
 
 
-def test_the_newest_snapshot_is_brought_and_read_from_there(crashed_run, tmp_path_factory, caplog):
-    straight, _ = attempt(tmp_path_factory.mktemp("straight"), epochs=3)
-    assert prefetch.main([str(crashed_run)]) == 0
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The end of the run that never stopped."""
+    parts, _ = attempt(tmp_path_factory.mktemp("straight"), epochs=3)
+    return parts.state()
+
+
+@pytest.fixture
+def launch(tmp_path_factory, monkeypatch):
+    """The folder of a launch, as its ranks are told of it."""
+    folder = tmp_path_factory.mktemp("launch")
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """Bytes of each piece that whoever resumes has verified as it was read."""
+    found, verify = [], blocks.Load._verify
+
+    def count(load, data):
+        found.append(len(data))
+        verify(load, data)
+
+    monkeypatch.setattr(blocks.Load, "_verify", count)
+    return found
+
+
+def test_the_newest_snapshot_is_brought_and_read_from_there(crashed_run, straight, launch, caplog):
+    assert prefetch.main([str(crashed_run), str(launch)]) == 0
     newest = usable(crashed_run)[-1]
     assert MemoryPlace.found(str(crashed_run)).folders() == [f"snapshots/{newest}"]
     with caplog.at_level(logging.INFO, "trainckpt"):
         parts, _ = attempt(crashed_run, epochs=3)
     assert f"{newest} was read from memory" in caplog.text
-    assert parts.state() == straight.state()
+    assert parts.state() == straight
+
+
+def test_what_was_verified_on_its_way_to_memory_is_not_verified_again(
+    crashed_run, straight, launch, verified
+):
+    prefetch.main([str(crashed_run), str(launch)])
+    parts, _ = attempt(crashed_run, epochs=3)
+    assert sum(verified) == 0
+    assert parts.state() == straight
+
+
+def test_another_launch_verifies_all_of_it(crashed_run, straight, launch, verified, tmp_path):
+    prefetch.main([str(crashed_run), str(tmp_path)])
+    parts, _ = attempt(crashed_run, epochs=3)
+    assert sum(verified) > 0
+    assert parts.state() == straight
+
+
+def test_what_was_written_to_since_is_verified_and_refused(crashed_run, straight, launch, caplog):
+    prefetch.main([str(crashed_run), str(launch)])
+    newest = usable(crashed_run)[-1]
+    held = MemoryPlace.found(str(crashed_run)).root / "snapshots" / newest
+    flip(held / "rank00000.safetensors", -1)
+    parts, _ = attempt(crashed_run, epochs=3)
+    assert f"{newest} in memory is not good" in caplog.text
+    assert parts.state() == straight
+
+
+def test_an_arena_that_was_filled_anew_is_not_what_was_verified(crashed_run, launch):
+    """Through its mapping, which leaves the time of the last write as it was."""
+    prefetch.main([str(crashed_run), str(launch)])
+    place, newest = MemoryPlace.found(str(crashed_run)), usable(crashed_run)[-1]
+    tier, key = LocalTier(crashed_run), f"snapshots/{newest}/rank00000.safetensors"
+    near = NearTier(tier, place)
+    near.vouched = vouched(launch, load_manifest(tier, run_id(tier), SnapshotName.parse(newest)))
+    assert near.is_verified(key)
+    near.close()
+    arena = place.arena(0, 0)
+    arena.reserve((place.root / key).stat().st_size)
+    arena.memory[-1] ^= 1
+    arena.publish(*key.rsplit("/", 1))
+    arena.close()
+    assert near.is_near(key)
+    assert not near.is_verified(key)
+    near.close()
+
+
+def test_a_file_that_is_spoilt_in_its_place_is_not_vouched_for(crashed_run, launch, caplog):
+    newest = usable(crashed_run)[-1]
+    flip(crashed_run / "snapshots" / newest / "rank00000.safetensors", -1)
+    prefetch.main([str(crashed_run), str(launch)])
+    tier = LocalTier(crashed_run)
+    assert vouched(launch, load_manifest(tier, run_id(tier), SnapshotName.parse(newest))) == {}
+    _, ckpt = attempt(crashed_run, epochs=3)
+    assert str(ckpt._attempt.beginning.manifest.name) != newest
+
+
+@pytest.mark.parametrize(
+    "note", ["", "[]", "{", '{"KEY": 1}', '{"KEY": ["DIGEST", [1]]}', '{"KEY": ["other", STAMP]}']
+)
+def test_a_note_that_is_none_says_nothing(crashed_run, launch, note):
+    prefetch.main([str(crashed_run), str(launch)])
+    tier = LocalTier(crashed_run)
+    newest = SnapshotName.parse(usable(crashed_run)[-1])
+    manifest = load_manifest(tier, run_id(tier), newest)
+    ((key, stamp),) = vouched(launch, manifest).items()
+    note = note.replace("KEY", key).replace("STAMP", str([*stamp]))
+    (launch / NOTE).write_text(note.replace("DIGEST", manifest.files[0].header_digest))
+    assert vouched(launch, manifest) == {}
 
 
 def test_a_file_is_opened_once_however_many_parts_it_is_read_in(crashed_run, monkeypatch):
@@ -57,7 +160,7 @@ def test_a_file_is_opened_once_however_many_parts_it_is_read_in(crashed_run, mon
 
     monkeypatch.setattr(place, "open_other_place", lambda at: LocalTier(at, Counting()))
     monkeypatch.setattr(fetch, "GENTLE_BYTES", PAGE_BYTES)
-    assert prefetch.main([str(crashed_run)]) == 0
+    assert prefetch.main([str(crashed_run), str(crashed_run)]) == 0
     shards = [each for each in opened if each[0].endswith(".safetensors")]
     (file,) = (crashed_run / "snapshots" / usable(crashed_run)[-1]).glob("*.safetensors")
     assert file.stat().st_size > 2 * PAGE_BYTES
@@ -66,18 +169,18 @@ def test_a_file_is_opened_once_however_many_parts_it_is_read_in(crashed_run, mon
 
 def test_the_snapshot_that_is_asked_for_is_the_one_that_is_brought(crashed_run):
     older = usable(crashed_run)[0]
-    prefetch.main([str(crashed_run), older.partition("~")[0]])
+    prefetch.main([str(crashed_run), str(crashed_run), older.partition("~")[0]])
     assert MemoryPlace.found(str(crashed_run)).folders() == [f"snapshots/{older}"]
 
 
 def test_what_is_no_run_or_is_spoilt_brings_nothing_and_harms_nothing(crashed_run, tmp_path):
-    assert prefetch.main([str(tmp_path / "none")]) == 0
+    assert prefetch.main([str(tmp_path / "none"), str(tmp_path)]) == 0
     assert MemoryPlace.found(str(tmp_path / "none")) is None
     newest = crashed_run / "snapshots" / usable(crashed_run)[-1]
     next(newest.glob("*.safetensors")).unlink()
-    assert prefetch.main([str(crashed_run)]) == 0
+    assert prefetch.main([str(crashed_run), str(tmp_path)]) == 0
     shutil.rmtree(crashed_run / "snapshots")
-    assert prefetch.main([str(crashed_run)]) == 0
+    assert prefetch.main([str(crashed_run), str(tmp_path)]) == 0
 
 
 @pytest.fixture
