@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -88,6 +90,18 @@ def test_what_was_verified_on_its_way_to_memory_is_not_verified_again(
     parts, _ = attempt(crashed_run, epochs=3)
     assert sum(verified) == 0
     assert parts.state() == straight
+
+
+def test_what_runs_beside_a_launch_leaves_its_note_in_the_folder_of_that(crashed_run, launch):
+    variables = {**os.environ, SUPERVISOR_VARIABLE: str(launch)}
+    with prefetch.beside(str(crashed_run), variables, None):
+        until_s = time.monotonic() + 60.0
+        while not (launch / NOTE).exists() and time.monotonic() < until_s:
+            time.sleep(0.02)
+    tier = LocalTier(crashed_run)
+    newest = SnapshotName.parse(usable(crashed_run)[-1])
+    found = vouched(launch, load_manifest(tier, run_id(tier), newest))
+    assert list(found) == [f"snapshots/{newest}/rank00000.safetensors"]
 
 
 def test_another_launch_verifies_all_of_it(crashed_run, straight, launch, verified, tmp_path):
