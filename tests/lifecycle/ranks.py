@@ -119,10 +119,10 @@ def train_where_common_memory_goes_bad(rank, place, world, until, *, at_once):
             mine.append(load)
         return is_left
 
-    def take_spoiled(load, data):
+    def take_spoiled(load, data, **how):
         if any(load is each for each in mine):
             spoil(load)
-        take(load, data)
+        take(load, data, **how)
 
     shares.Share.puts_off = noted
     if at_once:

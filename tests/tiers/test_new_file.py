@@ -258,11 +258,13 @@ def test_a_place_that_answers_late_is_written_by_more_with_each_file(tmp_path, m
     disk = Late()
     tier = LocalTier(tmp_path, disk)
     block, writers = memory(Random(0), 32 * PIECE, 0), []
-    for name in "abcd":
+    for name in "abcdefghijkl":  # what else goes on may hide it from one file, or a few
         disk.threads.clear()
         tier.write_parts(name, len(block), [(0, block)])
         writers.append(len(disk.threads))
         assert (tmp_path / name).read_bytes() == block
+        if writers[-1] > 2 * FIRST:
+            break
     if not tier._direct.works:
         pytest.skip("this file system refuses O_DIRECT")
     assert writers[0] <= FIRST
