@@ -151,8 +151,12 @@ def test_a_file_that_is_spoilt_in_its_place_is_not_vouched_for(crashed_run, laun
 
 
 @pytest.mark.parametrize(
-    "note", ["", "[]", "{", '{"KEY": 1}', '{"KEY": ["DIGEST", [1]]}', '{"KEY": ["other", STAMP]}']
-)
+    "note",
+    [
+        "", "[]", "{", '{"KEY": 1}', '{"KEY": ["DIGEST", [1]]}', '{"KEY": ["other", STAMP]}',
+        '{"KEY": ["DIGEST", [1, 2, 3, 4, 5, Infinity]]}',
+    ],
+)  # fmt: skip
 def test_a_note_that_is_none_says_nothing(crashed_run, launch, note):
     prefetch.main([str(crashed_run), str(launch)])
     tier = LocalTier(crashed_run)

@@ -56,7 +56,7 @@ def vouched(folder: Path, manifest: Manifest) -> dict[str, Stamp]:
     found = {}
     for number, entry in enumerate(manifest.files):
         key = _key(manifest, number)
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             header_digest, stamp = noted[key]
             if header_digest == entry.content.header_digest and len(stamp) == NUM_STAMPS:
                 found[key] = tuple(map(int, stamp))
