@@ -90,11 +90,10 @@ def fetch(
         on_verified: Is told of each file that was verified on its way, with its stamp. None: no
             file is.
     """
-    came = []
-    beside = Beside(awaited) if awaited is not None else None
+    came, folder = [], manifest.name.folder
+    beside, verify = Beside(awaited) if awaited is not None else None, on_verified is not None
     for number in numbers:
         file = manifest.files[number]
-        folder = manifest.name.folder
         if is_there(place, manifest, number):
             continue
         arena = _arena(place, number)
@@ -102,13 +101,12 @@ def fetch(
             continue
         with contextlib.closing(arena):
             try:
-                is_good = _fill(tier, arena, folder, file, beside, verify=on_verified is not None)
+                stamp = _fill(tier, arena, folder, file, beside, verify=verify)
             except (OSError, TrainckptError):
                 with contextlib.suppress(OSError):
                     arena.retract()
             else:
                 came.append(number)
-                stamp = stamp_of(arena.descriptor) if is_good else None
                 if on_verified is not None and stamp is not None:
                     on_verified(number, stamp)
     return came
@@ -172,44 +170,56 @@ def _fill(
     beside: Beside | None,
     *,
     verify: bool,
-) -> bool:
+) -> Stamp | None:
     """Read it into a few blocks, of huge pages if large, several at once; write it from there.
 
     A disk is three times as fast where memory comes in large pieces, which tmpfs' own does not, and
-    what is written to tmpfs is neither cleared nor mapped before. Returns whether all of it was
-    verified meanwhile.
+    what is written to tmpfs is neither cleared nor mapped before. Returns the stamp of what was
+    verified meanwhile, all of it.
     """
     num_bytes, key = file.content.num_bytes, f"{folder}/{file.name}"
     size, num = (PART_BYTES, NUM_PARTS) if beside is None else (GENTLE_BYTES, GENTLE_PARTS)
     size, num = (SEALED_BYTES, 1) if file.sealed else (size, num)
     blocks = Blocks(num_bytes, size, num, beside)
     arena.begin(num_bytes)
-    writing = threading.Lock()  # the system lets one write at a time: others would spin meanwhile
-    known, bad = None, list[Part]()
-
-    def bring(part: Part) -> None:
-        block = blocks.take()
-        data = block[: part.num_bytes]
-        try:
-            read(part.first_byte, data)
-            if not part.is_good(data):
-                bad.append(part)
-            with writing:
-                arena.write(part.first_byte, data)
-        finally:
-            blocks.give(block)
-
     try:
         with _opened(tier, key) as read, Workers(blocks.num, "trainckpt-fetch") as workers:
+            filling = _Filling(read, arena, blocks)
             known = _known_parts(read, key, file, size) if verify else None
-            for part in known or cut(num_bytes, blocks.size):
-                workers.submit(partial(bring, part))
+            for part in known or cut(num_bytes, size):
+                workers.submit(partial(filling.bring, part))
             workers.settle()
     except BaseException:
         arena.empty()  # by half it is of no use, and may have holes
         raise
     arena.publish(folder, file.name)
-    return known is not None and not bad
+    return stamp_of(arena.descriptor) if known is not None and filling.is_good else None
+
+
+class _Filling:
+    """One file on its way into an arena. Any thread.
+
+    Attributes:
+        is_good: Whether no part was other than its digests say.
+    """
+
+    def __init__(self, read: Read, arena: Arena, blocks: Blocks) -> None:
+        self._read, self._arena, self._blocks = read, arena, blocks
+        self._writing = threading.Lock()  # the system lets one write at a time: others would spin
+        self.is_good = True
+
+    def bring(self, part: Part) -> None:
+        """Read it, and write it; errors as both."""
+        block = self._blocks.take()
+        data = block[: part.num_bytes]
+        try:
+            self._read(part.first_byte, data)
+            if not part.is_good(data):
+                self.is_good = False
+            with self._writing:
+                self._arena.write(part.first_byte, data)
+        finally:
+            self._blocks.give(block)
 
 
 def _known_parts(read: Read, key: str, file: FileEntry, size: int) -> list[Part] | None:
