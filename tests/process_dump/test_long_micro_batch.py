@@ -70,7 +70,7 @@ def test_it_is_dumped_and_merges_to_the_reference(criu_here, held, reference):
     assert held.resume().wait() == 0, held.said()
     assert held.trace() == reference
     second = held.records()[2]
-    assert second.parent == first.outcome["snapshot"]
+    assert second.parent == first.outcome["snapshot"], held.said()
     assert second.outcome["outcome"] == "finished", second
     assert second.newest_commit.split("~")[1].startswith("2."), "its snapshots are of attempt 2"
 
