@@ -36,20 +36,20 @@ def file_of(*sizes):
 @pytest.mark.parametrize("size", [MIN_BLOCK_BYTES, 3 * MIN_BLOCK_BYTES - 1, 1 << 20])
 def test_parts_hold_the_whole_file_once_and_none_is_too_long(size):
     header, whole = file_of(*SIZES)
-    parts = cut_at_blocks(header, size)
+    parts = cut_at_blocks(header, "a file", size)
     assert [p.first_byte for p in parts] == [
         sum(p.num_bytes for p in parts[:n]) for n in range(len(parts))
     ]
     assert sum(part.num_bytes for part in parts) == len(whole)
     assert all(0 < part.num_bytes <= size for part in parts)
-    full = [p for p in parts[:-1] if p.stretches and p.num_bytes > size - MIN_BLOCK_BYTES]
+    full = [p for p in parts[:-1] if p.loads and p.num_bytes > size - MIN_BLOCK_BYTES]
     assert len(full) >= len(parts) - math.ceil(header.header_bytes / size) - 1
 
 
 @pytest.mark.parametrize("size", [MIN_BLOCK_BYTES, 1 << 20])
 def test_any_byte_that_is_another_is_found_in_its_part_alone(size):
     header, whole = file_of(*SIZES)
-    parts = cut_at_blocks(header, size)
+    parts = cut_at_blocks(header, "a file", size)
 
     def bad():
         return [
@@ -67,8 +67,8 @@ def test_any_byte_that_is_another_is_found_in_its_part_alone(size):
 
 def test_a_block_that_is_longer_than_a_part_cannot_be_verified_so():
     header, _ = file_of(10, LARGE)
-    assert cut_at_blocks(header, MIN_BLOCK_BYTES) is None
-    assert cut_at_blocks(header, 2 * MIN_BLOCK_BYTES) is not None
+    assert cut_at_blocks(header, "a file", MIN_BLOCK_BYTES) is None
+    assert cut_at_blocks(header, "a file", 2 * MIN_BLOCK_BYTES) is not None
 
 
 def test_without_digests_parts_are_all_of_one_length_but_the_last():

@@ -82,29 +82,29 @@ class Load(NamedTuple):
     def take(self, data: memoryview, *, is_verified: bool = False) -> None:
         """Verify what was read, and put it where it belongs, if it is not there.
 
-        `is_verified`: it was, before it was read (`is_verified` below).
+        `is_verified`: it was before, on its way to where it was read (`is_verified` below).
 
         Raises:
             UnusableSnapshot: a block does not match its digest.
         """
-        if not is_verified:
-            self._verify(data)
+        if not is_verified and not self.is_good(data):
+            raise UnusableSnapshot(
+                f"{self.place.key}: {self.place.region.key[:100]} does not match its digest"
+            )
         if self.into is not None and data is not self.into:
             put(self.into, data)
         elif self.wanted is not None:
             begin, into = self.wanted
             copy(into, data[begin - self.first : begin - self.first + len(into)])
 
-    def _verify(self, data: memoryview) -> None:
-        region = self.place.region
-        if digest.digests_by_block(data, region.bytes_per_digest or 1) != self.digests:
-            raise UnusableSnapshot(
-                f"{self.place.key}: {region.key[:100]} does not match its digest"
-            )
+    def is_good(self, data: memoryview) -> bool:
+        """Whether what was read matches the digests of its blocks."""
+        block = self.place.region.bytes_per_digest or 1
+        return digest.digests_by_block(data, block) == self.digests
 
 
 def is_verified(tier: Readable, key: str) -> bool:
-    """Whether what a tier brings of a file was verified where it lies, as `NearTier` may say."""
+    """Whether a file was verified on its way to where a tier reads it, as `NearTier` may say."""
     asked: Callable[[str], bool] | None = getattr(tier, "is_verified", None)
     return asked is not None and asked(key)
 

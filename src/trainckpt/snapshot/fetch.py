@@ -225,7 +225,7 @@ class _Filling:
 def _known_parts(read: Read, key: str, file: FileEntry, size: int) -> list[Part] | None:
     """The file cut so that it can be verified; None: it cannot, or its head is not good."""
     try:
-        return cut_at_blocks(header_of(read, key, file), size)
+        return cut_at_blocks(header_of(read, key, file), key, size)
     except UnusableSnapshot:
         return None
 

@@ -8,44 +8,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainckpt.format import digest
+from trainckpt.snapshot.blocks import Found, Load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainckpt.format.shard_file import Region, ShardHeader
-
-
-class Stretch(NamedTuple):
-    """Blocks of one region, one behind the other.
-
-    Attributes:
-        first_byte: In the file.
-        num_bytes: Of all of them.
-        block: Bytes of each; the last may have fewer.
-        digests: Of each, end to end.
-    """
-
-    first_byte: int
-    num_bytes: int
-    block: int
-    digests: str
+    from trainckpt.format.shard_file import ShardHeader
 
 
 class Part(NamedTuple):
-    """Bytes that lie together in a file, and what of them can be verified."""
+    """Bytes that lie together in a file, and the runs of blocks by which they can be verified."""
 
     first_byte: int
     num_bytes: int
-    stretches: tuple[Stretch, ...] = ()
+    loads: tuple[Load, ...] = ()
 
     def is_good(self, data: memoryview) -> bool:
         """Whether its bytes match their digests."""
-        for first_byte, num_bytes, block, digests in self.stretches:
-            at = first_byte - self.first_byte
-            if digest.digests_by_block(data[at : at + num_bytes], block) != digests:
-                return False
-        return True
+        places = (load.first_byte - self.first_byte for load in self.loads)
+        return all(
+            load.is_good(data[at : at + load.last - load.first])
+            for load, at in zip(self.loads, places, strict=True)
+        )
 
 
 def cut(num_bytes: int, size: int) -> Iterator[Part]:
@@ -54,20 +38,21 @@ def cut(num_bytes: int, size: int) -> Iterator[Part]:
         yield Part(at, min(size, num_bytes - at))
 
 
-def cut_at_blocks(header: ShardHeader, size: int) -> list[Part] | None:
+def cut_at_blocks(header: ShardHeader, key: str, size: int) -> list[Part] | None:
     """A whole file, in parts of at most `size`, and behind its head no block in two of them.
 
-    None: a block is longer than that. Regions without bytes are in none of them.
+    `key`: of the file. None: a block is longer than that. Regions without bytes are in none of them.
     """
-    parts, together, room = list(cut(header.header_bytes, size)), list[Stretch](), size
+    parts, together, room = list(cut(header.header_bytes, size)), list[Load](), size
     for region in header.regions:
+        place = Found(key, header.header_bytes + region.first_byte, region)
         block, done = region.bytes_per_digest or 1, 0
         if min(block, region.num_bytes) > size:
             return None
         while left := region.num_bytes - done:
             num_bytes = left if left <= room else room // block * block
             if num_bytes:
-                together.append(_stretch(header, region, done, num_bytes))
+                together.append(Load(place, done, done + num_bytes, None))
                 room, done = room - num_bytes, done + num_bytes
             else:
                 parts.append(_joined(together))
@@ -75,12 +60,5 @@ def cut_at_blocks(header: ShardHeader, size: int) -> list[Part] | None:
     return [*parts, _joined(together)] if together else parts
 
 
-def _stretch(header: ShardHeader, region: Region, at: int, num_bytes: int) -> Stretch:
-    block = region.bytes_per_digest
-    first, num = at // block, -(-num_bytes // block)
-    digests = region.digest[first * digest.NUM_HEX : (first + num) * digest.NUM_HEX]
-    return Stretch(header.header_bytes + region.first_byte + at, num_bytes, block, digests)
-
-
-def _joined(stretches: list[Stretch]) -> Part:
-    return Part(stretches[0].first_byte, sum(s.num_bytes for s in stretches), tuple(stretches))
+def _joined(loads: list[Load]) -> Part:
+    return Part(loads[0].first_byte, sum(load.last - load.first for load in loads), tuple(loads))

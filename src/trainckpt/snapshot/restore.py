@@ -1,7 +1,7 @@
 """Restore: read and verify parts of a snapshot. The mirror of `save`.
 
 Nothing is handed on that was not verified: the header by the digest in the manifest, every block
-by its digest in the header, as it is read, or where it lies in this host's memory (`vouched`).
+by its digest in the header, as it is read, or on its way to this host's memory (`vouched`).
 What a file refers to in an older one is read there, in the same way. The live objects are not
 touched here.
 """

@@ -15,6 +15,7 @@ import json
 from typing import TYPE_CHECKING
 
 from trainckpt.tiers.held import NUM_STAMPS
+from trainckpt.tiers.private import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,10 +38,8 @@ def vouch(folder: Path, manifest: Manifest, stamps: Mapping[int, Stamp]) -> None
     """
     noted = {_key(manifest, number): (manifest.files[number].content.header_digest, stamp)
              for number, stamp in stamps.items()}  # fmt: skip
-    temporary = folder / f"{NOTE}.tmp"
     with contextlib.suppress(OSError):  # the launch may be over
-        temporary.write_text(json.dumps(noted), encoding="ascii")
-        temporary.replace(folder / NOTE)
+        write_private(folder / NOTE, json.dumps(noted).encode())
 
 
 def vouched(folder: Path, manifest: Manifest) -> dict[str, Stamp]:

@@ -1,9 +1,9 @@
 """Prefetch: `python -m trainckpt.supervisor.prefetch RUN FOLDER [SNAPSHOT]`, beside a launch.
 
 While the ranks import torch and find each other, the snapshot that they will most likely begin
-from is read into this host's memory, and verified there. They choose for themselves, wait for what
-is on its way, and verify what was not: if this guess was wrong, or did not come to its end, they
-read as without it.
+from is read into this host's memory, and verified on its way. They choose for themselves, wait for
+what is still to come, and verify what was not: if this guess was wrong, or did not come to its end,
+they read as without it.
 
 Until they wait, the launch comes first, for the cores and for the disk: it reads its modules in
 small pieces, each of which would wait behind all that is on its way here.
@@ -101,12 +101,10 @@ def bring(tier: Place, memory: MemoryPlace, folder: Path, wanted: str | None = N
     if not has_room(memory, num_bytes, training_bytes(held_bytes(manifest) // hosts, here)):
         return []  # the ranks have taken nothing yet
     numbers, verified = range(len(manifest.files)), dict[int, Stamp]()
-    note = verified.__setitem__
-    if isinstance(tier, LocalTier):
-        with _awaited(memory) as awaited:
-            came = fetch(tier, memory, manifest, numbers, awaited=awaited, on_verified=note)
-    else:
-        came = fetch(tier, memory, manifest, numbers, on_verified=note)
+    with _awaited(memory) if isinstance(tier, LocalTier) else contextlib.nullcontext() as awaited:
+        came = fetch(
+            tier, memory, manifest, numbers, awaited=awaited, on_verified=verified.__setitem__
+        )
     vouch(folder, manifest, verified)
     return came
 

@@ -16,11 +16,11 @@ NUM_STAMPS = 6
 
 
 def stamp_of(descriptor: int) -> Stamp | None:
-    """Of a published file: another one, once anybody has written to it, or begun to.
+    """Of a published file: another one, once it was written to by a call, or its arena anew.
 
     To write through a mapping leaves a file's times alone. But whoever fills an arena anew takes
-    its names away before (`Arena.reserve`), and that changes them. None: it would not show there
-    (what has links for names, a memfd).
+    its names away before (`Arena.reserve`), and that changes them; nobody else maps it to write.
+    None: it would not show there (what has links for names, a memfd).
     """
     status = os.fstat(descriptor)
     if status.st_nlink < 2:  # the arena's own, and a snapshot's

@@ -1,7 +1,7 @@
 """A tier of which some files are held in this host's memory too: those are read there.
 
 Memory is nearer, not truer: whoever reads verifies every digest, and reads again from the tier
-itself if one does not match. But what was verified in this memory a moment ago, and is the same
+itself if one does not match. But what this launch has verified on its way here, and is the same
 still, need not be verified twice.
 """
 
@@ -27,7 +27,7 @@ class NearTier:
     Attributes:
         num_threads: That may copy from memory at once.
         used: Files that were read from memory, sorted by when they were first asked for.
-        vouched: Of files that were verified in this memory, the stamps that they had then.
+        vouched: Of files that were verified on their way to memory, the stamps they had then.
     """
 
     def __init__(self, tier: Readable, place: MemoryPlace | None) -> None:
@@ -82,7 +82,7 @@ class NearTier:
         return self._find(key) is not None
 
     def is_verified(self, key: str) -> bool:
-        """Whether a file is in memory as it was verified there."""
+        """Whether a file is in memory, and is what was verified on its way there."""
         held = self._find(key) if key in self.vouched else None
         return held is not None and held.stamp == self.vouched[key]
 
