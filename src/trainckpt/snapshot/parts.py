@@ -41,7 +41,7 @@ def cut(num_bytes: int, size: int) -> Iterator[Part]:
 def cut_at_blocks(header: ShardHeader, key: str, size: int) -> list[Part] | None:
     """A whole file, in parts of at most `size`, and behind its head no block in two of them.
 
-    `key`: of the file. None: a block is longer than that. Regions without bytes are in none of them.
+    `key`: of the file. None: a block is longer than that. Regions without bytes are in none.
     """
     parts, together, room = list(cut(header.header_bytes, size)), list[Load](), size
     for region in header.regions:

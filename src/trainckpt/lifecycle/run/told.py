@@ -152,10 +152,10 @@ def imported(folder: Path, besides: int | None = None) -> bool:
 
 
 def _mark_import() -> None:
-    folder = os.environ.get(SUPERVISOR_VARIABLE)
-    if folder:
+    folder = folder_of_launch()
+    if folder is not None:
         with contextlib.suppress(OSError):
-            (Path(folder) / f"imported-{os.getpid()}").touch()
+            (folder / f"imported-{os.getpid()}").touch()
 
 
 _mark_import()
