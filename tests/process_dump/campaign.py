@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "process_dump" / "gloo_script.py"
 CLI = [sys.executable, "-m", "trainckpt.cli.main"]
+OWN_NETWORK = [sys.executable, "-I", "-S", str(Path(__file__).with_name("own_network.py"))]
 LIMIT_S = 240.0
 
 
@@ -36,7 +37,7 @@ class Run:
     def __init__(self, folder, script=SCRIPT, nproc=2, **variables):
         self.folder, self.run = Path(folder), str(Path(folder) / "run")
         self.script, self.nproc, self.environment = script, nproc, environment(**variables)
-        self.attempts, self.before = 0, ()
+        self.attempts, self.before, self.network = 0, (), OWN_NETWORK
         self.process = None
 
     def start(self, *options):
@@ -50,8 +51,8 @@ class Run:
         self.attempts += 1
         with self.log("out").open("wb") as out, self.log("err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*self.before, *CLI, *arguments], stdout=out, stderr=err, env=self.environment,
-                start_new_session=True, cwd=self.folder,
+                [*self.before, *self.network, *CLI, *arguments], stdout=out, stderr=err,
+                env=self.environment, start_new_session=True, cwd=self.folder,
             )  # fmt: skip
         return self
 

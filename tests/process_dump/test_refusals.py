@@ -261,9 +261,9 @@ class Counting:
             assert dump.await_gone(record) == []
         return record
 
-    def restore(self, record, key: bytes = b"", claim=lambda: {"more": "text"}) -> None:
+    def restore(self, record, key: bytes = b"", claim=lambda: {"more": "text"}, say=print) -> None:
         with restore.examined(self.tier, record, key=key) as whole:
-            whole.bring_back(2, claim)
+            whole.bring_back(2, claim, say=say)
         self.restored = Adopted(record.root)
 
     def end(self) -> None:

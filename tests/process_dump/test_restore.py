@@ -48,6 +48,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         {"images": [{"name": "../a", "num_bytes": 1, "digest": "0" * 32}]},
         {"written": [{"path": "log", "num_bytes": 1}]}, {"written": [{"path": "/l"}]},
         {"written": ["/log"]}, {"snapshot": "x"}, {"dropped": -1},
+        {"ports": [0]}, {"ports": ["80"]}, {"ports": [2**16]}, {"ports": 80},
         {"host": "here"}, {"world": -1}, {"run": None},
     ],
 )  # fmt: skip

@@ -24,8 +24,8 @@ DUMPS, IMAGES, RECORD, WORD = "dumps", "images", "dump.json", "dump.mac"
 KIND = "dump"
 EXACT = "bitwise"  # the very processes go on
 MAX_BYTES = 16_000_000
-MAX_PID = 2**22
-_LEAN = ("snapshot", "dropped")  # of which records of older versions know nothing
+MAX_PID, MAX_PORT = 2**22, 2**16 - 1
+_LATER = {"snapshot": "", "dropped": 0, "ports": []}  # records of older versions lack them
 _FOLDER = re.compile(r"dump~([0-9]{1,9})\.([0-9]{1,9})")
 
 
@@ -157,6 +157,7 @@ class DumpRecord:
         mapped: Files that have to be as they were: they are no part of the images.
         snapshot: Full name of the one that holds what the images lack, or "".
         dropped: So many bytes.
+        ports: That have to be free as well, if they can be had: of TCP and UDP.
         keys: The key of its images, wrapped for each recipient; none: they are not encrypted.
     """
 
@@ -177,6 +178,7 @@ class DumpRecord:
     mapped: tuple[MappedFile, ...] = ()
     snapshot: str = ""
     dropped: int = 0
+    ports: tuple[int, ...] = ()
     keys: tuple[Wrapped, ...] = ()
 
     @property
@@ -198,8 +200,8 @@ class DumpRecord:
             raise UnusableSnapshot(f"{what}: {str(body['name'])[:60]!r} names no dump")
         texts = {k: str(strict.field(body, k, str, what))
                  for k in ("run", "criu", "folder", "reason")}  # fmt: skip
-        lean = {"snapshot": "", "dropped": 0, **{k: body[k] for k in _LEAN if k in body}}
-        snapshot = str(strict.field(lean, "snapshot", str, what))
+        body = {**_LATER, **body}
+        snapshot = str(strict.field(body, "snapshot", str, what))
         if snapshot and SnapshotName.parse(snapshot) is None:
             raise UnusableSnapshot(f"{what}: {snapshot[:60]!r} names no snapshot")
         created = body.get("created")
@@ -215,7 +217,8 @@ class DumpRecord:
             written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
             gpus=_gpus(body.get("gpus"), what),
             mapped=tuple(_mapped(f, what) for f in body.get("mapped") or ()),
-            snapshot=snapshot, dropped=strict.count(lean, "dropped", what),
+            snapshot=snapshot, dropped=strict.count(body, "dropped", what),
+            ports=tuple(_port(port, what) for port in strict.field(body, "ports", list, what)),
             keys=wrapped_from_json(body["keys"], what) if body.get("keys") else (), **texts,
         )  # fmt: skip
 
@@ -223,6 +226,12 @@ class DumpRecord:
 def _pid(value: Any, what: str) -> int:
     if type(value) is not int or not 0 < value <= MAX_PID:
         raise UnusableSnapshot(f"{what}: {str(value)[:60]!r} is no process")
+    return value
+
+
+def _port(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 < value <= MAX_PORT:
+        raise UnusableSnapshot(f"{what}: {str(value)[:60]!r} is no port")
     return value
 
 

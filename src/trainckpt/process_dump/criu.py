@@ -8,6 +8,7 @@ before whether the time suffices, and a session of its own keeps a terminal's Ct
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -51,6 +52,7 @@ _TAKEN = re.compile(
     r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected"
     r"|Unable to create a thread: -17\b|Thread pid mismatch"
 )
+_IN_USE = "Can't bind inet socket"
 MOST_ERRORS, MOST_CHARACTERS = 3, 300
 
 
@@ -170,10 +172,15 @@ def is_number_taken(said: str) -> bool:
     return bool(_TAKEN.search(said))
 
 
+def is_port_taken(said: str) -> bool:
+    """Whether a restore ended because another socket has a port of the tree's."""
+    return _IN_USE in said and os.strerror(errno.EADDRINUSE) in said
+
+
 def said(log: str) -> str:
-    """The first errors in a log of CRIU's, without its source lines; a taken number before all."""
+    """The first errors in a log of CRIU's, without its source lines; what is taken before all."""
     errors = list(dict.fromkeys(_ERROR.findall(log))) or log.strip().splitlines()[-1:]
-    errors.sort(key=lambda error: not is_number_taken(error))
+    errors.sort(key=lambda error: not (is_number_taken(error) or is_port_taken(error)))
     return "; ".join(errors[:MOST_ERRORS])[:MOST_CHARACTERS] or "nothing"
 
 

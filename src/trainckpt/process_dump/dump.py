@@ -35,7 +35,7 @@ from trainckpt.format.dump import (
     WrittenFile,
 )  # fmt: skip
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.process_dump import criu, numbers, sealed_images, tree
+from trainckpt.process_dump import criu, numbers, ports, sealed_images, tree
 from trainckpt.process_dump.host import this_host
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -291,7 +291,8 @@ def _record(
         folder=str(order.folder), told=told, images=images, written=tuple(written),
         reason=order.reason, gpus=order.gpus.state if order.gpus is not None else None,
         mapped=tuple(_mapped(tree.processes(order.root))),
-        snapshot=order.snapshot, dropped=order.dropped, keys=keys,
+        snapshot=order.snapshot, dropped=order.dropped,
+        ports=tuple(ports.bound(order.root, held.sockets())), keys=keys,
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@
       9. GPUs       what was on them is put back; until then whoever uses them waits
 
 A restore that fails leaves no process of the tree. Until it is claimed nothing of the tree has run,
-so the dump may be tried again; where another process or thread took a number of the tree's
-meanwhile, that is waited for, and CRIU is asked again at once.
+so the dump may be tried again; where others took a number or a port of the tree's meanwhile, that
+is waited for, and CRIU is asked again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
-from trainckpt.process_dump import criu, gpu_tree, numbers, sealed_images, tree
+from trainckpt.process_dump import criu, gpu_tree, numbers, ports, sealed_images, tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, await_gone, digest_of
 from trainckpt.process_dump.gpus import GpusLost
@@ -123,7 +123,11 @@ class Whole:
     gpus: GpuTree | None
 
     def bring_back(
-        self, attempt: int, claim: Callable[[], Mapping[str, str]], held: Iterable[int] = ()
+        self,
+        attempt: int,
+        claim: Callable[[], Mapping[str, str]],
+        held: Iterable[int] = (),
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
         """Restore it as another attempt of its run.
 
@@ -133,6 +137,7 @@ class Whole:
                 name -> text: what else stands in the supervisor's folder then. What it raises comes
                 out; it is no OSError.
             held: Descriptors that CRIU holds too, as long as it works.
+            say: Hears what is waited for.
 
         Raises:
             NotNow: it cannot be; nothing was claimed.
@@ -147,7 +152,7 @@ class Whole:
 
         try:
             _put_files(record, attempt)
-            said = self._restore(partial(self._restore_once, may_go, held), claimed)
+            said = self._restore(partial(self._restore_once, may_go, held), claimed, say)
             why = f"CRIU: {said}" if said else ""
         except OSError as error:
             why = f"the system: {error}"
@@ -157,18 +162,24 @@ class Whole:
         if self.gpus is not None:
             _put_back(self.gpus, record)
 
-    def _restore(self, once: Callable[[], str], claimed: Collection[bool]) -> str:
-        """As `criu.restore`; waits for numbers as long as nothing is claimed."""
+    def _restore(
+        self, once: Callable[[], str], claimed: Collection[bool], say: Callable[[str], object]
+    ) -> str:
+        """As `criu.restore`; waits for what others have as long as nothing is claimed."""
         record, until = self.record, time.monotonic() + GONE_WITHIN_S
+        waiting = ports.Waiting(str(record.name), record.ports, say)
+
+        def is_free(said: str) -> bool:
+            if criu.is_port_taken(said):
+                return waiting.may_be_free()
+            left_s = until - time.monotonic()
+            return criu.is_number_taken(said) and left_s > 0 and not _why_taken(record, left_s)
+
         said = once()
-        while (
-            not claimed
-            and criu.is_number_taken(said)
-            and time.monotonic() < until
-            and not _why_taken(record, until - time.monotonic())
-        ):
+        while said and not claimed and is_free(said):
             said = once()
-        return said
+        who = ports.who_has(record.ports) if criu.is_port_taken(said) else ""
+        return f"{said}; {who}" if who else said
 
     def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
         """As `criu.restore`; of what cannot be nothing is left, whatever else failed."""

@@ -69,6 +69,11 @@ class Look:
     strangers: tuple[str, ...] = ()
     strays: tuple[int, ...] = ()
 
+    def sockets(self) -> frozenset[str]:
+        """Inodes of its sockets."""
+        found = (_INODE.match(each.target) for each in self.held)
+        return frozenset(match[2] for match in found if match and match[1] == "socket")
+
     def written(self) -> list[str]:
         """Paths of the files that it has open for writing."""
         return sorted({each.target for each in self.held if each.is_file and each.writes})

@@ -203,7 +203,7 @@ def _bring_back(dumped: Dumped, whole: Whole, lock: int) -> int:
         return attempt_number.spell(claimed[0], process_start_s(), ends)
 
     try:
-        whole.bring_back(_must_be_newest(dumped), claim, [lock])
+        whole.bring_back(_must_be_newest(dumped), claim, [lock], dumped.dumpable.say)
     except GoesOn:
         raise
     except TrainckptError as error:
