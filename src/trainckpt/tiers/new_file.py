@@ -109,7 +109,7 @@ class NewFile:
         workers: Workers,
     ) -> None:
         self._disk, self._path, self._descriptor = disk, path, descriptor
-        self._device, self._pace = os.fstat(descriptor).st_dev, pace
+        self._pace = pace
         self._direct, self._workers, self.busy = direct, workers, _Busy()
         self._bypass: int | None = None  # the same file, past the page cache
         self._opening = threading.Lock()
@@ -181,7 +181,7 @@ class NewFile:
         self, first_byte: int, part: memoryview, write: Callable[[int, memoryview], None]
     ) -> None:
         """By as many calls as others who use the disk ask for now."""
-        step = self._pace.piece_bytes(self._device)
+        step = self._pace.piece_bytes(os.fstat(self._descriptor).st_dev)
         for at in range(0, len(part), step):
             write(first_byte + at, part[at : at + step])
 

@@ -21,10 +21,12 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.told import folder_of_launch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FILE, RESTORING = "restored.json", "restoring.pid"
 MAX_BYTES = 4096
@@ -36,8 +38,8 @@ class AttemptNumber:
 
     def __init__(self, claimed: int) -> None:
         self._claimed = claimed
-        folder = os.environ.get(SUPERVISOR_VARIABLE)
-        self._file = Path(folder) / FILE if folder else None
+        folder = folder_of_launch()
+        self._file = folder / FILE if folder else None
 
     @property
     def value(self) -> int:
@@ -63,8 +65,8 @@ class OtherJob:
 
 def other_job() -> OtherJob | None:
     """The job that this process was restored in; None: it is still in its own."""
-    folder = os.environ.get(SUPERVISOR_VARIABLE)
-    found = _read(Path(folder) / FILE) if folder else None
+    folder = folder_of_launch()
+    found = _read(folder / FILE) if folder else None
     if found is None or not isinstance(found.get("started"), (int, float)):
         return None
     return OtherJob(found["attempt"], float(found["started"]), str(found.get("job_ends") or ""))

@@ -11,17 +11,16 @@ enter; nothing listens on a network. One connection for each memfd:
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.told import folder_of_launch
 from trainckpt.snapshot import messages
 from trainckpt.tiers import memfd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from trainckpt.tiers.memory import Hold
 
@@ -31,8 +30,8 @@ ANSWER_WITHIN_S = 10.0
 
 def holder() -> Hold | None:
     """By which memory is held; None where nobody would."""
-    folder = os.environ.get(SUPERVISOR_VARIABLE)
-    path = Path(folder) / SOCKET if folder else None
+    folder = folder_of_launch()
+    path = folder / SOCKET if folder else None
     if path is None or not path.is_socket() or not memfd.is_available():
         return None
 

@@ -71,7 +71,7 @@ class Teller:
     """This rank's side. Without a supervisor every call does nothing. Any thread."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
-        self._folder = os.environ.get(SUPERVISOR_VARIABLE)
+        self._folder = folder_of_launch()
         rank = os.environ.get("RANK", "")
         number = int(rank) if rank.isdecimal() else 0
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Teller:
             # Asked anew each time: a dump may have been restored in another namespace.
             self._told = replace(self._told, namespace=namespace_of("self"), **changes)
             if self._folder and os.getpid() == self._told.pid:
-                self._write(Path(self._folder))
+                self._write(self._folder)
 
     def _write(self, folder: Path) -> None:
         path = folder / f"rank{self._told.rank}.json"

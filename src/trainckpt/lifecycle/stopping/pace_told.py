@@ -13,12 +13,13 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.told import folder_of_launch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainckpt.lifecycle.deciding.pace import Pace
     from trainckpt.preemption.notice import Notice
 
@@ -57,8 +58,8 @@ class PaceTeller:
     """Writes the file when it is polled, by the watcher."""
 
     def __init__(self, pace: Pace, rank: int) -> None:
-        folder = os.environ.get(SUPERVISOR_VARIABLE)
-        self._path = Path(folder) / f"pace{rank}.json" if folder else None
+        folder = folder_of_launch()
+        self._path = folder / f"pace{rank}.json" if folder else None
         self._pace = pace
 
     def start(self) -> None:

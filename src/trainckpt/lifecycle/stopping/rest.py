@@ -27,7 +27,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import NoAgreement, UnusableSnapshot
@@ -36,7 +35,7 @@ from trainckpt.lifecycle.dumping.rest_told import Resting
 from trainckpt.lifecycle.run.attempt_number import await_all
 from trainckpt.lifecycle.run.hooks import HookFailed
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.lifecycle.run.told import LEFT, REFUSED, SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.run.told import LEFT, REFUSED, folder_of_launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,8 +111,7 @@ class Rest:
         self._watch, self._teller, self._lean = watch, teller, lean
         self._communicators = communicators
         self._apart: Communicators | None = None  # at this stop, if any rank has to
-        folder = os.environ.get(SUPERVISOR_VARIABLE)
-        self._folder = Path(folder) if folder else None
+        self._folder = folder_of_launch()
         self._times = 0
         self._obeyed, self._told = "", Resting("")
 
