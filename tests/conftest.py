@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from multiprocessing import forkserver
@@ -27,6 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 # Variables of launchers and ours; libraries set others when they are first used.
 VARIABLES = ("TRAINCKPT_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_")
 THREAD_LIMIT_S = 20.0
+ALONE = [sys.executable, "-I", "-S", str(Path(__file__).with_name("alone.py"))]
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,16 @@ def at(monkeypatch):
 # A run that a test stops must not ask for the job or pod in which the tests themselves run.
 for variable in [name for name in os.environ if name.startswith(("SLURM_", "KUBERNETES_"))]:
     del os.environ[variable]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Workers have no process, port or mount in common, where that can be had: what one of them
+    dumps would else come back to numbers and ports that another one's tests have got."""
+    if subprocess.run([*ALONE, "true"], check=False).returncode == 0:
+        for spec in specs:
+            spec.python = shlex.join([*ALONE, sys.executable])
+
 
 # What tests leave in shared memory, since they kill what would give it back, ends with them.
 MEMORY = f"/dev/shm/trainckpt-tests-{os.getpid()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def made(limit_bytes: int) -> Iterator[Group]:
     """
     version_2 = (_ROOT / "cgroup.controllers").exists()
     parent = _ROOT if version_2 else _ROOT / "memory"
-    folder = parent / f"trainckpt-test-{os.getpid()}"
+    folder = parent / f"trainckpt-test-{secrets.token_hex(4)}"
     if version_2:
         (parent / "cgroup.subtree_control").write_text("+memory")
     folder.mkdir()

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "process_dump" / "gloo_script.py"
 CLI = [sys.executable, "-m", "trainckpt.cli.main"]
-OWN_NETWORK = [sys.executable, "-I", "-S", str(Path(__file__).with_name("own_network.py"))]
+OWN_NETWORK = [sys.executable, "-I", "-S", str(ROOT / "tests" / "alone.py"), "--network"]
 LIMIT_S = 240.0
 
 
