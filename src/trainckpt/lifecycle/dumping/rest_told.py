@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from trainckpt.lifecycle.run.living import lives
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,13 +40,7 @@ class RestOrder:
     @property
     def is_alone(self) -> bool:
         """Whether the supervisor that gave it is gone: nobody will dump."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-        return False
+        return not lives(self.pid)
 
 
 def give(folder: Path, order: RestOrder) -> None:

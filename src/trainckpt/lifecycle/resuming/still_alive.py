@@ -6,13 +6,13 @@ for nothing, and whoever started both may not know. Rank 0 asks, as the attempt 
 
 from __future__ import annotations
 
-import os
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle.run import heartbeat
+from trainckpt.lifecycle.run.living import lives
 from trainckpt.snapshot import attempts
 
 if TYPE_CHECKING:
@@ -48,12 +48,4 @@ def _has_gone(record: AttemptRecord) -> bool:
 
 
 def _is_there(pid: object) -> bool:
-    if not isinstance(pid, int) or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return isinstance(pid, int) and pid > 0 and lives(pid)

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.lifecycle.run.living import lives
 from trainckpt.lifecycle.run.told import folder_of_launch
 
 if TYPE_CHECKING:
@@ -107,5 +108,6 @@ def await_all(folder: Path) -> None:
     until = time.monotonic() + ALL_RUN_WITHIN_S
     with contextlib.suppress(OSError, ValueError):
         while time.monotonic() < until:
-            os.kill(int((folder / RESTORING).read_text(encoding="ascii")), 0)
+            if not lives(int((folder / RESTORING).read_text(encoding="ascii"))):
+                return
             time.sleep(LOOK_EVERY_S)
