@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 18
@@ -48,9 +49,9 @@ def enter_mounts() -> None:
     and so are the networks that `ip netns` names."""
     _mount(b"none", b"/", None, MS_REC | MS_PRIVATE)
     _mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for place in (b"/dev/shm", b"/run/netns"):
-        if os.path.isdir(place):  # noqa: PTH112 - bytes, as mount(2) takes them
-            _mount(b"tmpfs", place, b"tmpfs", MS_NOSUID | MS_NODEV)
+    for place in ("/dev/shm", "/run/netns"):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        _mount(b"tmpfs", place.encode(), b"tmpfs", MS_NOSUID | MS_NODEV)
 
 
 def _mount(source: bytes, place: bytes, kind: bytes | None, flags: int) -> None:
