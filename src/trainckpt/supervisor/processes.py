@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.lifecycle.run.living import ENDED, lives
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, namespace_of
 
 if TYPE_CHECKING:
@@ -33,15 +34,9 @@ CLOCKS_DIFFER_S = 1.0
 def started(pid: int) -> int | None:
     """When a living process was started, in the kernel's ticks: with its id, its identity."""
     if not HAS_PROC:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except OSError:
-            pass
-        return 0
+        return 0 if lives(pid) else None
     fields = _stat(pid)
-    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+    return int(fields[19]) if fields and fields[0] not in ENDED else None
 
 
 def is_ours(pid: int, folder: str, told_at: float) -> bool:
@@ -156,7 +151,7 @@ def _members(leaders: Iterable[int], folder: str) -> list[int]:
     living, queue = set(), list(leaders)
     for pid, fields in _everybody():
         families.setdefault(int(fields[1]), []).append(pid)
-        if fields[0] not in "ZX":
+        if fields[0] not in ENDED:
             living.add(pid)
             if folder and environment(pid).get(SUPERVISOR_VARIABLE) == folder:
                 queue.append(pid)

@@ -1,7 +1,7 @@
 """Whether a process of this host lives. One that has ended, and that nobody has waited for, does
 not, although a signal to it is no error.
 
-Used by: attempt_number.py, dumping/rest_told.py, resuming/still_alive.py.
+Used by: attempt_number.py, dumping/rest_told.py, resuming/still_alive.py, supervisor/processes.py.
 """
 
 from __future__ import annotations
