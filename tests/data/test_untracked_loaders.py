@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 
 from tests import warm
 from tests.data.datasets import Plain
-from tests.lifecycle.training import record
-from trainckpt.data.iterators import shield_every_loader
+from tests.lifecycle.training import ACCUMULATE, Parts, record
+from trainckpt import Checkpointer
+from trainckpt.data.untracked import shield_every_loader
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -63,6 +64,46 @@ def test_workers_of_a_loader_that_the_collector_finds_end_without_a_word():
     del loader
     gc.collect()  # kills the workers before it has the iterator end them
     assert not worker.is_alive()
+
+
+def validated(place, epochs, *, persistent, tracks=False):
+    """Train so many epochs, each with a validation behind it."""
+    parts = Parts()
+    validation = DataLoader(Plain(), 4, num_workers=1, persistent_workers=persistent)
+    tracked = {**parts.tracked(), "loader": [parts.loader, *([validation] if tracks else [])]}
+    with Checkpointer(place, **tracked, every="never") as ckpt:
+        validation = ckpt.loader(validation) if tracks else validation
+        for _ in ckpt.epochs(epochs):
+            for batch in ckpt.batches():
+                parts.train_on(batch, ckpt.cursor.micro + 1 == ACCUMULATE)
+            with ckpt.evaluation():
+                for _ in validation:
+                    pass
+    if tracks:
+        validation.shutdown()
+    del validation, tracked  # and their workers: they would hold what later tests wait for
+    gc.collect()
+    return parts.state()
+
+
+def test_a_resume_beside_untracked_workers_that_are_kept_is_not_called_bitwise(tmp_path, caplog):
+    straight = validated(tmp_path / "straight", 2, persistent=True)
+    validated(tmp_path / "run", 1, persistent=True)
+    caplog.clear()
+    assert validated(tmp_path / "run", 2, persistent=True) != straight
+    told = [r.getMessage() for r in caplog.records if "persistent_workers" in r.getMessage()]
+    assert len(told) == 1
+    assert "ckpt.loader(" in told[0]
+    assert record(tmp_path / "run", 2)["outcome"]["exactness"] == "same data, not bitwise"
+
+
+@pytest.mark.parametrize("how", [{"persistent": False}, {"persistent": True, "tracks": True}])
+def test_a_resume_beside_workers_that_are_tracked_or_not_kept_is_bitwise(tmp_path, caplog, how):
+    straight = validated(tmp_path / "straight", 2, **how)
+    validated(tmp_path / "run", 1, **how)
+    assert validated(tmp_path / "run", 2, **how) == straight
+    assert "persistent_workers" not in caplog.text
+    assert record(tmp_path / "run", 2)["outcome"]["exactness"] == "bitwise"
 
 
 def alive(pid):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 
@@ -149,9 +150,9 @@ def test_a_second_loader_left_by_break_begins_anew_after_a_resume(tmp_path, stop
     assert_exact(beside, tmp_path, {"stop_at": stop_at}, epochs=2)
 
 
-def zipped(place, seen, **how):
+def zipped(place, seen, items=EPOCH + 2, workers=0, **how):
     loop = Loop(seen, **how)
-    second = DataLoader(torch.arange(EPOCH + 2))
+    second = DataLoader(torch.arange(items), shuffle=True, num_workers=workers)
     with loop.open(place, [loop.parts.loader, second]) as ckpt:
         first, other = ckpt.loader(loop.parts.loader), ckpt.loader(second)
         for epoch in ckpt.epochs(loop.epochs):
@@ -162,9 +163,35 @@ def zipped(place, seen, **how):
     return loop
 
 
-@pytest.mark.parametrize("how", [{"stop_between": 0}, {"stop_at": 2}])
-def test_a_longer_loader_zipped_with_the_first_begins_anew_with_each_epoch(tmp_path, how):
-    assert_exact(zipped, tmp_path, how)
+@pytest.mark.parametrize("items", [EPOCH, EPOCH + 2], ids=["as long", "longer"])
+@pytest.mark.parametrize(
+    "how", [{"stop_between": 0}, {"stop_at": 2}, {"stop_at": 4}, {"stop_at": 9}], ids=str
+)
+def test_a_loader_zipped_with_the_first_begins_anew_with_each_epoch(tmp_path, how, items):
+    """Stopped at an epoch's last batch, the second loader is not asked again in that epoch."""
+    assert_exact(zipped, tmp_path, how, items=items)
+
+
+def test_a_zipped_loader_with_workers_begins_anew_after_two_stops_at_an_epoch_s_end(tmp_path):
+    """The second stop comes before the second loader was asked for anything."""
+    stops = {"stop_at": 4}, {"stop_between": 0}
+    assert_exact(zipped, tmp_path, *stops, items=EPOCH, workers=2)
+
+
+def cycled(place, seen, **how):
+    loop = Loop(seen, **how)
+    second = DataLoader(torch.arange(EPOCH + 2), shuffle=True)
+    with loop.open(place, [loop.parts.loader, second]) as ckpt:
+        endless = (item for _ in itertools.count() for item in ckpt.loader(second))
+        for _ in ckpt.epochs(loop.epochs):
+            for batch in ckpt.batches():
+                loop.train(batch, next(endless).item())
+    return loop
+
+
+@pytest.mark.parametrize("stop_at", [2, 4, 6])
+def test_a_second_loader_that_goes_round_over_epochs_goes_on_after_a_resume(tmp_path, stop_at):
+    assert_exact(cycled, tmp_path, {"stop_at": stop_at})
 
 
 def evaluating(place, seen, **how):
@@ -308,3 +335,20 @@ def test_a_save_asked_for_after_the_end_fails_at_once(tmp_path):
         for batch in ckpt.batches():
             loop.train(batch)
     assert ckpt.save().error is not None
+
+
+@pytest.mark.parametrize("steps_by", ["the scaler", "the optimizer"])
+def test_steps_beside_a_scaler_that_is_not_enabled_are_counted(tmp_path, steps_by):
+    parts = Parts()
+    parts.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with Checkpointer(tmp_path, **parts.tracked(), every="1 step") as ckpt:
+        for x, _ in ckpt.batches():
+            parts.scaler.scale(parts.model(x).square().mean()).backward()
+            if steps_by == "the scaler":
+                parts.scaler.step(parts.optimizer)
+                parts.scaler.update()
+            else:
+                parts.optimizer.step()
+            assert ckpt.cursor.micro == 0
+        assert ckpt.cursor.step == EPOCH
+    assert usable(tmp_path)[-1].startswith(f"s{EPOCH}~")

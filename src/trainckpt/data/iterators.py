@@ -17,7 +17,6 @@ Used by: sources.py.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 from collections import deque
@@ -98,45 +97,6 @@ def self_test() -> None:
                 f"longer uses {', '.join(missing)}",
                 hint="install a torch version that this trainckpt release lists, or report this",
             )
-
-
-def shield_every_loader() -> None:
-    """From now on, workers of loaders that nobody tracks are born shielded too.
-
-    A validation loader's workers die of a signal to the process group like any others, and take
-    the emergency save with them. They keep the signals blocked that their creator had blocked.
-    """
-    born: Any = _Multi.__init__
-    if getattr(born, "_shields", False):
-        return
-
-    @functools.wraps(born)
-    def shielded_birth(iterator: Any, loader: DataLoader[Any]) -> None:
-        if isinstance(iterator, WorkersIterator):
-            born(iterator, loader)
-            return
-        context = loader.multiprocessing_context or torch.multiprocessing
-        with shielded(context.get_start_method()):
-            born(iterator, loader)
-        adopt(iterator)
-
-    marked: Any = shielded_birth
-    marked._shields = True
-    _Multi.__init__ = marked  # type: ignore[method-assign]
-    end: Any = _Multi._shutdown_workers
-
-    @functools.wraps(end)
-    def end_unless_killed(iterator: Any) -> None:
-        # the collector of cycles kills the workers first, and then has the iterator end them
-        workers = getattr(iterator, "_workers", ())
-        mine = all(worker._parent_pid == os.getpid() for worker in workers)
-        if workers and mine and not any(worker.is_alive() for worker in workers):
-            kill_workers(iterator)
-        else:
-            end(iterator)
-
-    ends: Any = end_unless_killed
-    _Multi._shutdown_workers = ends  # type: ignore[method-assign]
 
 
 def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> Any:

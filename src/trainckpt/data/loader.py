@@ -30,6 +30,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.data import compare, window
+from trainckpt.data.loaded_pass import LoadedPass
 from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_main_rng
 from trainckpt.data.sources import LoaderSource, source_of
 from trainckpt.data.window import Mark
@@ -52,6 +53,7 @@ class TrackedLoader:
         on_boundary: Called first in every `__next__`.
         before_first_fetch: Called once after each `load_state`, before the first batch. True if it
             has put the random generators back: those that the data holds then come back too.
+        leader: The loader whose boundaries a script passes that takes batches of this one as well.
 
     Attributes:
         batches: Batches returned in this pass, those before a `load_elsewhere` included.
@@ -61,6 +63,7 @@ class TrackedLoader:
         passes_started: Passes begun, those of the loaded run included.
         total_batches, total_samples: Returned since this object was made, over all passes.
         after_fetch: Called with every batch before it is returned, if set.
+        loaded_pass: The pass that a state was loaded in the middle of.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class TrackedLoader:
         name: str,
         on_boundary: Callable[[], None] | None = None,
         before_first_fetch: Callable[[], bool | None] | None = None,
+        leader: TrackedLoader | None = None,
     ) -> None:
         self._loader = loader
+        self._leader = leader
         self.name = name
         self.on_boundary = on_boundary
         self.before_first_fetch = before_first_fetch
@@ -81,6 +86,7 @@ class TrackedLoader:
         self.passes_started = 0
         self.total_batches = self.total_samples = 0
         self.after_fetch: Callable[[Any], None] | None = None
+        self.loaded_pass = LoadedPass()
         self._skips_next_pass = False
         self._samples_before = 0
         self._source = source_of(loader, name)
@@ -117,7 +123,9 @@ class TrackedLoader:
         return dealer.batches(deal) - self._source.progress.position
 
     def __iter__(self) -> TrackedIterator:
-        return TrackedIterator(self)
+        iterator = TrackedIterator(self)
+        self.loaded_pass.make(iterator)
+        return iterator
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -129,9 +137,9 @@ class TrackedLoader:
 
     def state(self) -> dict[str, Any]:
         """Return the position as of the batches returned so far; never changed later."""
+        self._leave_if_dropped()
         if self._pending is not None:
             return {**self._pending, "window": self._window()}
-        self._leave_if_dropped()
         return self._described()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -149,6 +157,7 @@ class TrackedLoader:
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
         self._pending, self._mark = dict(state), state.get("window")
+        self.loaded_pass.load(self)
 
     def mark_window(self) -> None:
         """Note that an optimizer window begins here: another world will go on from this place.
@@ -188,6 +197,7 @@ class TrackedLoader:
         self.batches, self.passes_started = mark["batches"], mark["passes_started"]
         self.in_pass, self.exhausted = mark["in_pass"], mark["exhausted"]
         self._pending = {**self._described(between=True), "elsewhere": True}
+        self.loaded_pass.load(self)
 
     def differences_elsewhere(
         self, state: dict[str, Any], processes: tuple[int, int] | None = None
@@ -221,8 +231,14 @@ class TrackedLoader:
         return found
 
     def _leave_if_dropped(self) -> None:
-        """Nobody holds the iterator of a pass without boundaries: a break has left its loop."""
-        if self.on_boundary is None and self._holder is not None and self._holder() is None:
+        """Nobody holds the iterator of a pass without boundaries: its loop was left."""
+        if self.on_boundary is not None:
+            return
+        if self._pending is not None:
+            if self.in_pass and self.loaded_pass.was_left(self._leader):
+                self._begin()
+                self.leave_pass()
+        elif self._holder is not None and self._holder() is None:
             self.leave_pass()
 
     def leave_pass(self) -> None:
@@ -250,6 +266,7 @@ class TrackedLoader:
         # an iterator's first __next__: whatever pass was running before has been left
         if self._turn is iterator.ticket:
             return
+        self._leave_if_dropped()
         self.leave_pass()
         self._turn, self._holder = iterator.ticket, weakref.ref(iterator)
 

@@ -23,9 +23,9 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data.iterators import shield_every_loader
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
+from trainckpt.data.untracked import shield_every_loader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
 from trainckpt.format.names import check_tag
@@ -231,14 +231,13 @@ class Checkpointer(Known, Hooked):
                 "position",
                 hint="make the loader once, and pass it as loader= or wrap it before the loop",
             )
-        first = not self._loaders
-        name = "loader" if first else f"loader.{len(self._loaders)}"
+        leader = self._loaders[0][1] if self._loaders else None
+        first, name = leader is None, "loader" if leader is None else f"loader.{len(self._loaders)}"
         tracked = TrackedLoader(
-            loader,
-            name=name,
+            loader, name=name, leader=leader,
             on_boundary=self._loader_boundary if first else None,
             before_first_fetch=self._arrival.before_first_fetch if first else None,
-        )
+        )  # fmt: skip
         if first and self._recorder is not None:
             tracked.after_fetch = self._recorder.batch
         self._registry.add_loader(name, tracked, loader)

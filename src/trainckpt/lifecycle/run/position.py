@@ -75,13 +75,15 @@ class Position:
         return Cursor(epoch, step, 0, batches, micro_batches, samples, evaluations)
 
     def watch_steps(self, registry: Registry) -> str:
-        """Count the updates of the first scaler, else the steps of the first optimizer.
+        """Count the updates of the first scaler, if enabled, else the first optimizer's steps.
 
         Returns why they cannot be counted, or "".
         """
         for generic in registry.generics:
-            if type(generic.target).__name__ == "GradScaler":
-                self.watch_scaler(generic.target)
+            scaler = generic.target
+            # a disabled one is asked for no update where a script steps past it
+            if type(scaler).__name__ == "GradScaler" and scaler.is_enabled():
+                self.watch_scaler(scaler)
                 return ""
         for first in registry.optimizers[:1]:
             if counts_steps(first.optimizer):

@@ -19,6 +19,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.data.untracked import hear_of_births
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.lifecycle.run.fingerprint import EXACT, INEXACT
@@ -51,6 +52,12 @@ BARRIER_TIMEOUT_S = 60.0
 ASKED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
 EXIT_AFTER_S = 5.0
 RECORD_WITHIN_S = 2.0
+KEPT_WORKERS = (
+    "a DataLoader with persistent_workers=True that is not tracked has begun its workers: a resume "
+    "begins them anew, with other randomness, and draws once more from the main one. Track it too, "
+    "loader=[train, validation], and loop over ckpt.loader(validation); or leave "
+    "persistent_workers=False"
+)
 SAVE_IN_FLIGHT_S = 5.0  # an exception waits so long for a save that is nearly there
 
 
@@ -94,6 +101,8 @@ class Departure:
         self._ending = threading.Lock()
         self._recorded = threading.Event()
         self._begun_s = time.monotonic()
+        self._is_resumed = self._keeps_workers = False
+        hear_of_births(self._born_untracked)
         self._code = options.exit_code
 
     def not_as_saved(self, reasons: Sequence[str]) -> None:
@@ -102,8 +111,18 @@ class Departure:
             self.exactness = INEXACT
             logger.warning("not exact: %s", reason)
 
+    def _born_untracked(self, loader: Any) -> None:
+        """The workers of a loader that nobody tracks."""
+        if self.left or self._keeps_workers or not loader.persistent_workers:
+            return
+        self._keeps_workers = True
+        if self._is_resumed:
+            self.exactness = INEXACT
+        logger.warning("not exact: %s", KEPT_WORKERS)
+
     def began_from(self, snapshot: str | None, cursor: Cursor) -> None:
         """The snapshot this attempt began from; it stands until a newer one is committed."""
+        self._is_resumed = snapshot is not None
         self._last_save.parent = (snapshot, cursor) if snapshot else None
 
     def stop(self, cursor: Cursor, due: Due, take: Take) -> bool:
