@@ -22,7 +22,7 @@ from trainckpt.snapshot.restore import Reader
 from trainckpt.state import values
 from trainckpt.state.captured import VALUES
 from trainckpt.state.destination import Destination
-from trainckpt.state.stage import parse_values
+from trainckpt.state.stored_values import parse_values
 from trainckpt.state.targets import find_targets
 
 REFUSALS = (TrainckptError,)

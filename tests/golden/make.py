@@ -40,6 +40,7 @@ from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES
 from trainckpt.state.destination import Destination
+from trainckpt.state.stored_values import parse_values
 from trainckpt.tiers.local import LocalTier
 
 HERE = Path(__file__).parent
@@ -148,7 +149,7 @@ def digests_of(tier, manifest, rank):
     destination = Destination(dict.fromkeys(manifest.tensors))
     Reader(*reading(tier, manifest)).read(dict.fromkeys(manifest.tensors), destination, donor=rank)
     read = destination.finish({})
-    values = stage.parse_values(read.pop(VALUES))
+    values = parse_values(read.pop(VALUES))
     tensors = {name: stage.tensor_digest(tensor) for name, tensor in sorted(read.items())}
     return {"tensors": tensors, "own": values["own"], "ddp": values["ddp"]}
 

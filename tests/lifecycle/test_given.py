@@ -223,3 +223,33 @@ def test_what_was_changed_and_cannot_be_read_again_ends_the_attempt(resumed):
     with pytest.raises(UnusableSnapshot):
         ckpt.boundary()
     assert userfaults() == before - marks_pages()
+
+
+class Growing(torch.optim.SGD):
+    """Keeps what it has seen in a tensor that grows."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        first = self.param_groups[0]["params"][0]
+        seen = self.state[first].setdefault("seen", torch.zeros(WIDTH * WIDTH))
+        seen.resize_(seen.numel() + 1)[-1] = first.detach()[0, 0]
+
+
+def test_state_of_another_shape_than_its_parameter_can_be_given_another_size(tmp_path):
+    def train(place, steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+        optimizer = Growing(model.parameters(), 0.01)
+        ckpt = attach(place, model, optimizer)
+        for _ in range(steps):
+            ckpt.boundary()
+            one_step({}, model, optimizer)
+        handle = ckpt.save()
+        ckpt.boundary()
+        handle.wait("durable")
+        ckpt.__exit__(InterruptedError, InterruptedError("it dies"), None)
+        return bits(optimizer.state[model[0].weight]["seen"])
+
+    straight = train(tmp_path / "straight", 3)
+    train(tmp_path / "run", 2)
+    assert train(tmp_path / "run", 1) == straight

@@ -13,6 +13,7 @@ from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
+from trainckpt.state.stored_values import parse_values
 from trainckpt.tiers import direct
 from trainckpt.tiers.write_watch import WriteWatch
 
@@ -47,7 +48,7 @@ def saved_of(source):
         block = shard_file.block_bytes(region.num_bytes)
         assert digest.digests_by_block(memory, block) == region.digest
     tensors = destination.finish({})
-    values = stage.parse_values(tensors.pop(VALUES))
+    values = parse_values(tensors.pop(VALUES))
     shapes = {region.tensor: region.of for region in header.regions}
     return Saved(tensors, values, shapes)
 

@@ -296,3 +296,62 @@ def test_swa_and_ema_averages_come_back():
     move(registry(model=model, ema=average), registry(model=other, ema=average2))
     assert average2.n_averaged == 3
     assert frozen(dict(average2.state_dict())) == frozen(dict(average.state_dict()))
+
+
+class Whitening(nn.Module):
+    """A forward assigns its buffer anew, and what it assigns lies by columns."""
+
+    def __init__(self, start=None):
+        super().__init__()
+        start = torch.eye(3, 5) if start is None else start
+        self.register_buffer("w", start)
+        self.register_buffer("same", start)
+        self.register_buffer("c", torch.eye(2), persistent=False)
+
+    def forward(self):
+        self.w = self.same = torch.rand(5, 3).t()
+        self.c = torch.rand(2, 2).t()
+
+
+def test_a_buffer_lies_in_memory_as_it_did():
+    source, target = Whitening(), Whitening()
+    source()
+    move(registry(model=source), registry(model=target))
+    assert frozen(dict(target.named_buffers())) == frozen(dict(source.named_buffers()))
+    assert target.w.stride() == (1, 3)
+    assert target.w is target.same
+
+
+def test_a_buffer_that_lay_by_rows_does_so_again():
+    source, target = Whitening(), Whitening(torch.ones(5, 3).t())
+    move(registry(model=source), registry(model=target))
+    assert frozen(dict(target.named_buffers())) == frozen(dict(source.named_buffers()))
+    assert target.w.stride() == (5, 1)
+
+
+def test_a_buffer_with_gaps_stays_the_view_that_it_is():
+    whole = torch.zeros(4, 6)
+    source, target = Whitening(torch.rand(4, 3)), Whitening(whole[:, ::2])
+    move(registry(model=source), registry(model=target))
+    assert whole[:, ::2].equal(source.w)
+
+
+SHELLS = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+
+
+@pytest.mark.parametrize("name", [name for name in SHELLS if hasattr(torch, name)])
+@pytest.mark.parametrize("size", [9, 70_000])
+def test_buffers_of_types_that_torch_cannot_copy_come_back(name, size):
+    def build(fill):
+        module = nn.Module()
+        numbers = torch.full((size,), fill, dtype=torch.uint8)
+        module.register_buffer("q", numbers.view(getattr(torch, name)))
+        module.register_buffer("none", None)
+        return module
+
+    source, target = build(1), build(0)
+    source.none = source.q.view(torch.uint8).clone().view(source.q.dtype)
+    move(registry(model=source), registry(model=target))
+    for found in (target.q, target.none):
+        assert found.dtype == source.q.dtype
+        assert found.view(torch.uint8).equal(source.q.view(torch.uint8))

@@ -9,6 +9,8 @@ from torch import nn
 from tests.state.helpers import frozen, move, registry, saved_of
 from trainckpt.errors import StateMismatch
 from trainckpt.state import apply
+from trainckpt.state.capture import capture
+from trainckpt.state.values import UnknownValue
 
 O = torch.optim  # noqa: E741
 OPTIMIZERS = {
@@ -209,3 +211,50 @@ def test_other_groups_are_refused_by_the_names_of_their_parameters():
     assert "model/head.bias" in line
     (line,) = refusal(registry(model=model, o=one), registry(model=model, o=split))
     assert line == "o had 1 parameter groups, has 4"
+
+
+class Shared(O.Optimizer):
+    """One second moment for all parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        parameters = self.param_groups[0]["params"]
+        first = self.state[parameters[0]].setdefault("v", torch.zeros(()))
+        for p in parameters:
+            moment = self.state[p].setdefault("v", first)
+            moment.mul_(0.9).add_(p.grad.square().mean())
+            p.sub_(0.1 * p.grad / (moment.sqrt() + 1e-8))
+
+
+def test_one_tensor_that_is_the_state_of_several_parameters_is_one_again():
+    model, optimizer = build(Shared)
+    step(model, optimizer, 0)
+    other, again = build(Shared, seed=1)
+    saved = saved_of(registry(model=model, optimizer=optimizer))
+    assert sum(name.endswith("/v") for name in saved.tensors) == 1
+    target = registry(model=other, optimizer=again)
+    for _ in range(2):  # on resuming, and at the first boundary
+        apply.apply(target, saved)
+    assert len({id(state["v"]) for state in again.state.values()}) == 1
+    step(model, optimizer, 1)
+    step(other, again, 1)
+    assert state_of(other, again) == state_of(model, optimizer)
+
+
+class Bare(O.SGD):
+    """Its state of a parameter is a tensor."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = torch.zeros(())
+
+
+def test_state_that_is_no_dict_is_refused_by_name():
+    model, optimizer = build(lambda p: Bare(p, 0.1))
+    step(model, optimizer, 0)
+    with pytest.raises(UnknownValue, match=r"keeps a Tensor as the state of model/conv\.weight"):
+        capture(registry(model=model, optimizer=optimizer))

@@ -13,17 +13,19 @@ from tests.state.helpers import bits, registry, shard_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
 from trainckpt.format.shard_file import Region, block_bytes
+from trainckpt.state import stored_values
 from trainckpt.state.capture import capture
 from trainckpt.state.destination import Destination
 from trainckpt.state.stage import (
     STREAM_BYTES,
     TensorsChanged,
     describe,
-    parse_values,
     private_memory,
     stage,
     stream,
 )
+from trainckpt.state.stored_values import parse_values
+from trainckpt.state.values import UnknownValue
 from trainckpt.tiers import past_cache
 from trainckpt.tiers.direct import populate
 
@@ -209,3 +211,20 @@ def test_tensors_that_change_while_they_are_streamed_are_noticed():
         model[0].weight[0, 0, 0, 0] += 1
     with pytest.raises(TensorsChanged, match=r"model/0\.weight changed while it was written"):
         list(blocks)
+
+
+class Replay:
+    def state_dict(self):
+        return {"seen": bytes(8192)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_more_values_than_a_resume_reads_are_not_saved(monkeypatch):
+    monkeypatch.setattr(stored_values, "MAX_VALUES_BYTES", 4096)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    captured = capture(registry(replay=Replay(), scheduler=scheduler))
+    with pytest.raises(UnknownValue, match=r"replay takes 1\d{4}; a resume reads at most 4096"):
+        describe(captured, {})

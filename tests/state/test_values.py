@@ -96,6 +96,8 @@ def test_numpy_arrays_and_scalars_come_back_as_they_were(array):
     assert same(there_and_back(array), array)
     assert same(there_and_back(array.T), np.ascontiguousarray(array.T) if array.ndim else array)
     if array.size:
+        by_columns = np.asfortranarray(array)
+        assert there_and_back(by_columns).strides == by_columns.strides
         scalar = array.reshape(-1)[0]
         assert same(there_and_back(scalar), scalar)
 
@@ -133,10 +135,28 @@ class Point(NamedTuple):
     y: int
 
 
+class Names(set):
+    pass
+
+
+class Last(collections.deque):
+    pass
+
+
+class Key(bytes):
+    pass
+
+
+class Grid(np.ndarray):
+    pass
+
+
 @pytest.mark.parametrize(
     "value",
     [object(), Colour.RED, Loud(), Point(1, 2), lambda: 1, np.array(["a"]), np.array([object()]),
-     np.datetime64(1, "s"), range(3), collections.defaultdict(lambda: 1), iter([])],
+     np.datetime64(1, "s"), range(3), Names(), Last(), Key(), np.zeros(2).view(Grid),
+     np.ma.array([1.0, 2.0], mask=[False, True]),
+     collections.defaultdict(lambda: 1), iter([])],
 )  # fmt: skip
 def test_an_unknown_type_is_refused_with_the_path_to_it(value):
     with pytest.raises(values.UnknownValue, match=r"^metric\.history\.1"):

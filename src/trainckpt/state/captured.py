@@ -17,6 +17,7 @@ import torch.distributed
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
 from trainckpt.state import sharded, values
+from trainckpt.state.copies import as_copied
 from trainckpt.state.given import Proofs, has_memory
 
 if TYPE_CHECKING:
@@ -183,13 +184,16 @@ class Saved:
         wrap = self.wraps.get(node["$tensor"])
         return fresh if wrap is None else wrap(fresh)
 
-    def make(self, tree: Any, device: torch.device, copies: Copies) -> Any:
-        """Decode a tree; a tensor alone is what was read itself, or made complete by `copies`."""
+    def make(self, tree: Any, device: torch.device, copies: Copies, *, gives: bool = True) -> Any:
+        """Decode a tree; a tensor alone is what was read itself, or made complete by `copies`.
+
+        `gives`: whether it may be what was read: memory of which torch cannot change the size.
+        """
         name = self._plain(tree)
         if name is None or (device.type != "cpu" and tree.get("device") != "cpu"):
             return self.decode(tree, device)
         found = self.tensors[name]
-        if self.given is not None and self.given.give(name):
+        if gives and self.given is not None and self.given.give(name):
             return found
         fresh = torch.empty_like(found)
         copies.add(fresh, found)
@@ -224,7 +228,9 @@ class Saved:
         if name not in self.tensors:
             raise UnusableSnapshot(f"the tensor {name} is missing from the snapshot")
         found = self.tensors[name]
-        return found.clone() if device is None else found.to(device, copy=True)
+        plain = as_copied(found)
+        fresh = plain.clone() if device is None else plain.to(device, copy=True)
+        return fresh if plain is found else fresh.view(found.dtype)
 
 
 def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainckpt.state.given import Proof
 
 PIECE_BYTES = 8 << 20  # of one copy, so that threads can share a tensor
+_NOT_COPIED = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 
 
 class Copies:
@@ -32,7 +33,7 @@ class Copies:
 
     def add(self, into: torch.Tensor, data: torch.Tensor, proof: Proof | None = None) -> None:
         """Copy `data` into `into`, of the same shape; unless the proof of `data` holds there."""
-        into, data = into.detach(), data.detach()
+        into, data = as_copied(into.detach()), as_copied(data.detach())
         if not _can_be_divided(into, data):
             into.copy_(data)
         elif proof is not None:
@@ -84,6 +85,14 @@ class Copies:
             for part in parts:
                 workers.submit(part)
             workers.settle()
+
+
+def as_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes where torch knows how many bits a number has and copies none."""
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    return tensor.view(torch.uint8) if name in _NOT_COPIED else tensor
 
 
 def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: Proof) -> None:

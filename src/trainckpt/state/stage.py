@@ -16,26 +16,26 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from trainckpt.errors import SaveFailed, UnusableSnapshot
-from trainckpt.format import digest, shard_file, strict
+from trainckpt.errors import SaveFailed
+from trainckpt.format import digest, shard_file
 from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
-from trainckpt.state.captured import VALUES, Captured
 from trainckpt.state.copies import Copies
 from trainckpt.state.given import may_be_written_by_others
 from trainckpt.state.overlap import Piece
 from trainckpt.state.side import Side
+from trainckpt.state.stored_values import add_values
 from trainckpt.tiers import past_cache
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-    from trainckpt.state.captured import Placed
+    from trainckpt.state.captured import Captured, Placed
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -44,11 +44,9 @@ _NAMES = {
     torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 TYPES = {name: dtype for dtype, name in _NAMES.items()}  # safetensors type -> torch's
-MAX_VALUES_BYTES = 1 << 30
 STREAM_BYTES = 16 << 20
 SMALL_BYTES = 64 << 10  # what is smaller is copied sooner than torch has prepared to copy it
 CACHED_BYTES = 256 << 10  # a power of two, as blocks are: a core's own cache holds it, and its copy
-VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs from save to save
 _NO_SIDE = Side()
 
 
@@ -170,13 +168,6 @@ def describe(captured: Captured, layouts: Collection[str]) -> list[Region]:
     """
     add_values(captured)
     return held(captured, layouts)
-
-
-def add_values(captured: Captured) -> None:
-    """Make all its values one more tensor."""
-    text = strict.canonical(captured.values)
-    text += b" " * (-len(text) % VALUES_STEP_BYTES)
-    captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def held(captured: Captured, layouts: Collection[str]) -> list[Region]:
@@ -308,14 +299,6 @@ def digests_of(captured: Captured, regions: Iterable[Region]) -> dict[str, str]:
         )
         for region in regions
     }
-
-
-def parse_values(raw: torch.Tensor) -> dict[str, Any]:
-    """The values of one rank, from the bytes in which they were stored."""
-    parsed = strict.parse(bytes_of(raw), "the values", max_bytes=MAX_VALUES_BYTES)
-    if not isinstance(parsed, dict):
-        raise UnusableSnapshot("the values are not an object")
-    return parsed
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

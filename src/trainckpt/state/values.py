@@ -124,6 +124,13 @@ def _no_tensor(_: JSON) -> torch.Tensor:
     raise UnusableSnapshot("a tensor stands where none can")
 
 
+def _must_be(value: Any, path: str, *kinds: type) -> None:
+    """Another class that builds on one of these would come back as that one."""
+    if type(value) not in kinds:
+        what = next(kind.__name__ for kind in kinds if isinstance(value, kind))
+        raise UnknownValue(f"{path} is a {type(value).__qualname__}, an unknown {what}")
+
+
 def _encode_items(value: Any, path: str, inner: Any) -> list[JSON]:
     return [inner(item, f"{path}.{i}") for i, item in enumerate(value)]
 
@@ -156,17 +163,20 @@ def _encode_mapping(value: Any, path: str, inner: Any) -> JSON:
 
 
 def _encode_set(value: Any, path: str, inner: Any) -> JSON:
+    _must_be(value, path, set, frozenset)
     items = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
     tag = "set" if isinstance(value, set) else "frozenset"
     return {"$": tag, "of": _encode_items(items, path, inner)}
 
 
 def _encode_deque(value: deque[Any], path: str, inner: Any) -> JSON:
+    _must_be(value, path, deque)
     return {"$": "deque", "of": _encode_items(value, path, inner), "most": value.maxlen}
 
 
 def _encode_bytes(value: Any, path: str, inner: Any) -> JSON:
-    del path, inner
+    del inner
+    _must_be(value, path, bytes, bytearray)
     tag = "bytearray" if isinstance(value, bytearray) else "bytes"
     return {"$": tag, "of": base64.b64encode(bytes(value)).decode()}
 
@@ -189,14 +199,18 @@ def _encode_numpy(value: Any, path: str, store: Any) -> JSON | None:
         raise UnknownValue(f"{path} is a NumPy value of type {dtype}")
     if isinstance(value, numpy.dtype):
         return {"$": "numpy dtype", "of": value.str}
+    if isinstance(value, numpy.ndarray):
+        _must_be(value, path, numpy.ndarray, numpy.memmap)
     raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else None
     tag = "numpy" if isinstance(value, numpy.ndarray) else "numpy scalar"
-    return {
+    tree = {
         "$": tag,
         "of": None if raw is None else store(path, raw),
         "dtype": value.dtype.str,
         "shape": list(value.shape),
     }
+    by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
+    return {**tree, "order": "F"} if by_columns else tree  # sums round by how it lies in memory
 
 
 def _decode_numpy(of: Any, tree: JSON, inner: Any) -> Any:
@@ -206,7 +220,7 @@ def _decode_numpy(of: Any, tree: JSON, inner: Any) -> Any:
     array = np.empty(0, dtype)
     if of is not None:
         array = np.frombuffer(inner(of).numpy().tobytes(), dtype=dtype)
-    array = array.reshape(tree["shape"]).copy()
+    array = array.reshape(tree["shape"]).copy(order="F" if tree.get("order") == "F" else "C")
     return array[()] if tree["$"] == "numpy scalar" else array
 
 

@@ -13,7 +13,7 @@ from trainckpt.snapshot.opened import Opened, Opener
 from trainckpt.snapshot.restore import Reader
 from trainckpt.state.captured import VALUES
 from trainckpt.state.destination import Destination
-from trainckpt.state.stage import parse_values
+from trainckpt.state.stored_values import parse_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from trainckpt.state import apply
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
 from trainckpt.state.given import Given, Proofs
-from trainckpt.state.stage import parse_values
+from trainckpt.state.stored_values import parse_values
 from trainckpt.state.targets import find_targets
 from trainckpt.state.warm import made_anew
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
 from trainckpt.snapshot.save_plan import plan_save
 from trainckpt.state import replicas, stage
+from trainckpt.state.stored_values import add_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Plans:
             captured: All of this rank.
             equal: Groups of tensors whose replicas are equal.
         """
-        stage.add_values(captured)
+        add_values(captured)
         facts = (
             [(name, tensor.dtype, tensor.shape) for name, tensor in captured.tensors.items()],
             captured.groups, captured.apart, captured.placed, equal,

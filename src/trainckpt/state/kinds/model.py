@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainckpt.state import sharded
-from trainckpt.state.captured import inner_tensors
+from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
 from trainckpt.state.copies import Copies
 from trainckpt.state.kinds import ddp, frozen, fsdp
 
@@ -124,13 +124,18 @@ class ModelState:
         parameters = list(self.parameters())
         for name, parameter in parameters:
             self._add(out, name, parameter, f"{self.name} parameters")
+        orders = {}
         for name, buffer in self._buffers():
             self._add(out, name, buffer, f"{self.name} buffers")
+            order = memory_order(buffer) if _is_dense(buffer) else []
+            if order:
+                orders[name] = order
         extra = {
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
             for path, module in self._with_extra().items()
         }
         out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
+        out.values[self.name]["orders"] = orders
         out.values[self.name][frozen.KEY] = frozen.capture(parameters)
         if self.excluded:
             out.values[self.name]["excluded"] = sorted(self.excluded)
@@ -192,6 +197,7 @@ class ModelState:
     def apply_buffers(self, saved: Saved) -> None:
         """Copy this rank's buffers and extra state back; after DDP has been constructed."""
         self._make_buffers(saved)
+        self._lay_buffers(saved)
         for name, buffer in self._buffers():
             copy(inner_tensors(buffer, name), saved)
         for path, module in self._with_extra().items():
@@ -216,18 +222,35 @@ class ModelState:
     def _make_buffers(self, saved: Saved) -> None:
         """Let them be what was saved. What was None then and is made since is None again."""
         owners = self.owners()
-        tied = saved.values[self.name].get("tied buffers", {})
         for name, owner in self._made_by_forward(saved).items():
-            fresh = saved.tensor({"$tensor": name}, owner.device(self.module))
-            owner.put(fresh)
-            for path, first in tied.items():
-                if self._full(first) == name and self._full(path) in owners:
-                    owners[self._full(path)].put(fresh)
+            self._put(name, saved.tensor({"$tensor": name}, owner.device(self.module)), saved)
         if not saved.is_again:
             empty = {name for name, owner in owners.items() if owner.buffer is None}
             self._empty = empty - self.excluded
         for name in self._empty & owners.keys():
             owners[name].put(None)
+
+    def _lay_buffers(self, saved: Saved) -> None:
+        """Let each lie in memory as it did: what is computed from it may round by that."""
+        orders = saved.values[self.name].get("orders")
+        if orders is None:  # an older release did not say
+            return
+        for name, owner in self.owners().items():
+            live = owner.buffer
+            if live is None or name not in saved.tensors or not _is_dense(live):
+                continue
+            then = orders.get(name, [])
+            if memory_order(live) != then:
+                order = then or list(range(live.dim()))
+                self._put(name, in_memory_order(live.detach(), order), saved)
+
+    def _put(self, name: str, buffer: torch.Tensor, saved: Saved) -> None:
+        """Let a buffer be this one, under all names that it had."""
+        owners = self.owners()
+        owners[name].put(buffer)
+        for path, first in saved.values[self.name].get("tied buffers", {}).items():
+            if self._full(first) == name and self._full(path) in owners:
+                owners[self._full(path)].put(buffer)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Each buffer once, by its full name."""
@@ -285,6 +308,12 @@ class ModelState:
             if name != path:
                 tied[fsdp.plain_path(path)] = fsdp.plain_path(name)
         return tied
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its numbers lie without gaps, in whatever order."""
+    plain = type(tensor) in sharded.PLAIN and tensor.layout is torch.strided
+    return plain and (tensor.is_contiguous() or bool(memory_order(tensor)))
 
 
 def keeps_own_state(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from trainckpt.state import sharded
 from trainckpt.state.copies import Copies
+from trainckpt.state.values import UnknownValue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -64,9 +65,11 @@ class OptimizerState:
             }
             for i, group in enumerate(self.optimizer.param_groups)
         ]
+        met: dict[int, Any] = {}  # tensors that are the state of several parameters at once
         state = {
             known[id(p)]: [
-                self._capture(out, known[id(p)], key, value) for key, value in items.items()
+                self._capture(out, known[id(p)], key, value, met)
+                for key, value in self._items(known[id(p)], items)
             ]
             for p, items in self.optimizer.state.items()
             if id(p) in known
@@ -83,11 +86,24 @@ class OptimizerState:
         if own:  # what the optimizer keeps for itself, beside its parameters' state
             out.values[self.name]["own"] = own
 
-    def _capture(self, out: Captured, parameter: str, key: object, value: Any) -> list[Any]:
+    def _items(self, parameter: str, items: Any) -> Iterable[tuple[Any, Any]]:
+        if not isinstance(items, dict):
+            raise UnknownValue(
+                f"{self.name} keeps a {type(items).__qualname__} as the state of {parameter}",
+                hint="let state[parameter] be a dict, as those of torch's optimizers",
+            )
+        return items.items()
+
+    def _capture(
+        self, out: Captured, parameter: str, key: object, value: Any, met: dict[int, Any]
+    ) -> list[Any]:
         """One item of a parameter's state. There are many, most often a tensor by a word."""
         path = self._path(parameter, key)
         if type(key) is str and type(value) is torch.Tensor:
-            return [key, out.add(path, value, self.name)]
+            node = met.get(id(value))
+            if node is None:
+                node = met[id(value)] = out.add(path, value, self.name)
+            return [key, node]
         return [out.encode(key, self.name), out.encode(value, path, self.name)]
 
     def differences(self, saved: Saved, names: Mapping[int, str]) -> list[str]:
@@ -132,13 +148,14 @@ class OptimizerState:
         before = dict(self.optimizer.state)
         self.optimizer.state.clear()
         put, self._put = self._put, {}
+        made: dict[str, torch.Tensor] = {}
         for parameter in self.parameters():
             items = stored["state"].get(known[id(parameter)])
             if items is not None:
                 live = before.get(parameter, {})
                 self.optimizer.state[parameter] = {
                     (key := saved.decode(coded)): self._value(
-                        saved, value, parameter, key, put, live.get(key), copies
+                        saved, value, parameter, key, put, live.get(key), copies, made
                     )
                     for coded, value in items
                 }
@@ -155,19 +172,29 @@ class OptimizerState:
         put: Mapping[tuple[int, Any], torch.Tensor],
         live: Any,
         copies: Copies,
+        made: dict[str, torch.Tensor],
     ) -> Any:
         """One saved value; in the tensor that the last `apply` made for it, if it is there still.
 
-        State is applied twice: on resuming, and at the first boundary.
+        State is applied twice: on resuming, and at the first boundary. One tensor that was the
+        state of several parameters is one again: `made`, by its name.
         """
         where = id(parameter), key
+        name = tree.get("$tensor", "") if isinstance(tree, dict) else ""
+        if name in made:
+            self._put[where] = made[name]
+            return made[name]
         ours = isinstance(live, torch.Tensor) and live is put.get(where)
         if ours and saved.put_again(tree, live, copies):
             value = live
         else:
-            value = saved.make(tree, parameter.device, copies)
+            # what a script may give another size must be memory of torch's own
+            as_large = saved.shapes.get(name) == tuple(parameter.shape)
+            value = saved.make(tree, parameter.device, copies, gives=as_large)
         if type(value) is torch.Tensor:
             self._put[where] = value
+            if name:
+                made[name] = value
         return value
 
     def settled(self) -> None:

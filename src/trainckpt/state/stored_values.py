@@ -1,0 +1,55 @@
+"""What a rank's values are stored as: one more tensor, of JSON's bytes.
+
+Used by: stage.py, and whoever reads a snapshot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import strict
+from trainckpt.state.captured import VALUES
+from trainckpt.state.values import UnknownValue
+from trainckpt.tiers.direct import at_address
+
+if TYPE_CHECKING:
+    from trainckpt.state.captured import Captured
+
+MAX_VALUES_BYTES = 1 << 30
+VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs from save to save
+
+
+def add_values(captured: Captured) -> None:
+    """Make all its values one more tensor.
+
+    Raises:
+        UnknownValue: they are more than a resume reads.
+    """
+    text = strict.canonical(captured.values)
+    text += b" " * (-len(text) % VALUES_STEP_BYTES)
+    if len(text) > MAX_VALUES_BYTES:
+        sizes = {part: len(strict.canonical(tree)) for part, tree in captured.values.items()}
+        most = max(sizes, key=sizes.__getitem__)
+        raise UnknownValue(
+            f"what is no tensor takes {len(text)} bytes, of which {most} takes {sizes[most]}; a "
+            f"resume reads at most {MAX_VALUES_BYTES}",
+            hint=f"let {most} keep it in tensors or NumPy arrays",
+        )
+    captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def parse_values(raw: torch.Tensor) -> dict[str, Any]:
+    """The values of one rank, from the bytes in which they were stored.
+
+    Raises:
+        UnusableSnapshot: they are not such bytes.
+    """
+    plain = raw.contiguous()
+    data = at_address(plain.data_ptr(), plain.nbytes, plain) if plain.nbytes else memoryview(b"")
+    parsed = strict.parse(data, "the values", max_bytes=MAX_VALUES_BYTES)
+    if not isinstance(parsed, dict):
+        raise UnusableSnapshot("the values are not an object")
+    return parsed
