@@ -76,6 +76,18 @@ def test_a_place_whose_server_is_gone_is_69_and_no_new_run(begins, tmp_path):
     assert list((tmp_path / "net").iterdir()) == []
 
 
+@pytest.mark.parametrize("place", ["link", "link/run"])
+def test_a_place_whose_volume_is_not_mounted_is_69_with_the_link_that_leads_there(
+    begins, tmp_path, place
+):
+    (tmp_path / "link").symlink_to(tmp_path / "volume")
+    code, said = begins(tmp_path / place)
+    assert code == 69, said
+    assert f"{tmp_path}/link is a link to {tmp_path}/volume, which is not there" in said
+    assert f"next: mount the file system of {tmp_path}/volume, or name another directory" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
 @dead
 @pytest.mark.parametrize("name", RESTARTS)
 def test_a_requeued_run_whose_place_does_not_answer_is_69(begins, tmp_path, monkeypatch, name):

@@ -154,6 +154,34 @@ def test_a_symbolic_link_in_the_place_of_a_new_file_is_not_followed(tier, tmp_pa
     assert not victim.exists()
 
 
+@pytest.mark.parametrize("place", ["link", "link/run", "link/deep/run"])
+def test_a_place_below_a_link_that_leads_nowhere_is_unavailable_and_the_link_is_named(
+    tmp_path, place
+):
+    """As one to a volume that is not mounted. Here the link is one to another link."""
+    (tmp_path / "other").symlink_to("not-mounted")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    tier = LocalTier(tmp_path / place)
+    leads = f"{tmp_path}/link is a link to {tmp_path}/not-mounted, which is not there"
+    for act in (lambda: tier.write("f/k", blocks(b"1")), lambda: tier.create("k", b"1"),
+                lambda: tier.replace("k", b"1"), lambda: tier.make_folder("f")):  # fmt: skip
+        with pytest.raises(TierUnavailable, match=leads) as caught:
+            act()
+        assert f"mount the file system of {tmp_path}/not-mounted" in caught.value.hint
+    with pytest.raises(UnusableSnapshot, match="missing"):
+        tier.read("k", max_bytes=1)
+
+
+def test_a_folder_that_cannot_be_made_is_unavailable_with_what_to_do(tmp_path):
+    class NoFolders(Disk):
+        def make_folder(self, path):
+            raise OSError(errno.ENOENT, "No such file or directory")
+
+    with pytest.raises(TierUnavailable, match="its folder is missing") as caught:
+        LocalTier(tmp_path / "a", NoFolders()).create("k", b"1")
+    assert "or name another directory" in caught.value.hint
+
+
 def test_a_file_where_a_folder_should_be_is_an_error_and_not_an_empty_list(tier):
     tier.write("k", blocks(b"1"))
     with pytest.raises(TierUnavailable):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 from collections import deque
 from pathlib import Path
@@ -24,11 +25,11 @@ from trainckpt.tiers.read_file import NUM_READERS, ReadFile, read_parts
 from trainckpt.tiers.spares import FOLDER, Spares
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 TEMPORARY = ".tmp-"
 UNFINISHED = f"{TEMPORARY}copy-"  # of what replaces another file
+CREATING = ("write", "create")  # verbs of `translated`: what lacks then is a folder, not bytes
 MOST_FOLDERS = 50  # known to be synced; what is forgotten is synced once more
 
 
@@ -291,6 +292,8 @@ def translated(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        if verb in CREATING:
+            raise _no_folder(verb, path) from error
         raise UnusableSnapshot(f"cannot {verb} {path}: it is missing") from error
     except OSError as error:
         why = error.strerror or str(error)
@@ -303,3 +306,19 @@ def translated(verb: str, path: Path) -> Iterator[None]:
             errno.EROFS: "name a run on a file system that can be written",
         }.get(error.errno or 0, "")
         raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
+
+
+def _no_folder(verb: str, path: Path) -> TierUnavailable:
+    """Nothing can be made there: most likely its volume is not mounted."""
+    for at in (*reversed(path.parents), path):
+        # Path's methods raise where a folder is closed to us.
+        if os.path.islink(at) and not os.path.exists(at):  # noqa: PTH110, PTH114
+            end = os.path.realpath(at)
+            return TierUnavailable(
+                f"cannot {verb} {path}: {at} is a link to {end}, which is not there",
+                hint=f"mount the file system of {end}, or name another directory",
+            )
+    return TierUnavailable(
+        f"cannot {verb} {path}: its folder is missing, and cannot be made",
+        hint=f"see whether the file system of {path.parent} is mounted, or name another directory",
+    )
