@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from trainckpt.encryption import keys
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.places.place import open_directory
 from trainckpt.snapshot import attempts
+from trainckpt.tiers import kept
+from trainckpt.tiers.memory import MemoryPlace
 
 ROOT = launch.ROOT
 MAIN = str(ROOT / "src" / "trainckpt" / "cli" / "main.py")
@@ -210,8 +213,9 @@ def told(file: Path) -> list:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_what_resume_is_asked_for_reaches_the_ranks(recorded, tmp_path, capfd):
+def test_what_resume_is_asked_for_reaches_the_ranks(make_run, recorded, tmp_path, capfd):
     """As variables, which every launcher hands on."""
+    make_run(steps=3)
     file = recorded("python")
     run = str(tmp_path / "run")
     assert main(["resume", run]) == 0
@@ -219,6 +223,43 @@ def test_what_resume_is_asked_for_reaches_the_ranks(recorded, tmp_path, capfd):
     far = str(tmp_path / "far")
     assert main(["resume", run, "--tiers", far]) == 0
     assert told(file) == [[None] * 6, ["1", "s3", *[None] * 4], [*[None] * 4, far, None]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [("s99", "there is no snapshot 's99'; newest: s3~1.3"), ("s2", "s2~1.2: not committed")],
+)
+def test_a_snapshot_that_is_not_there_is_65_before_anything_is_launched(
+    make_run, recorded, tmp_path, capfd, wanted, why
+):
+    run = make_run(steps=3)
+    file = recorded("python")
+    next(run.glob("snapshots/s2~*/manifest.json")).unlink()
+    capfd.readouterr()
+    assert main(["resume", str(run), "--at", wanted]) == 65
+    shown = capfd.readouterr().err
+    assert f"error: {why}" in shown
+    assert f"next: trainckpt list {run}" in shown
+    assert not file.exists()
+    assert len(list((run / "attempts").iterdir())) == 2
+
+
+def test_a_snapshot_that_may_be_in_memory_or_in_a_silent_tier_is_left_to_the_launch(
+    make_run, recorded, tmp_path, capfd
+):
+    """As the ranks do, which look there too."""
+    run = make_run(steps=3)
+    file = recorded("python")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "run.json").write_text("{")
+    assert main(["resume", str(run), "--at", "s9", "--tiers", str(tmp_path / "far")]) == 0
+    memory = MemoryPlace.of(str(run))
+    manifest = next(run.glob("snapshots/s3~*/manifest.json"))
+    kept.write_manifest(memory, f"snapshots/{manifest.parent.name}", manifest.read_bytes())
+    shutil.rmtree(manifest.parent)
+    assert main(["resume", str(run), "--at", "s3"]) == 0
+    assert len(told(file)) == 2
+    memory.remove()
 
 
 def test_a_script_whose_place_its_launcher_named_finds_it_again(recorded, tmp_path, capfd):

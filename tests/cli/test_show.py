@@ -132,8 +132,13 @@ def test_a_run_that_committed_nothing_is_66(tmp_path, capsys, target):
 def test_a_place_without_a_run_is_66_and_an_unknown_snapshot_65(make_run, tmp_path, capsys):
     assert main(["show", "--json", str(tmp_path / "none")]) == 66
     assert told(capsys)["code"] == 66
-    assert main(["show", "--json", f"{make_run()}@s99"]) == 65
-    assert "there is no snapshot 's99'" in told(capsys)["error"]
+    run = make_run()
+    for verb, *more in (("show",), ("diff", run), ("verify",)):
+        capsys.readouterr()
+        assert main([verb, "--json", f"{run}@s99", *map(str, more)]) == 65
+        error = told(capsys)
+        assert "there is no snapshot 's99'; newest: s3~1.3" in error["error"]
+        assert error["hint"] == f"trainckpt list {run}"
 
 
 # ---- attempts

@@ -115,7 +115,7 @@ def _why_not_sent(everywhere: Everywhere, name: DumpName, target: Tier) -> str:
 def _manifest(everywhere: Everywhere, wanted: str | None, sources: Sequence[Tier]) -> Manifest:
     """What to copy, of what the sources hold."""
     found = catalog.read_copies(sources, everywhere.run, everywhere.records)
-    candidate = catalog.find(found, wanted or "latest")
+    candidate = catalog.find(found, wanted or "latest", everywhere.place.url)
     if candidate.manifest is None or (not candidate.usable and not candidate.tiers):
         raise UnusableSnapshot(
             f"{candidate.name}: {candidate.reason}",

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import dump_home, dumps, show
+from trainckpt.cli import dump_home, dumps, named, show
 from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
 from trainckpt.lifecycle.places import place, slower
@@ -61,6 +61,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
     tier, given = _place(arguments)
     facts, elsewhere = _recorded(tier, arguments.run, given)
+    if arguments.at and not elsewhere:  # else the script's own place may hold more
+        named.must_be_there(tier, arguments.run, given, arguments.at)
     command, kind, nproc = launch.recorded_command(facts)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc

@@ -34,7 +34,7 @@ def execute(arguments: argparse.Namespace) -> int:
     run, wanted = split_target(arguments.target)
     everywhere = open_everywhere(run)
     candidates = everywhere.candidates()
-    chosen = (catalog.find(candidates, wanted),) if wanted else candidates
+    chosen = (catalog.find(candidates, wanted, everywhere.place.url),) if wanted else candidates
     committed = [c for c in chosen if c.reason != catalog.NOT_COMMITTED]
     names = [c.name for c in committed if c.manifest is None or c.manifest.encryption is not None]
     done = rewrap(everywhere, names, recipients, Opener(read_options({}).identity))

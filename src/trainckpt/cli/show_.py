@@ -40,7 +40,10 @@ def execute(arguments: argparse.Namespace) -> int:
     candidate = source.choose(tier, wanted)
     manifest = candidate.manifest
     if manifest is None:
-        raise UnusableSnapshot(f"{candidate.name}: {candidate.reason}")
+        raise UnusableSnapshot(
+            f"{candidate.name}: {candidate.reason}",
+            hint=f"trainckpt list {tier.url}, and name another",
+        )
     shards, unread = _shards(tier, manifest)
     tensors = [
         _tensor(name, entry, shards.get(name, [])) for name, entry in manifest.tensors.items()

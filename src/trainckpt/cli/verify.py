@@ -60,7 +60,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _named(everywhere: Everywhere, wanted: str | None) -> set[str]:
     candidates = everywhere.candidates()
-    chosen = (catalog.find(candidates, wanted),) if wanted else candidates
+    chosen = (catalog.find(candidates, wanted, everywhere.place.url),) if wanted else candidates
     return {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
 
 

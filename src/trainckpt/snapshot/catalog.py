@@ -184,10 +184,10 @@ def load_manifest(
     return manifest
 
 
-def find(candidates: Iterable[Candidate], wanted: str) -> Candidate:
+def find(candidates: Iterable[Candidate], wanted: str, run: str = "RUN") -> Candidate:
     """The candidate that `wanted` names: a full name, an id, a tag, or "latest".
 
-    An id or tag that several share means the newest usable one.
+    An id or tag that several share means the newest usable one. `run` is what the hint calls it.
 
     Raises:
         UnusableSnapshot: there is none.
@@ -197,7 +197,9 @@ def find(candidates: Iterable[Candidate], wanted: str) -> Candidate:
     for candidate in sorted(matching, key=lambda c: not c.usable):
         return candidate
     known = ", ".join(str(c.name) for c in listed[:5]) or "none"
-    raise UnusableSnapshot(f"there is no snapshot {wanted!r}; newest: {known}")
+    raise UnusableSnapshot(
+        f"there is no snapshot {wanted!r}; newest: {known}", hint=f"trainckpt list {run}"
+    )
 
 
 def _is_called(candidate: Candidate, wanted: str) -> bool:

@@ -74,4 +74,4 @@ def choose(tier: Tier, wanted: str | None) -> Candidate:
             f"{tier.url} has no usable snapshot: {why}",
             hint=f"trainckpt list {tier.url}, and name one of them",
         )
-    return catalog.find(candidates, wanted or LATEST)
+    return catalog.find(candidates, wanted or LATEST, tier.url)

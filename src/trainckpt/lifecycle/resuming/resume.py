@@ -228,9 +228,12 @@ def _choose(
         if reach.encrypts:
             choices.must_be_sealed(choice, found)
         return choice
-    chosen = catalog.find(found, wanted)
+    chosen = catalog.find(found, wanted, reach.place.url)
     if chosen.manifest is None:
-        raise UnusableSnapshot(f"{chosen.name}: {chosen.reason}")
+        raise UnusableSnapshot(
+            f"{chosen.name}: {chosen.reason}",
+            hint=f"trainckpt list {reach.place.url}, and name another",
+        )
     return choices.Choice([chosen.name])
 
 
