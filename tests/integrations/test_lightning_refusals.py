@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.integrations.toy_lightning import StopAt, Toy, fit, loaders
+from tests.integrations.toy_lightning import Augmented, StopAt, Toy, fit, loaders
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import lightning_needs
 from trainckpt.lightning import TrainckptCallback
@@ -101,6 +101,15 @@ def test_another_model_is_refused(tmp_path):
     fit(tmp_path, stop=StopAt(2))
     with pytest.raises(StateMismatch, match=r"model/more.weight is new"):
         fit(tmp_path, module=Wider)
+
+
+def test_a_loader_that_is_not_that_of_the_snapshot_is_refused_with_what_differs(tmp_path):
+    """Nothing is wrong with its kind, so no other kind is asked for."""
+    fit(tmp_path, stop=StopAt(2))
+    data = DataLoader(Augmented(), 5, shuffle=True), loaders()[1]
+    with pytest.raises(StateMismatch, match="batch_size was 2, is 5") as caught:
+        fit(tmp_path, data=data)
+    assert caught.value.hint == "run the script as it was, or start a new run in another place"
 
 
 def test_a_second_fit_is_refused(tmp_path):

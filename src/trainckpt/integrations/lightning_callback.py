@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import lightning_launch
 from trainckpt.integrations.lightning_hooks import HookState, modules_of
 from trainckpt.integrations.lightning_needs import (
@@ -238,6 +238,8 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
     def _wrap_for_training(self, trainer: Any, ckpt: Checkpointer, loader: Any) -> TrackedLoader:
         try:
             tracked = ckpt.loader(loader)
+        except StateMismatch:  # the loader will do; it is not the one of the snapshot
+            raise
         except ConfigurationError as error:
             raise ConfigurationError(error.message, hint=LOADER_HINT) from error
         if tracked.on_boundary is not None and not self._training:
