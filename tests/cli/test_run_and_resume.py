@@ -244,6 +244,38 @@ def test_a_snapshot_that_is_not_there_is_65_before_anything_is_launched(
     assert len(list((run / "attempts").iterdir())) == 2
 
 
+def test_a_folder_of_runs_is_66_with_the_runs_that_it_holds(make_run, tmp_path, capfd):
+    make_run("x 1", steps=1)
+    (tmp_path / "no-run").mkdir()
+    capfd.readouterr()
+    assert main(["resume", f"{tmp_path}/"]) == 66
+    shown = capfd.readouterr().err
+    assert f"there is no run at {tmp_path}: it is a folder that holds runs: x 1\n" in shown
+    assert f"next: trainckpt resume {tmp_path}/'x 1'\n" in shown
+    for number in range(11):
+        shutil.copytree(tmp_path / "x 1", tmp_path / f"y{number:02}")
+    assert main(["resume", str(tmp_path)]) == 66
+    shown = capfd.readouterr().err
+    assert "holds runs: x 1, y00, y01, y02, y03, y04, y05, y06, y07, y08 and 2 more\n" in shown
+    assert f"next: trainckpt resume {tmp_path}/<name>\n" in shown
+    assert main(["resume", str(tmp_path / "no-run")]) == 66
+    assert "next: check the path" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("after", "option"), [("s1", " --at s1"), ("", "")])
+def test_a_snapshot_behind_the_run_is_66_with_the_option_that_names_it(
+    make_run, capfd, after, option
+):
+    run = make_run(steps=1)
+    capfd.readouterr()
+    assert main(["resume", f"{run}@{after}"]) == 66
+    shown = capfd.readouterr().err
+    assert f"there is no run at {run}@{after}; there is one at {run}\n" in shown
+    assert f"next: trainckpt resume {run}{option}\n" in shown
+    assert main(["resume", f"{run}-mistyped@s1"]) == 66
+    assert "next: check the path" in capfd.readouterr().err
+
+
 def test_a_snapshot_that_may_be_in_memory_or_in_a_silent_tier_is_left_to_the_launch(
     make_run, recorded, tmp_path, capfd
 ):

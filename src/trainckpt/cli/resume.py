@@ -166,7 +166,10 @@ def _recorded(
         records: Mapping[int, AttemptRecord] = attempts.read_attempts(tier)
         elsewhere = [run] if slower.is_copy(records, tier) else []
     else:
-        everywhere = open_everywhere(run, *given)
+        try:
+            everywhere = open_everywhere(run, *given)
+        except NothingToResume as error:
+            raise named.no_run(tier, run, error) from error
         records, elsewhere = everywhere.records, [*given, *read_options({}).tiers]
     told = [r for _, r in sorted(records.items(), reverse=True) if r.facts.get("argv")]
     if not told:
