@@ -18,6 +18,7 @@ from tests.integrations.accelerated import Training, compared, fresh, plain, tra
 from tests.ranks import processes
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.integrations import accelerate_state
 
 preload("tests.integrations.accelerated")
 
@@ -87,6 +88,44 @@ def test_an_evaluation_that_is_tracked_too_keeps_its_workers_randomness(tmp_path
 
     how = {"items": 12, "judging": KEEPS}
     assert compared(tmp_path, [8], prepare=judged_by, **how) == []
+
+
+def test_another_accumulation_is_said_once_and_not_called_bitwise(tmp_path, caplog):
+    with caplog.at_level("INFO", "trainckpt"):
+        assert told_of(tmp_path, caplog, strike_at=5) == []
+        assert told_of(tmp_path, caplog, strike_at=6) == ["bitwise"]
+        other = ["same data, not bitwise", "gradient_accumulation_steps was 4, is 2"]
+        assert told_of(tmp_path, caplog, strike_at=7, accumulate=2) == other
+        assert told_of(tmp_path, caplog, strike_at=8, accumulate=2) == ["bitwise"]
+
+
+def test_an_accumulation_that_the_script_sets_as_it_trains_is_no_other_one(tmp_path, caplog):
+    def sets(ckpt, training):
+        training.accelerator.gradient_accumulation_steps = 2
+
+    with caplog.at_level("INFO", "trainckpt"):
+        told_of(tmp_path, caplog, strike_at=5, prepare=sets)
+        assert told_of(tmp_path, caplog, strike_at=6) == ["bitwise"]
+
+
+def test_a_snapshot_from_before_the_accumulation_was_kept_is_loaded(tmp_path, caplog, monkeypatch):
+    def older(self):
+        return {name: v for name, v in now(self).items() if name != "gradient_accumulation_steps"}
+
+    now = accelerate_state.Remembered.state_dict
+    with monkeypatch.context() as patched, caplog.at_level("INFO", "trainckpt"):
+        patched.setattr(accelerate_state.Remembered, "state_dict", older)
+        told_of(tmp_path, caplog, strike_at=5)
+    with caplog.at_level("INFO", "trainckpt"):
+        assert told_of(tmp_path, caplog, strike_at=6, accumulate=2) == ["bitwise"]
+
+
+def told_of(place, caplog, **how):
+    """How exactly an attempt resumes, by its own word, and each reason why it is not bitwise."""
+    caplog.clear()
+    tracked(place, {}, **how)
+    exact = [line.rpartition(": ")[2] for line in caplog.messages if ": resumed from " in line]
+    return exact + [m.partition(": ")[2] for m in caplog.messages if m.startswith("not bitwise: ")]
 
 
 def test_two_stops_in_one_window_and_a_change_of_epochs_are_exact(tmp_path):

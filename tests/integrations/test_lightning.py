@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 import trainckpt
 from tests.integrations.toy_lightning import Alternating, Augmented, StopAt, Toy, fit, loaders
 from tests.state.helpers import frozen
+from trainckpt.integrations.lightning_state import LoopState
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -113,6 +114,55 @@ def test_whatever_the_trainer_is_told(tmp_path, how):
     straight = fit(**HOW[how]())
     parts = [fit(tmp_path, stop=StopAt(8), **HOW[how]()), fit(tmp_path, seed=99, **HOW[how]())]
     same(straight, parts)
+
+
+@pytest.mark.parametrize("at", [5, 9], ids=["inside a window", "at an epoch's end"])
+def test_another_accumulation_is_said_and_gone_on_with(tmp_path, caplog, at):
+    caplog.set_level("INFO", logger="trainckpt")
+    fit(tmp_path, stop=StopAt(at))
+    assert exactness(caplog) == []
+    found = fit(tmp_path, stop=StopAt(at + 1), accumulate_grad_batches=2)
+    assert found.trainer.accumulate_grad_batches == 2
+    other = ["same data, not bitwise", "accumulate_grad_batches was 4, is 2"]
+    assert exactness(caplog) == other
+    fit(tmp_path, stop=StopAt(at + 2), accumulate_grad_batches=2)
+    assert exactness(caplog) == ["bitwise"]
+
+
+def test_a_plan_of_accumulation_is_compared_as_configured(tmp_path, caplog):
+    """The number it has reached is another one than the Trainer begins with; that is no change."""
+    caplog.set_level("INFO", logger="trainckpt")
+    fit(tmp_path, stop=StopAt(13), **scheduled())
+    fit(tmp_path, stop=StopAt(15), **scheduled())
+    assert exactness(caplog) == ["bitwise"]
+    found = fit(tmp_path, stop=StopAt(17), accumulate_grad_batches=2)
+    assert found.trainer.accumulate_grad_batches == 2
+    other = ["same data, not bitwise", "accumulate_grad_batches was {0: 2, 1: 4}, is 2"]
+    assert exactness(caplog) == other
+    same_plan = [GradientAccumulationScheduler({0: 2})]
+    fit(tmp_path, callbacks=same_plan, accumulate_grad_batches=1)
+    assert exactness(caplog) == ["bitwise"]
+
+
+def test_a_snapshot_from_before_the_accumulation_was_kept_is_loaded(tmp_path, caplog, monkeypatch):
+    def older(self):
+        return {name: v for name, v in now(self).items() if name != "accumulate_configured"}
+
+    caplog.set_level("INFO", logger="trainckpt")
+    now = LoopState.state_dict
+    with monkeypatch.context() as patched:
+        patched.setattr(LoopState, "state_dict", older)
+        fit(tmp_path, stop=StopAt(5))
+    fit(tmp_path, stop=StopAt(7), accumulate_grad_batches=2)
+    assert exactness(caplog) == ["bitwise"]
+
+
+def exactness(caplog):
+    """How exactly the last fit resumed, by its own word, and each reason why it is not bitwise."""
+    said = [*caplog.messages]
+    caplog.clear()
+    exact = [line.rpartition(": ")[2] for line in said if ": resumed from " in line]
+    return exact + [line.partition(": ")[2] for line in said if line.startswith("not bitwise: ")]
 
 
 MODULES = {

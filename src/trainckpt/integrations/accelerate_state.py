@@ -22,6 +22,7 @@ RELIED = (
     Relied("accelerate.optimizer:AcceleratedOptimizer", "step_was_skipped", "knows a skipped step"),
 )
 MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
+_ACCUMULATE = "gradient_accumulation_steps"
 _NEVER = {
     "DEEPSPEED": "use FSDP2 (fsdp_version=2), or DeepSpeed's own save_checkpoint",
     "MEGATRON_LM": "use FSDP2 (fsdp_version=2), or Megatron's dist_checkpointing",
@@ -85,7 +86,8 @@ class Remembered:
 
     The phase of the window, whether a step was skipped, the number of its next own checkpoint, a
     trigger that was set and not checked; and of prepared loaders that are not tracked (an
-    evaluation's) their epoch and generators.
+    evaluation's) their epoch and generators. And its `gradient_accumulation_steps` as it was
+    attached: scripts may set another by the epoch, and set it again after a resume.
 
     Args:
         accelerator: Whose.
@@ -99,6 +101,7 @@ class Remembered:
         self.tracked_then: list[Any] = []
         self._accelerator = accelerator
         self._tracked = tracked
+        self._accumulate = int(accelerator.gradient_accumulation_steps)
 
     def tracked_now(self) -> list[int]:
         """The places of tracked loaders among the prepared, the first one first."""
@@ -115,6 +118,7 @@ class Remembered:
             "skipped": [bool(one.step_was_skipped) for one in accelerator._optimizers],
             "checkpoints": accelerator.project_configuration.iteration,
             "trigger": accelerator.flag_tensor,
+            _ACCUMULATE: self._accumulate,
             "tracked": tracked,
             "loaders": {
                 str(i): {
@@ -138,7 +142,10 @@ class Remembered:
         ]
 
     def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
-        return self.problems(saved["tracked"])
+        # an older snapshot does not know it
+        then, now = saved.get(_ACCUMULATE, self._accumulate), self._accumulate
+        other = [f"{_ACCUMULATE} was {then}, is {now}"] if then != now else []
+        return self.problems(saved["tracked"]) + other
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put them back."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
-from trainckpt.integrations.lightning_needs import part_of
+from trainckpt.integrations.lightning_needs import is_a, part_of
 from trainckpt.integrations.lightning_results import read_results, write_results
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class LoopState:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._accumulate = _accumulation(trainer)
         self._loads = 0
         self._progress = part_of(trainer, "loops.progress")._BaseProgress
         self._loop = part_of(trainer, "loops.loop")._Loop
@@ -43,10 +44,17 @@ class LoopState:
             "batches_that_stepped": fit.epoch_loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
             "accumulate": trainer.accumulate_grad_batches,
+            "accumulate_configured": self._accumulate,
             "first_iteration": connector._first_loop_iter,
             "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
             "results": read_results(fit.epoch_loop._results),
         }
+
+    def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
+        if self._accumulates_as(saved):
+            return []
+        then, now = _shown(saved["accumulate_configured"]), _shown(self._accumulate)
+        return [f"accumulate_grad_batches was {then}, is {now}"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Enter, at the first call; arrive, at the second.
@@ -81,13 +89,18 @@ class LoopState:
         self._put_counters(state)
         fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
         trainer.should_stop = state["should_stop"]
-        trainer.accumulate_grad_batches = state["accumulate"]
+        if self._accumulates_as(state):  # else the script wants another from here on
+            trainer.accumulate_grad_batches = state["accumulate"]
         trainer._logger_connector._first_loop_iter = state["first_iteration"]
         self._put_metrics(state)
         write_results(trainer, fit.epoch_loop._results, state["results"])
         fetched = fit.epoch_loop.batch_progress.current.ready
         fit._data_fetcher.fetched = fetched
         fit._combined_loader._iterator._idx = fetched
+
+    def _accumulates_as(self, state: dict[str, Any]) -> bool:
+        """Whether it was configured so then; an older snapshot does not know it."""
+        return bool(state.get("accumulate_configured", self._accumulate) == self._accumulate)
 
     def _put_counters(self, state: dict[str, Any]) -> None:
         for path, progress in self._counters(self._trainer.fit_loop, "fit"):
@@ -105,6 +118,22 @@ class LoopState:
                 yield f"{path}.{name}", value
             elif isinstance(value, self._loop):
                 yield from self._counters(value, f"{path}.{name}")
+
+
+def _accumulation(trainer: Any) -> dict[str, int]:
+    """Epoch -> micro-batches a window from there on, as configured: before anything is trained.
+
+    A GradientAccumulationScheduler changes the Trainer's own number as epochs begin.
+    """
+    plans = [c for c in trainer.callbacks if is_a(c, "GradientAccumulationScheduler")]
+    plan = plans[-1].scheduling if plans else {0: trainer.accumulate_grad_batches}
+    return {str(epoch): int(plan[epoch]) for epoch in sorted(plan)}
+
+
+def _shown(plan: dict[str, int]) -> str:
+    if plan.keys() == {"0"}:
+        return str(plan["0"])
+    return str({epoch: plan[str(epoch)] for epoch in sorted(map(int, plan))})
 
 
 def _inside_an_epoch(state: dict[str, Any]) -> bool:
