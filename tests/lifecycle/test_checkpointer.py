@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 
 import pytest
@@ -329,6 +331,41 @@ def test_a_failed_final_save_is_raised_after_the_record_says_so(tmp_path):
         attempt(tmp_path, every="4 steps", inside=vanish)
     assert record(tmp_path, 1)["outcome"]["exit_code"] == 74
     assert record(tmp_path, 1)["outcome"]["outcome"] == "failed"
+
+
+FULL = {
+    "disk": (errno.ENOSPC, "free space on the file system of"),
+    "quota": (errno.EDQUOT, "free space within the quota that holds"),
+}
+
+
+@pytest.mark.parametrize("step", ["write", "create"], ids=["the file", "the commit"])
+@pytest.mark.parametrize("full", FULL)
+def test_a_final_save_for_which_there_is_no_space_says_how_to_make_some(
+    tmp_path, monkeypatch, full, step
+):
+    """The file of a rank has no room, or the manifest."""
+    number, cure = FULL[full]
+    done = getattr(Disk, step)
+
+    def refuses(self, path, *more):
+        ours = path.name.startswith("rank" if step == "write" else ".tmp")
+        if begun and ours:
+            raise OSError(number, os.strerror(number))
+        return done(self, path, *more)
+
+    def fills(ckpt, _):
+        if ckpt.cursor.micro_batches == 9:
+            ckpt._attempt.saver.wait()
+            begun.append(ckpt)
+
+    begun = []
+    monkeypatch.setattr(Disk, step, refuses)
+    with pytest.raises(SaveFailed, match=os.strerror(number)) as caught:
+        attempt(tmp_path / "run", every="4 steps", inside=fills)
+    assert caught.value.hint.startswith(cure)
+    assert f"`trainckpt prune {tmp_path}/run --keep-last 1`, then start" in caught.value.hint
+    assert str(caught.value).endswith("older snapshots stand")
 
 
 def test_what_something_writes_to_during_the_last_save_is_saved_again_from_a_copy(

@@ -32,6 +32,7 @@ from trainckpt.state.capture import capture
 from trainckpt.tiers.direct import address
 from trainckpt.tiers.disk import Disk
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.refusals import is_full
 
 LIMIT_S = 30.0
 NAMES = [SnapshotName.parse(f"s{n}~1.{n}") for n in range(1, 9)]
@@ -179,6 +180,21 @@ def test_what_a_tier_refuses_is_said_as_the_rank_would_and_the_next_file_is_writ
     tier.replace(names.RUN_RECORD, b"{}")
     write(beside, tier, NAMES[2], one)
     assert content(tier, NAMES[2]) == content(tier, NAMES[0])
+
+
+def test_that_the_disk_is_full_is_known_here_as_well_whoever_wrote(tmp_path, tier, beside):
+    one = kept(tmp_path)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tier.root]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+    try:
+        tier.replace(names.RUN_RECORD, b"{}")
+        with pytest.raises(TierUnavailable, match="No space left") as caught:
+            write(beside, tier, NAMES[0], one)
+    finally:
+        subprocess.run(["umount", tier.root], check=True)
+    assert is_full(caught.value)
+    assert "free space on the file system" in caught.value.hint
 
 
 def test_a_layout_that_came_while_memory_was_short_there_is_the_next_file_s(tmp_path, tier, beside):

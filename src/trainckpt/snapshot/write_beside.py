@@ -143,7 +143,9 @@ class WriteBeside:
             logger.info("%s", line)
         if "error" in reply:
             kind = TierUnavailable if reply["kind"] == "unavailable" else SaveFailed
-            raise kind(reply["error"], hint=reply["hint"])
+            number = reply["errno"]
+            cause = OSError(number, os.strerror(number)) if number else None
+            raise kind(reply["error"], hint=reply["hint"]) from cause
         self._layout = header
         found, each = reply["digests"], digest.NUM_HEX
         digests = {

@@ -33,6 +33,7 @@ from trainckpt.snapshot.save_sealed import Seal
 from trainckpt.tiers.direct import address, memory
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.other_cores import OtherCores
+from trainckpt.tiers.refusals import number_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,9 +205,10 @@ def _until_it_ends(progress: Iterator[int]) -> Iterator[int]:
 
 def _told(error: Exception) -> dict[str, Any]:
     kind = "unavailable" if isinstance(error, TierUnavailable) else "failed"
+    facts = {"kind": kind, "errno": number_behind(error)}
     if isinstance(error, TrainckptError):
-        return {"error": error.message, "hint": error.hint, "kind": kind}
-    return {"error": f"{type(error).__name__}: {error}", "hint": "", "kind": kind}
+        return {"error": error.message, "hint": error.hint, **facts}
+    return {"error": f"{type(error).__name__}: {error}", "hint": "", **facts}
 
 
 class _Kept(logging.Handler):

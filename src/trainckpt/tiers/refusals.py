@@ -45,6 +45,7 @@ _NO_ANSWER = frozenset({
     "azure.core.exceptions.ServiceResponseError", "azure.core.exceptions.IncompleteReadError",
     "google.auth.exceptions.TransportError",
 })  # fmt: skip
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Who asks could not be found out, or proved: there was no request to the store.
 _NO_LOGIN = ("Credential", "ClientAuthentication", "RefreshError")
 
@@ -75,6 +76,17 @@ def meaning(error: BaseException) -> str:
         if status is not None and status >= 400:
             return REFUSED
     return _of_the_system(error)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or a quota on it, had no space left: by the system's word."""
+    return number_behind(error) in _FULL
+
+
+def number_behind(error: BaseException) -> int:
+    """The system's number (errno) of what lies behind it; 0 if it gave none."""
+    found = (each.errno for each in _causes(error) if isinstance(each, OSError))
+    return next((number for number in found if number), 0)
 
 
 def no_answer_behind(error: BaseException) -> BaseException | None:
@@ -137,6 +149,6 @@ def _of_the_system(error: BaseException) -> str:
     if isinstance(error, PermissionError) or any(w in type(error).__name__ for w in _NO_LOGIN):
         return DENIED
     number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT):
+    if number in _FULL:
         return FULL
     return TRANSIENT if number in (errno.EBUSY, errno.EAGAIN) else REFUSED

@@ -23,7 +23,7 @@ from trainckpt.format.digest import digest
 from trainckpt.format.files import Files
 from trainckpt.format.strict import canonical
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.lifecycle.saving import save_keys
+from trainckpt.lifecycle.saving import failures, save_keys
 from trainckpt.lifecycle.saving.haste import Haste
 from trainckpt.lifecycle.saving.tidying import Tidying
 from trainckpt.snapshot import prune
@@ -170,8 +170,7 @@ class Writer:
             report["receipt"] = receipt.to_json()
             report["table"] = self._publish(entries)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
-            report["error"] = f"rank {rank}: {getattr(error, 'message', error)}"
-            report["changed"] = isinstance(error, stage.TensorsChanged)
+            report.update(failures.told(error, rank, self._tier.url))
         finally:  # training waits for it, whatever happened
             if isinstance(shard, stage.Stream):
                 shard.is_read.set()
@@ -184,8 +183,7 @@ class Writer:
         if self._sealing is not None:
             self._sealing.end(manifest.name)
         if "error" in verdict:
-            kind = stage.TensorsChanged if verdict.get("changed") else SaveFailed
-            raise kind(str(verdict["error"]))
+            raise failures.raised(verdict)
         if in_memory:
             self._keys.read(sequence)
             return
@@ -225,7 +223,9 @@ class Writer:
     ) -> Receipt:
         """As `_write_file`, but it stays in memory: encrypted, or as it is."""
         if isinstance(shard, stage.Stream):
-            raise SaveFailed("there is no memory in which it could stay", hint="memory_budget")
+            raise SaveFailed(
+                "there is no memory in which it could stay", hint="raise the option memory_budget"
+            )
         if seal is None:
             for _ in copied:  # nobody reads it before it is complete
                 pass
@@ -307,17 +307,16 @@ class Writer:
             for r in range(1, self._size):
                 key = save_keys.report(sequence, r)
                 reports.append(self._background.get(key, RANKS_TIMEOUT_S))
-            errors = [report["error"] for report in reports if "error" in report]
+            failed = [report for report in reports if "error" in report]
             self._forget_tables(sequence, reports)
-            if not errors:
+            if not failed:
                 try:
                     tensors = self._all_tensors(reports, entries)
                 except SaveFailed as error:
-                    errors = [error.message]
-            if errors:
+                    failed = [{"error": error.message, "hint": error.hint}]
+            if failed:
                 self._discard(manifest.name)
-                changed = any(report.get("changed") for report in reports)
-                return {"error": "; ".join(errors), "changed": changed}
+                return failures.together(failed)
             receipts = [Receipt.from_json(report["receipt"]) for report in reports]
             files = Files.of([receipt.file for receipt in receipts])
             older = {file.name: file for receipt in receipts for file in receipt.reached}
@@ -330,7 +329,7 @@ class Writer:
                 if self._sealing is not None:
                     self._sealing.committed(self.whole)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
-            return {"error": f"rank 0: {getattr(error, 'message', repr(error))}"}
+            return failures.told(error, 0, self._tier.url)
         return {"ok": True}
 
     def _publish(self, entries: dict[str, TensorEntry]) -> str:

@@ -202,7 +202,8 @@ class LastSave:
             self._kept = pending.snapshot, cursor
             return True
         if self._channel.world.rank == 0:
-            logger.warning("it is not in %s: %s", self.chosen["tier"], pending.error or "too late")
+            why = pending.error.message if pending.error else "too late"
+            logger.warning("it is not in %s: %s", self.chosen["tier"], why)
         self.chosen["failed"] = True
         return False
 
