@@ -14,6 +14,9 @@ from tests import warm
 from tests.lifecycle.training import Crash, record
 from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.lifecycle.run.tracked_files import TrackedFiles
+from trainckpt.state.captured import Saved
+from trainckpt.state.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,6 +135,25 @@ def test_a_file_that_is_tracked_no_more_is_named(run, out, tmp_path, caplog):
     with caplog.at_level("WARNING", "trainckpt"):
         train(run, out, 7)
     assert f"{other} is tracked no more, and not cut back to 4 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_file_that_another_rank_tracked_is_not_missed(tmp_path, caplog, is_own):
+    """A rank that came to the run later is given another's values."""
+    files, tree = TrackedFiles(Registry()), {"$": "dict", "of": [["other.txt", 4]]}
+    files.resumed(Saved({}, {"files": tree}, is_own=is_own), 2)
+    with caplog.at_level("WARNING", "trainckpt"):
+        files.say_uncut(2)
+    assert ("other.txt is tracked no more" in caplog.text) == is_own
+
+
+def test_a_file_that_attempts_without_a_snapshot_wrote_to_is_named(run, out, caplog):
+    with caplog.at_level("WARNING", "trainckpt"):
+        crashed(run, out, 9, crash_at=1)
+        assert "is not cut off" not in caplog.text
+        train(run, out, 3)
+    assert caplog.text.count(f"{out} is tracked and holds 14 bytes: no attempt before") == 1
+    assert out.read_text() == lines(0, 1, 0, 1, 2)
 
 
 def test_snapshots_of_a_script_without_tracked_files_can_be_resumed_with_some(run, out):

@@ -336,16 +336,17 @@ class Checkpointer(Known, Hooked):
 
     def _seldom(self, *, evaluation: bool, closing: bool) -> None:
         """What only the first boundary, the arrival of a resume, or a proof asks for."""
+        attempt = self._must_have_resumed()
         if self._first:
             self._first = False
             self._slips.reach(asks=not (evaluation or closing or self._hooks.on_resume))
-            self._files.say_missing()
-            self._must_have_resumed().log.change_soon(state=RUNNING)
+            self._files.say_uncut(attempt.number)
+            attempt.log.change_soon(state=RUNNING)
             self._crew.last_words.stop()
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations
             found = self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
-            self._must_have_resumed().departure.not_as_saved(other_gradients(found))
+            attempt.departure.not_as_saved(other_gradients(found))
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)

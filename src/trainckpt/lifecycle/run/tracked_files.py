@@ -3,7 +3,8 @@
 track      before resuming: the file is compared with the snapshot before anything is applied
            after: it is compared and cut back at once
 resumed    the snapshot was applied: cut back what is tracked
-say_missing  at the first boundary: what the snapshot knows and the script has not named
+say_uncut  at the first boundary: what the snapshot knows and the script has not named; and what
+           attempts before this one may have written, where none of them left a snapshot
 """
 
 from __future__ import annotations
@@ -48,15 +49,22 @@ class TrackedFiles:
         for file in self._registry.files:
             self._cut_back(file)
 
-    def say_missing(self) -> None:
-        """Warn of files that were tracked and are not: they go on growing. First boundary."""
-        if self._saved is None:
+    def say_uncut(self, attempt: int) -> None:
+        """Warn of files that are longer than what was trained. First boundary of this attempt."""
+        saved, self._saved = self._saved, None
+        known = {file.name: file.length() for file in self._registry.files}
+        if saved is None and attempt > 1:
+            for name, length in known.items():
+                if length:
+                    logger.warning(
+                        "%s is tracked and holds %d bytes: no attempt before this one left a "
+                        "snapshot, so what they wrote there is not cut off", name, length,
+                    )  # fmt: skip
+        if saved is None or not saved.is_own:  # of another rank's files nothing is known here
             return
-        known = {file.name for file in self._registry.files}
-        for name, length in tracked_file.lengths(self._saved).items():
+        for name, length in tracked_file.lengths(saved).items():
             if name not in known:
                 logger.warning("%s is tracked no more, and not cut back to %d bytes", name, length)
-        self._saved = None
 
     def _cut_back(self, file: TrackedFile) -> None:
         assert self._saved is not None
