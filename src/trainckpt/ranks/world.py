@@ -45,7 +45,8 @@ def current_world() -> World:
     if launched > 1:
         raise ConfigurationError(
             f"WORLD_SIZE is {launched}, but torch.distributed has no process group",
-            hint="call torch.distributed.init_process_group before Checkpointer",
+            hint="call torch.distributed.init_process_group before Checkpointer; Lightning does by "
+            f"Trainer(devices={launched}, strategy='ddp')",
         )
     return World(0, 1, 0, host)
 
