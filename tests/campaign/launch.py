@@ -51,7 +51,10 @@ class Server:
         return json.loads(answer)
 
     def close(self) -> None:
-        self._process.stdin.close()
+        with suppress(OSError):  # it has died
+            # to be asked: workers that were forked here, and live on, hold this pipe open
+            print(json.dumps({"end": True}), file=self._process.stdin, flush=True)
+            self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 

@@ -10,10 +10,12 @@ One JSON request a line on stdin, one answer a line on stdout:
     {"python": [word, ...], "environment", "cwd", "out", "err", "enter": pid or null}
                                                              ->  {"pids": [pid]}
     {"poll": [pid, ...]}                                     ->  {"codes": [code or null, ...]}
+    {"end": true}                                            ->  nothing: it ends
 
 The second is what follows `python` on a command line: `-m MODULE`, `-c CODE` or a script. It has
 that environment and no other, and the network, mounts and name of the host that process `enter`
-holds. At the end of stdin the server ends.
+holds. At the end of stdin the server ends too: not as long as a process that was forked beside
+it holds the other end.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ def serve() -> dict | None:
     codes: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
+        if "end" in request:
+            return None
         if "poll" in request:
             answer = {"codes": [poll(pid, codes) for pid in request["poll"]]}
         else:

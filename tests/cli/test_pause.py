@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -243,13 +244,20 @@ def test_the_newest_live_attempt_is_the_one_that_is_told(tmp_path):
 
 
 def test_progress_of_a_long_wait_goes_to_stderr(tmp_path, capsys, monkeypatch):
+    """The run ends once it has been said."""
     monkeypatch.setattr(pause, "SAY_EVERY_S", 0.1)
-    played = Played(tmp_path, newest_commit="s4~1.1")
-    threading.Timer(0.5, played.ends, ["stopped"]).start()
+    played, say = Played(tmp_path, newest_commit="s4~1.1"), pause._say
+
+    def said(words):
+        say(words)
+        if words.startswith("waiting, "):
+            played.ends("stopped")
+
+    monkeypatch.setattr(pause, "_say", said)
     assert main(["pause", "--json", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["outcome"] == "stopped"
-    assert "pause: waiting, 0 s; newest snapshot: s4~1.1" in shown.err
+    assert re.search(r"pause: waiting, \d+ s; newest snapshot: s4~1\.1\n", shown.err)
 
 
 def test_an_interrupt_ends_the_wait_and_not_the_notice(tmp_path, capsys):
