@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from tests.launchers.started import EXAMPLE, ROOT, Forks, Run, ended, sigterm, stop
+from tests.campaign import launch
+from tests.launchers.started import EXAMPLE, ROOT, Forks, Run, ended, sigterm, stop, wait_for
 
 MAIN = str(ROOT / "src" / "trainckpt" / "cli" / "main.py")
 
@@ -22,10 +23,20 @@ def supervised(server, log):
     return start
 
 
+def kill_alone(supervisor: int, run: Run) -> None:
+    """Only the supervisor is killed; its ranks leave because of that."""
+    pids = run.pids()
+    os.kill(supervisor, signal.SIGKILL)
+    wait_for(lambda: not any(map(launch.alive, pids)))
+
+
 def test_trainckpt_run_ends_with_75_for_every_stop_and_goes_on_to_the_same_bit(
     straight, supervised, tmp_path
 ):
-    """SIGTERM to one rank, Ctrl-C; then to the end. (To the supervisor: tests/cli.)"""
+    """SIGTERM to one rank, Ctrl-C, SIGKILL to the supervisor alone; then to the end.
+
+    SIGTERM to the supervisor: tests/cli.
+    """
     run = Run(tmp_path / "r", 2)
 
     first = supervised(run)
@@ -37,6 +48,10 @@ def test_trainckpt_run_ends_with_75_for_every_stop_and_goes_on_to_the_same_bit(
     assert stop(second, run, lambda: os.kill(second.pid, signal.SIGINT)) == [75], second.said()
     run.assert_stopped(2)
     assert "Traceback" not in first.said() + second.said()
+
+    third = supervised(run)
+    assert stop(third, run, lambda: kill_alone(third.pid, run)) not in ([0], [75]), third.said()
+    run.assert_stopped(3)
 
     last = supervised(run)
     assert ended(last) == [0], last.said()

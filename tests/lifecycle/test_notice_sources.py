@@ -93,5 +93,6 @@ def test_the_wall_time_of_restored_processes_is_that_of_the_job_they_go_on_in(
 def test_a_rank_under_a_supervisor_looks_for_another_jobs_end_though_its_own_has_none():
     options = read_options({"notices": "none"}, {})
     assert further_sources(options, None, FIRST, {}) == []
-    (source,) = further_sources(options, None, FIRST, {SUPERVISOR_VARIABLE: "/nowhere"})
+    source, _ = further_sources(options, None, FIRST, {SUPERVISOR_VARIABLE: "/nowhere"})
+    assert isinstance(source, WallTime)
     assert source.poll() == []

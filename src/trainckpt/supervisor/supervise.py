@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import UNDECIDED
+from trainckpt.lifecycle.run import supervisor_told
 from trainckpt.lifecycle.run.command_word import COMMAND_VARIABLE
 from trainckpt.lifecycle.run.launch import AT_VARIABLE, DUMPS_VARIABLE
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
@@ -242,6 +243,9 @@ def _launch(
     """One launch: how it ended, its record; what its ranks told, and whether it was to stop."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
+        with contextlib.suppress(OSError):  # then nobody notices if this process is killed
+            for file, text in supervisor_told.spell().items():
+                Path(folder, file).write_text(text, encoding="utf-8")
         variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
         if named is not None:
             variables[records.NAME_VARIABLE] = named.url

@@ -6,14 +6,13 @@ training thread   leave       at the end: what is not copied yet is copied, as f
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.deciding.flush_plan import Leaving, flush_limit_s
+from trainckpt.lifecycle.run import supervisor_told
 from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.lifecycle.run.pending import DURABLE
-from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.notice import OF_MACHINE
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Flushing:
             return 0.0
         leaving = Leaving(
             left_s, self.flushers[0].predicted_s(),
-            supervised=SUPERVISOR_VARIABLE in os.environ,
+            supervised=supervisor_told.is_there(),
             host_goes=on_this_host and reason.startswith(OF_MACHINE),
         )  # fmt: skip
         return flush_limit_s(leaving)

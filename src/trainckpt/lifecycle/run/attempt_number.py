@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.lifecycle.run import supervisor_told
 from trainckpt.lifecycle.run.living import lives
 from trainckpt.lifecycle.run.told import folder_of_launch
 
@@ -89,12 +90,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def spell(attempt: int, started_s: float, job_ends: str | None) -> dict[str, str]:
-    """The files that say as which attempt the processes go on, and that not all do yet.
+    """The files that say as which attempt the processes go on, under whom, and that not all do yet.
 
     Names and texts, in the order in which they are written.
     """
     told = {"attempt": attempt, "started": started_s, "job_ends": job_ends}
-    return {RESTORING: str(os.getpid()), FILE: json.dumps(told)}
+    return {RESTORING: str(os.getpid()), FILE: json.dumps(told), **supervisor_told.spell()}
 
 
 def all_run(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 the wall time    by the option, or by Slurm's variable
 Slurm            where no variable says when the job ends, rank 0 asks
+the supervisor   when it was killed, and its ranks were not
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from trainckpt.lifecycle.run.attempt_number import OtherJob, other_job
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.options import AUTO
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
+from trainckpt.lifecycle.stopping.supervisor_gone import SupervisorGone
 from trainckpt.preemption import nvml, slurm, spot
 from trainckpt.preemption.background import Background
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
@@ -45,6 +47,7 @@ def further_sources(
         *_wall_time(options.wall_time, grace_s, environment),
         *_job_end(grace_s, world, environment),
         *(_of_this_host(options.notices, environment) if world.local_rank == 0 else []),
+        *_supervisor(world, environment),
     ]
 
 
@@ -125,6 +128,11 @@ class OtherJobsEnd:
             ends_s = math.inf if ends_s is None else ends_s
             self._job, self._end = job, (ends_s, lead_s(self._grace_s, ends_s - job.started_s))
         return self._end
+
+
+def _supervisor(world: World, environment: Mapping[str, str]) -> list[NoticeSource]:
+    folder = environment.get(SUPERVISOR_VARIABLE)
+    return [SupervisorGone(Path(folder))] if folder and world.local_rank == 0 else []
 
 
 def _job_end(
