@@ -158,6 +158,23 @@ def test_an_unknown_run_is_66_and_is_not_made_by_looking(verb, tmp_path, capsys)
     assert captured.err.startswith("error: there is no run at")
 
 
+@pytest.mark.parametrize("verb", ["list", "verify", "show", "prune", "pause", "diff", "export"])
+def test_a_folder_of_runs_or_within_one_is_66_with_the_run_that_may_be_meant(
+    make_run, tmp_path, capsys, verb
+):
+    run = make_run(steps=1)
+    more = {"diff": [str(run)], "export": [str(tmp_path / "exported")]}.get(verb, [])
+    capsys.readouterr()
+    assert main([verb, str(tmp_path), *more]) == 66
+    said = capsys.readouterr().err
+    assert f"there is no run at {tmp_path}: it is a folder that holds runs: {run.name}\n" in said
+    assert f"next: name one: {run}\n" in said
+    assert main([verb, str(run / "snapshots"), *more]) == 66
+    said = capsys.readouterr().err
+    assert f"there is no run at {run}/snapshots: it is in the run {run}\n" in said
+    assert f"next: name that: {run}\n" in said
+
+
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives root away, so needs it")
 @pytest.mark.parametrize("verb", ["list", "verify", "resume"])
 def test_a_place_that_denies_a_look_is_69_and_never_empty(verb, make_run):

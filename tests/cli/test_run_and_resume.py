@@ -251,13 +251,13 @@ def test_a_folder_of_runs_is_66_with_the_runs_that_it_holds(make_run, tmp_path, 
     assert main(["resume", f"{tmp_path}/"]) == 66
     shown = capfd.readouterr().err
     assert f"there is no run at {tmp_path}: it is a folder that holds runs: x 1\n" in shown
-    assert f"next: trainckpt resume {tmp_path}/'x 1'\n" in shown
+    assert f"next: name one: '{tmp_path}/x 1'\n" in shown
     for number in range(11):
         shutil.copytree(tmp_path / "x 1", tmp_path / f"y{number:02}")
     assert main(["resume", str(tmp_path)]) == 66
     shown = capfd.readouterr().err
     assert "holds runs: x 1, y00, y01, y02, y03, y04, y05, y06, y07, y08 and 2 more\n" in shown
-    assert f"next: trainckpt resume {tmp_path}/<name>\n" in shown
+    assert f"next: name one: {tmp_path}/<name>\n" in shown
     assert main(["resume", str(tmp_path / "no-run")]) == 66
     assert "next: check the path" in capfd.readouterr().err
 

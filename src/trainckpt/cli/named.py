@@ -17,16 +17,12 @@ from trainckpt.lifecycle.places.everywhere import open_everywhere
 from trainckpt.snapshot import attempts, catalog
 from trainckpt.snapshot.catalog import Candidate
 from trainckpt.tiers import kept
-from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import MemoryPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from trainckpt.tiers.places import Place
-
-MOST_RUNS = 10  # that are listed
 
 
 def must_be_there(tier: Place, run: str, given: Sequence[str], wanted: str) -> None:
@@ -65,25 +61,15 @@ def _in_memory(url: str) -> Iterator[Candidate]:
             yield Candidate(manifest.name, manifest, usable=True)
 
 
-def no_run(tier: Place, run: str, error: NothingToResume) -> NothingToResume:
-    """What to say where `tier`, called `run`, holds no run: as `error`, or what was meant."""
+def no_run(run: str, error: NothingToResume) -> NothingToResume:
+    """What to say where the place called `run` holds no run: as `error`, or what was meant."""
     known, wanted = names.split_target(run)
-    if wanted is not None and _is_run(known):
-        at = f" --at {shlex.quote(wanted)}" if wanted else ""
-        return NothingToResume(
-            f"{error.message}; there is one at {known}",
-            hint=f"trainckpt resume {shlex.quote(known)}{at}",
-        )
-    held = _runs_in(tier.root) if isinstance(tier, LocalTier) else []
-    if not held:
+    if wanted is None or not _is_run(known):
         return error
-    listed = ", ".join(held[:MOST_RUNS])
-    more = f" and {len(held) - MOST_RUNS} more" if len(held) > MOST_RUNS else ""
-    one = shlex.quote(held[0]) if len(held) == 1 else "<name>"
-    folder = shlex.quote(run.rstrip("/"))
+    at = f" --at {shlex.quote(wanted)}" if wanted else ""
     return NothingToResume(
-        f"{error.message}: it is a folder that holds runs: {listed}{more}",
-        hint=f"trainckpt resume {folder}/{one}",
+        f"{error.message}; there is one at {known}",
+        hint=f"trainckpt resume {shlex.quote(known)}{at}",
     )
 
 
@@ -91,14 +77,3 @@ def _is_run(run: str) -> bool:
     with contextlib.suppress(TrainckptError):  # nobody has asked for that one
         return attempts.run_id(place.open_place(run)) is not None
     return False
-
-
-def _runs_in(folder: Path) -> list[str]:
-    """Names of the runs whose places lie there, as far as this user may see them."""
-    found = []
-    with contextlib.suppress(OSError):
-        for each in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):  # a closed one says nothing of the others
-                if (each / names.RUN_RECORD).is_file():
-                    found.append(each.name)
-    return found

@@ -44,6 +44,7 @@ from trainckpt.format.attempt import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.lifecycle.deciding.dump_choice import DUMP
 from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.not_a_run import no_run_at
 from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import requests
@@ -112,7 +113,7 @@ def find_live(tier: Place) -> AttemptRecord:
         NothingToResume: there is none; says what was found.
     """
     if attempts.run_id(tier) is None:
-        raise NothingToResume(f"no live run: there is no run at {tier.url}", hint="check the path")
+        raise no_run_at(tier, "no live run: ")
     found = []
     for number, record in sorted(attempts.read_attempts(tier).items(), reverse=True):
         age = None if record.outcome else heartbeat.age_s(tier, number)

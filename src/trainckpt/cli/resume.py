@@ -169,7 +169,7 @@ def _recorded(
         try:
             everywhere = open_everywhere(run, *given)
         except NothingToResume as error:
-            raise named.no_run(tier, run, error) from error
+            raise named.no_run(run, error) from error
         records, elsewhere = everywhere.records, [*given, *read_options({}).tiers]
     told = [r for _, r in sorted(records.items(), reverse=True) if r.facts.get("argv")]
     if not told:

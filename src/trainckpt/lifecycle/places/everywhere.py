@@ -10,10 +10,11 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import NothingToResume, SaveFailed, TierUnavailable, UnusableSnapshot
+from trainckpt.errors import SaveFailed, TierUnavailable, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
 from trainckpt.lifecycle.places import place as places
+from trainckpt.lifecycle.places.not_a_run import no_run_at
 from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.slower import Slower, open_slower
 from trainckpt.lifecycle.run.options import read_options
@@ -91,7 +92,7 @@ def open_everywhere(run: str | os.PathLike[str], *also: str) -> Everywhere:
     if found is None:
         found = reach.find_run(must=False)
         if found is None:
-            raise NothingToResume(f"there is no run at {local.url}", hint="check the path")
+            raise no_run_at(local)
         source = next(t for t in reach.slower.tiers if attempts.run_id(t) == found)
     records = attempts.read_attempts(source)
     reach.look(found, records)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import NothingToResume, UnusableSnapshot
 from trainckpt.format.names import split_target
 from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.not_a_run import no_run_at
 from trainckpt.snapshot import attempts, catalog
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def read_candidates(tier: Tier) -> tuple[Candidate, ...]:
     """The catalog of the run at `tier`; `NothingToResume` if there is no run."""
     run = attempts.run_id(tier)
     if run is None:
-        raise NothingToResume(f"there is no run at {tier.url}", hint="check the path")
+        raise no_run_at(tier)
     return catalog.read_catalog(tier, run, attempts.read_attempts(tier))
 
 
