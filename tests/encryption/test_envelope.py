@@ -17,16 +17,16 @@ def wrapped(*to):
 
 def test_each_recipient_gets_the_key_and_nobody_else():
     for identity in (ME, OTHER):
-        assert envelope.unwrap_any(wrapped(ME, OTHER), identity, "run", "s2~1.1") == KEY
+        assert envelope.unwrap_any(wrapped(ME, OTHER), [STRANGER, identity], "run", "s2~1.1") == KEY
     with pytest.raises(ConfigurationError, match="the identity given is of") as caught:
-        envelope.unwrap_any(wrapped(ME, OTHER), STRANGER, "run", "s2~1.1")
+        envelope.unwrap_any(wrapped(ME, OTHER), [STRANGER], "run", "s2~1.1")
     assert ME.recipient in caught.value.message
     assert "TRAINCKPT_IDENTITY" in caught.value.hint
 
 
 def test_without_an_identity_it_is_said_who_could_read_it():
     with pytest.raises(ConfigurationError, match="no identity is given") as caught:
-        envelope.unwrap_any(wrapped(ME), None, "run", "s2~1.1")
+        envelope.unwrap_any(wrapped(ME), [], "run", "s2~1.1")
     assert ME.recipient in caught.value.message
     assert "--identity FILE" in caught.value.hint
 
@@ -34,7 +34,7 @@ def test_without_an_identity_it_is_said_who_could_read_it():
 def test_a_key_is_bound_to_its_snapshot_and_its_run():
     for run, snapshot in (("run", "s2~1.2"), ("another", "s2~1.1")):
         with pytest.raises(UnusableSnapshot, match="was changed, or is another's"):
-            envelope.unwrap_any(wrapped(ME), ME, run, snapshot)
+            envelope.unwrap_any(wrapped(ME), [ME], run, snapshot)
 
 
 def test_every_changed_bit_of_a_wrapped_key_is_found():

@@ -14,14 +14,14 @@ def identity(tmp_path):
 
 
 def test_an_identity_is_read_back_from_a_file_that_only_its_user_can_read(identity, tmp_path):
-    assert keys.read_identity(tmp_path / "id") == identity
+    assert keys.read_identities(tmp_path / "id") == (identity,)
     assert (tmp_path / "id").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_that_is_there_is_never_written_over(identity, tmp_path):
     with pytest.raises(ConfigurationError, match="is there already"):
         keys.write_identity(tmp_path / "id", keys.generate())
-    assert keys.read_identity(tmp_path / "id") == identity
+    assert keys.read_identities(tmp_path / "id") == (identity,)
 
 
 def test_what_is_printed_of_an_identity_does_not_hold_its_secret(identity):
@@ -49,7 +49,7 @@ def test_a_broken_identity_is_refused_without_being_shown(identity, tmp_path):
     secret = keys.to_text(keys.IDENTITY, identity.secret)
     (tmp_path / "broken").write_text(f"{secret[:-1]}\n")
     with pytest.raises(ConfigurationError) as caught:
-        keys.read_identity(tmp_path / "broken")
+        keys.read_identities(tmp_path / "broken")
     assert secret[25:40] not in f"{caught.value}"
     assert "keygen" in caught.value.hint
 

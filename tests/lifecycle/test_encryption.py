@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,6 +209,24 @@ def test_a_run_that_was_not_encrypted_goes_on_encrypted_and_refers_to_nothing(
     assert weights.keys() == trained(tmp_path / "straight", key).keys()
 
 
+def test_what_is_encrypted_to_others_is_not_referred_to(tmp_path, key, only_on_disk):
+    """Else nobody could read what is saved: its own key is for some, what it needs for others."""
+    other = keys.generate()
+    both = tmp_path / "both"
+    keys.write_identity(both, other)
+    both.write_text(both.read_text() + Path(key["file"]).read_text())
+    first = lora.train(0, tmp_path / "run", 1, 2, encrypt_to=key["to"])
+    how = {"encrypt_to": [other.recipient, key["to"]], "identity": both}
+    then = lora.train(0, tmp_path / "run", 1, 4, **how)
+    last = lora.train(0, tmp_path / "run", 1, 6, **how, keep_last=1)
+    assert {**first, **then, **last} == lora.train(0, tmp_path / "straight", 1, 6, every="never")
+    newest = catalog(tmp_path / "run")[0].manifest
+    assert [file.name for file in newest.reached] == ["s3~2.1/rank00000.safetensors"]
+    keys.write_identity(tmp_path / "alone", other)
+    alone = trained(tmp_path / "run", {"file": str(tmp_path / "alone")})
+    assert alone.keys() == trained(tmp_path / "run", key).keys()
+
+
 def test_what_is_in_the_clear_and_newer_than_what_is_encrypted_is_used_only_by_name(
     run, key, monkeypatch
 ):
@@ -398,7 +417,7 @@ def test_verify_finds_without_a_key_what_was_damaged_and_with_it_what_was_forged
 def test_keygen_makes_what_encrypts_and_what_reads(tmp_path, capsys):
     assert main(["keygen", str(tmp_path / "id"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert keys.read_identity(tmp_path / "id").recipient == told["recipient"]
+    assert [each.recipient for each in keys.read_identities(tmp_path / "id")] == [told["recipient"]]
     assert main(["keygen", str(tmp_path / "id")]) == 78
     assert "is there already" in capsys.readouterr().err
 

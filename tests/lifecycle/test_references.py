@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from trainckpt.cli.main import main
 from trainckpt.snapshot import write_beside
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
 
 preload("tests.lifecycle.lora")
 
@@ -149,6 +151,38 @@ def test_a_file_that_vanished_makes_one_save_fail_and_the_next_write_all_anew(tm
     found = manifests(tmp_path / "run")
     assert [(str(m.name), m.reached) for m in found] == [("s4~2.2", ())]
     assert all(copy.ok for copy in verify(LocalTier(tmp_path / "run"), found[-1]))
+
+
+@pytest.mark.parametrize("every", ["1 steps", "never"])
+def test_the_first_save_after_the_place_was_lost_refers_to_nothing_in_another_tier(
+    tmp_path, monkeypatch, caplog, every
+):
+    """The frozen base was read from there; the only save of a short attempt must not fail."""
+    monkeypatch.setenv(ROOT_VARIABLE, NONE)
+    straight = lora.train(0, tmp_path / "straight", 1, 4, every="never")
+    first = lora.train_in_tiers(0, tmp_path / "run", 1, 3, str(tmp_path / "far"))
+    shutil.rmtree(tmp_path / "run")
+    far = str(tmp_path / "far")
+    then = lora.train(0, tmp_path / "run", 1, 4, tiers=far, every=every)
+    assert {**first, **then} == straight
+    assert "failed" not in caplog.text
+    (found,) = manifests(tmp_path / "run")
+    assert (found.cursor.step, found.reached) == (4, ())
+    assert all(copy.ok for copy in verify(LocalTier(tmp_path / "run"), found))
+
+
+def test_a_last_save_looks_whether_what_it_refers_to_is_there(tmp_path):
+    """No other follows it."""
+
+    def vanish(step, model):
+        if step == 3:
+            for path in (tmp_path / "run" / "snapshots").glob("s1~*/*.safetensors"):
+                path.unlink()
+
+    lora.train(0, tmp_path / "run", 1, 2)
+    lora.train(0, tmp_path / "run", 1, 4, vanish, every="never")
+    found = manifests(tmp_path / "run")
+    assert [(str(m.name), m.reached) for m in found] == [("s4~2.1", ())]
 
 
 @pytest.mark.parametrize("at", ["header", "data"])

@@ -62,18 +62,18 @@ def test_images_are_encrypted_where_they_lie_and_opened_by_whoever_has_a_key(ima
     record = stored(images, keys=wrapped)
     assert DumpRecord.load(record.dump(), "x") == record
     assert b"secret" not in (images / "files.img").read_bytes()
-    key = sealed_images.key_of(record, ours)
+    key = sealed_images.key_of(record, [ours])
     with sealed_images.opened(images, record, key) as plain:
         assert {path.name: path.read_bytes() for path in plain.iterdir()} == FILES
         assert {path.stat().st_mode & 0o777 for path in (plain, *plain.iterdir())} == {0o700, 0o600}
     assert not plain.exists()
     with pytest.raises(ConfigurationError, match="and no identity is given"):
-        sealed_images.key_of(record, None)
+        sealed_images.key_of(record, [])
     with pytest.raises(ConfigurationError, match="the identity given is of"):
-        sealed_images.key_of(record, other)
+        sealed_images.key_of(record, [other])
     moved = replace(record, run="another")
     with pytest.raises(UnusableSnapshot, match="was changed, or is another's"):
-        sealed_images.key_of(moved, ours)
+        sealed_images.key_of(moved, [ours])
 
     def refused(change, why):
         before = (images / "pages-1.img").read_bytes()
@@ -105,7 +105,7 @@ def test_an_encrypted_dump_of_a_process_holds_nothing_in_the_clear_and_is_restor
             assert b"kept-kept-" not in path.read_bytes(), path.name
         with pytest.raises(UnusableSnapshot, match="not what was encrypted for this place"):
             counting.restore(record, key=bytes(32))
-        counting.restore(record, key=sealed_images.key_of(record, ours))
+        counting.restore(record, key=sealed_images.key_of(record, [ours]))
         assert counting.counts_on()
         assert not (folder / sealed_images.OPENED).exists()
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.cli import show
-from trainckpt.encryption.keys import parse_recipients, read_identity
+from trainckpt.encryption.keys import parse_recipients, read_identities
 from trainckpt.encryption.package import INSTALL, must_be_there
 from trainckpt.encryption.sealed_file import bytes_per_s
 from trainckpt.errors import ConfigurationError
@@ -60,13 +60,14 @@ def _identity(options: Options) -> list[Item]:
         return []
     name, path = "identity", Path(options.identity)
     try:
-        identity = read_identity(path)
+        identities = read_identities(path)
         mode = path.stat().st_mode & 0o777
     except ConfigurationError as error:
         return [Item(name, ok=False, value=error.message, cure=error.hint)]
     except OSError as error:
         return [Item(name, ok=False, value=f"{path}: {error.strerror}", cure="name another file")]
-    value = f"{path} reads what is encrypted to {identity.recipient}"
+    to = ", ".join(identity.recipient for identity in identities)
+    value = f"{path} reads what is encrypted to {to}"
     if mode & 0o077:
         value = f"{path} can be read by others (mode {mode:04o})"
         return [Item(name, ok=False, value=value, cure=f"chmod 600 {path}")]

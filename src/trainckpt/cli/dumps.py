@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.cli.aside import tell
 from trainckpt.cli.dumped import dumps_of
-from trainckpt.encryption.keys import read_identity
+from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.places.everywhere import open_everywhere
@@ -200,7 +200,7 @@ def _key(record: DumpRecord) -> bytes:
     if not record.keys:
         return b""
     path = read_options({}).identity
-    return sealed_images.key_of(record, None if path is None else read_identity(path))
+    return sealed_images.key_of(record, () if path is None else read_identities(path))
 
 
 def _say(line: str) -> None:

@@ -106,27 +106,29 @@ def wrap_for_all(
 
 
 def unwrap_any(
-    wrapped: Sequence[Wrapped], identity: Identity | None, run: str, snapshot: str
+    wrapped: Sequence[Wrapped], identities: Sequence[Identity], run: str, snapshot: str
 ) -> bytes:
-    """A snapshot's key, for whoever has this identity.
+    """A snapshot's key, for whoever has these identities.
 
     Raises:
-        ConfigurationError: it is not one of the recipients, or there is none.
-        UnusableSnapshot: it is, and what was wrapped for it was changed.
+        ConfigurationError: none is one of the recipients, or there is none.
+        UnusableSnapshot: one is, and what was wrapped for it was changed.
     """
     who = ", ".join(each.to[:80] for each in wrapped[:3])
-    if identity is None:
+    if not identities:
         raise ConfigurationError(
             f"{snapshot} is encrypted to {who}, and no identity is given",
             hint="TRAINCKPT_IDENTITY=FILE, or --identity FILE, as `trainckpt keygen FILE` wrote it",
         )
     for each in wrapped:
-        if each.to == identity.recipient:
-            return unwrap(each, identity, context(run, snapshot))
+        for identity in identities:
+            if each.to == identity.recipient:
+                return unwrap(each, identity, context(run, snapshot))
+    given = ", ".join(identity.recipient for identity in identities)
     raise ConfigurationError(
-        f"{snapshot} is encrypted to {who}; the identity given is of {identity.recipient}",
+        f"{snapshot} is encrypted to {who}; the identity given is of {given}",
         hint="give the identity of one of those with TRAINCKPT_IDENTITY=FILE or --identity FILE; "
-        "who has one can let others in: trainckpt rewrap",
+        "a file may hold several; who has one can let others in: trainckpt rewrap",
     )
 
 

@@ -108,19 +108,19 @@ def parse_recipients(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def read_identity(path: str | os.PathLike[str]) -> Identity:
-    """The identity that a file holds.
+def read_identities(path: str | os.PathLike[str]) -> tuple[Identity, ...]:
+    """The identities that a file holds, one on a line: at least one.
 
     Raises:
         ConfigurationError: it is not there, or not readable, or holds none.
     """
-    for line in _lines(Path(path)):
-        if line.startswith(IDENTITY):
-            try:
-                return Identity.of(_from_text(IDENTITY, line))
-            except ConfigurationError as error:
-                raise ConfigurationError(f"{path}: {error.message}", hint=error.hint) from None
-    raise ConfigurationError(f"{path} holds no identity", hint=HOW)
+    lines = [line for line in _lines(Path(path)) if line.startswith(IDENTITY)]
+    if not lines:
+        raise ConfigurationError(f"{path} holds no identity", hint=HOW)
+    try:
+        return tuple(Identity.of(_from_text(IDENTITY, line)) for line in dict.fromkeys(lines))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error.message}", hint=error.hint) from None
 
 
 def write_identity(path: str | os.PathLike[str], identity: Identity) -> None:

@@ -224,11 +224,11 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
 
 
 def _refer(saver: Saver, seals: Sealing | None, beginning: Beginning) -> None:
-    """What is written may refer to the snapshot that the attempt began from, if both are encrypted,
-    or neither: else what should not be readable would be, or the other way round."""
+    """What is written may refer to the snapshot that the attempt began from, if both are encrypted
+    to the same, or neither: else what should not be readable would be, or the other way round."""
     manifest = beginning.manifest
     assert manifest is not None
-    if (seals is not None) != (manifest.encryption is not None):
+    if not sealing.may_refer(seals, manifest):
         return
     saver.references.begin_from(manifest, beginning.reader)
     if seals is not None:

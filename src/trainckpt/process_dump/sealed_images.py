@@ -52,14 +52,14 @@ def seal(
     return wrapped
 
 
-def key_of(record: DumpRecord, identity: Identity | None) -> bytes:
+def key_of(record: DumpRecord, identities: Sequence[Identity]) -> bytes:
     """The key of its images.
 
     Raises:
         ConfigurationError: no identity, or one that it is not encrypted to.
         UnusableSnapshot: what was wrapped was changed.
     """
-    return envelope.unwrap_any(record.keys, identity, record.run, str(record.name))
+    return envelope.unwrap_any(record.keys, identities, record.run, str(record.name))
 
 
 @contextlib.contextmanager

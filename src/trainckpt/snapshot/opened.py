@@ -16,7 +16,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.encryption import envelope, sealed_manifest
-from trainckpt.encryption.keys import read_identity
+from trainckpt.encryption.keys import read_identities
 from trainckpt.encryption.sealed_file import FOOTER_BYTES, TAG_BYTES, Place, Unsealer
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS
@@ -37,18 +37,18 @@ TAIL_BYTES = 64 << 10  # read at first: most often it is enough
 
 
 class Opener:
-    """Whoever reads with one identity, or none. The file is read when it is first needed."""
+    """Whoever reads with some identities, or none. Their file is read when it is first needed."""
 
     def __init__(self, path: str | None = None) -> None:
         self._path = path
-        self._identity: Identity | None = None
+        self._identities: tuple[Identity, ...] = ()
 
     @property
-    def identity(self) -> Identity | None:
-        """What was given; errors as `keys.read_identity`."""
-        if self._identity is None and self._path is not None:
-            self._identity = read_identity(self._path)
-        return self._identity
+    def identities(self) -> tuple[Identity, ...]:
+        """What was given; errors as `keys.read_identities`."""
+        if not self._identities and self._path is not None:
+            self._identities = read_identities(self._path)
+        return self._identities
 
     def key(self, manifest: Manifest, snapshot: str) -> bytes:
         """Of a snapshot, as its manifest has it or one that refers to it.
@@ -59,7 +59,7 @@ class Opener:
         """
         assert manifest.encryption is not None
         wrapped = manifest.encryption.keys[snapshot]
-        return envelope.unwrap_any(wrapped, self.identity, manifest.run, snapshot)
+        return envelope.unwrap_any(wrapped, self.identities, manifest.run, snapshot)
 
 
 class Opened:

@@ -56,7 +56,7 @@ def verify(
             compared.
     """
     opened = Opened(tier, opener or Opener())
-    if opener is not None and opener.identity is not None:
+    if opener is not None and opener.identities:
         try:
             manifest = opened.admit(manifest)
         except UnusableSnapshot as error:

@@ -1,6 +1,7 @@
 """References: what of this rank's state is not copied, since an older shard file holds it already.
 
-    training thread   find       digests what is likely to be unchanged; what is, is referred to
+    training thread   begin_from what the run's place holds of the snapshot that was resumed
+                      find       digests what is likely to be unchanged; what is, is referred to
     saving thread     reached    the files are there still, and what the manifest says of them
                       committed  the next save looks at this one
 
@@ -62,10 +63,17 @@ class References:
             p.region.key: unchanged.Held(p.key.removeprefix(f"{SNAPSHOTS}/"), _compact(p.region))
             for p in places
         }
-        self._known = unchanged.Known(held, files)
+        self._known = self._in_place(unchanged.Known(held, files))
 
-    def find(self, captured: Captured, planned: Sequence[Region]) -> dict[str, str]:
-        """Key of a region that need not be written -> the file that holds it."""
+    def find(
+        self, captured: Captured, planned: Sequence[Region], *, last: bool = False
+    ) -> dict[str, str]:
+        """Key of a region that need not be written -> the file that holds it.
+
+        `last`: no other save follows if this one fails, so the files are looked for first.
+        """
+        if last:
+            self._known = self._in_place(self._known)
         if not self._known.held:
             return {}
         models = {model.name for model in self._registry.models}
@@ -102,6 +110,15 @@ class References:
         file = replace(file, name=f"{name}/{file.name}")
         regions = [_compact(region) for region in header.regions]
         self._known = unchanged.committed(self._known, file, regions, header.references)
+
+    def _in_place(self, known: unchanged.Known) -> unchanged.Known:
+        """Without what the run's place does not hold: it may have been read from another tier."""
+        there: dict[str, bool] = {}
+        for file, _ in known.held.values():
+            if file not in there:
+                there[file] = self._size(file) == known.files[file].num_bytes
+        held = {key: each for key, each in known.held.items() if there[each.file]}
+        return known if len(held) == len(known.held) else replace(known, held=held)
 
     def _size(self, name: str) -> int | None:
         try:

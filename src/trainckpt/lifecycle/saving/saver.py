@@ -325,13 +325,13 @@ class Saver:
         self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
     ) -> stage.Shard | stage.Stream:
         """`stepped`: what may be copied beside training; None: nothing need be, it waits anyway."""
+        last, find, world = stepped is None, self.references.find, self._channel.world
         facts: dict[str, Any] = {
-            "rank": self._channel.world.rank,
-            "world": self._channel.world.size,
-            "references": {} if self._in_memory else self.references.find(captured, planned),
-        }
+            "rank": world.rank, "world": world.size,
+            "references": {} if self._in_memory else find(captured, planned, last=last),
+        }  # fmt: skip
         planned = [region for region in planned if region.key not in facts["references"]]
-        if (stepped is not None or self.arenas.are_ready) and self.protecting.lets_go():
+        if (not last or self.arenas.are_ready) and self.protecting.lets_go():
             how = {**facts, **self._copying.how(stepped or set())}
             memory, side = self.arenas.memory, self.arenas.side
             side.use(captured.tensors.values())
@@ -343,7 +343,7 @@ class Saver:
         return stage.stream(captured, planned, **facts)
 
     def _prepare(self) -> None:
-        """Before the first save asks for it: to touch so much memory anew takes long."""
+        """Before the first save: to touch so much memory anew takes long."""
         num_bytes = shard_bytes(self._registry, self._channel.world.size)
         self.arenas.side.use(self._registry.all_parameters())
         self.arenas.prepare(num_bytes)

@@ -5,7 +5,8 @@ set up    rank 0 makes a secret and tells it to each rank, wrapped for a key tha
 a save    takes its key from the chain, on every rank the same; it is gone with the save. What
           survivors save is one more, which may begin while another has not come to its end
 commit    rank 0 wraps it for each recipient, and takes along the wrapped keys of older snapshots
-          that are referred to: it has them as they stand in manifests, and cannot open them
+          that are referred to: it has them as they stand in manifests, and cannot open them, so
+          only those are that were wrapped for the same recipients
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Sealing:
         self._known: Mapping[str, tuple[Wrapped, ...]] = {}
         self._open: dict[int, Seal] = {}  # sequence number of a save -> what encrypts it
         self._taking = threading.Lock()
+
+    @property
+    def recipients(self) -> frozenset[str]:
+        """Who will be able to read what is saved."""
+        return frozenset(self._recipients)
 
     def begin_from(self, manifest: Manifest) -> None:
         """What the attempt began from may be referred to."""
@@ -89,6 +95,14 @@ class Sealing:
     def committed(self, manifest: Manifest) -> None:
         """The next save may refer to it, and to what it refers to."""
         self.begin_from(manifest)
+
+
+def may_refer(sealing: Sealing | None, manifest: Manifest) -> bool:
+    """Whether who reads what this attempt saves reads all of that snapshot too, and nobody else."""
+    if sealing is None or manifest.encryption is None:
+        return sealing is None and manifest.encryption is None
+    to = [frozenset(each.to for each in wrapped) for wrapped in manifest.encryption.keys.values()]
+    return all(each == sealing.recipients for each in to)
 
 
 def check(options: Options) -> tuple[str, ...]:
