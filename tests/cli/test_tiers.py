@@ -216,6 +216,15 @@ def test_prune_goes_over_every_tier_or_the_one_that_is_named(make_run, tmp_path,
     assert document["notes"][-1].startswith("the tier far stays as it is: ")
 
 
+@pytest.mark.parametrize("verb", [["prune", "--tier"], ["fetch", "--from"]])
+def test_a_tier_that_does_not_hold_the_run_is_78_with_those_that_do(tiered, capsys, verb):
+    run, *_ = tiered
+    assert main([verb[0], str(run), verb[1], "fra"]) == 78
+    said = capsys.readouterr().err
+    assert f"no tier 'fra' holds the run of {run}\n" in said
+    assert "next: one of local, far\n" in said
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})

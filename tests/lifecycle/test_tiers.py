@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.lifecycle import lora
-from tests.lifecycle.training import attempt, catalog, crashed, record, usable
+from tests.lifecycle.training import Parts, attempt, catalog, crashed, record, usable
 from tests.ranks.processes import preload, run_ranks
+from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError, SaveFailed
 from trainckpt.lifecycle.flushing.flusher import Flusher
 from trainckpt.lifecycle.places.slower import open_slower
@@ -223,6 +224,20 @@ def test_tiers_that_cannot_be_are_refused_before_anything_is_claimed(
     with pytest.raises(ConfigurationError, match=why):
         attempt("run", **options)
     assert not (tmp_path / "run/attempts").exists()
+
+
+def test_a_tier_is_where_its_path_led_when_the_checkpointer_was_made_as_the_run_is(
+    tmp_path, monkeypatch
+):
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    ckpt = Checkpointer("run", tiers="far", **Parts().tracked())
+    monkeypatch.chdir(tmp_path / "there")
+    with ckpt:
+        pass
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"run", "far"}
+    assert not list((tmp_path / "there").iterdir())
 
 
 def test_a_secret_in_a_tier_s_url_is_not_stored(tmp_path):

@@ -27,5 +27,5 @@ def execute(arguments: argparse.Namespace) -> int:
     source = arguments.source
     named = [source] if source and ("/" in source or "://" in source) else []
     everywhere = open_everywhere(run, *named)
-    sources = (everywhere.tier(source),) if source else everywhere.tiers
+    sources = (everywhere.holding(source),) if source else everywhere.tiers
     return moving.move(arguments, everywhere, wanted, [everywhere.place], sources, {})

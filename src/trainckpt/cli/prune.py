@@ -94,10 +94,7 @@ class _Policy:
 
 def _tiers(everywhere: Everywhere, wanted: str | None) -> Sequence[Tier]:
     """Those that hold the run, or the one that is named."""
-    if wanted is None:
-        return everywhere.tiers
-    tier = everywhere.tier(wanted)
-    return [tier] if tier in everywhere.tiers else []
+    return everywhere.tiers if wanted is None else [everywhere.holding(wanted)]
 
 
 def _prune(

@@ -21,7 +21,7 @@ from trainckpt.lifecycle.flushing.flush_work import Near, Work
 from trainckpt.lifecycle.flushing.flusher import Flusher
 from trainckpt.lifecycle.flushing.flushing import Flushing
 from trainckpt.lifecycle.places.reach import Reach
-from trainckpt.lifecycle.places.slower import WHERE, Slower, open_slower, where
+from trainckpt.lifecycle.places.slower import WHERE, Slower, where
 from trainckpt.lifecycle.reading.load import put
 from trainckpt.lifecycle.reasons import other_state, own_objects, said_by_objects
 from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
@@ -83,6 +83,7 @@ class Crew:
 
     Attributes:
         loaders: The owner's own list: a loader may be registered later.
+        slower: The slower tiers that its options name.
         data_world: Which ranks see different data, where the script says so.
         problems: Why a resume cannot be bitwise, as far as the script's objects show it.
     """
@@ -104,14 +105,8 @@ class Crew:
     last_words: LastWords
     files: TrackedFiles
     hooks: Hooks
+    slower: Slower
     data_world: DataWorld | None = None
-
-    @cached_property
-    def slower(self) -> Slower:
-        """The slower tiers that its options name."""
-        found = open_slower(self.options.tiers, self.options.durable, self.tier)
-        tier_interval.check(self.options.every, found)
-        return found
 
     @cached_property
     def opener(self) -> Opener:
@@ -304,7 +299,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
 
     recipients: tuple[str, ...] = ()
     try:
-        _ = crew.slower  # a tier that cannot be is refused before the attempt is claimed
+        tier_interval.check(crew.options.every, crew.slower)
         if crew.data_world is not None:
             for original, tracked in crew.loaders:
                 crew.data_world.check(tracked.name, original)

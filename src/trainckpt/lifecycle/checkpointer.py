@@ -34,6 +34,7 @@ from trainckpt.lifecycle.deciding.outlook import Outlook
 from trainckpt.lifecycle.deciding.pace import Pace
 from trainckpt.lifecycle.known import Known
 from trainckpt.lifecycle.places import place
+from trainckpt.lifecycle.places.slower import open_slower
 from trainckpt.lifecycle.reading import recorder
 from trainckpt.lifecycle.reasons import other_gradients
 from trainckpt.lifecycle.resuming.arrival import Arrival
@@ -94,21 +95,21 @@ class Checkpointer(Known, Hooked):
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
         shield_every_loader()
         self._tier = place.open_place(run)
+        slower = open_slower(self.options.tiers, self.options.durable, self._tier)
         self._world = current_world()
-        self._first, self._problems = True, list[str]()
         data_world = take_data_world(keywords)
         self._position = Position(self.options.accumulate)
         self._slips = Slips(self._position)
         has_peers = data_world is not None and data_world.size < self._world.size
         self._registry = registry = Registry(has_peers=has_peers)
-        self._files = TrackedFiles(registry)
-        self._hooks, self._pace = Hooks(), Pace()
-        self._outlook = Outlook(self.options, self._registry, self._position, self._pace)
-        self._arrival = Arrival(self._registry, self._position)
-        self._recorder = recorder.recorder_from_environment(self._world.rank, self._registry)
+        self._hooks, self._pace, self._requests = Hooks(), Pace(), Requests()
+        self._outlook = Outlook(self.options, registry, self._position, self._pace)
+        self._files, self._arrival = TrackedFiles(registry), Arrival(registry, self._position)
+        self._recorder = recorder.recorder_from_environment(self._world.rank, registry)
+        self._first, self._problems = True, list[str]()
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
-            self._registry.add(name, value)
+            registry.add(name, value)
         self._note(registry.problems())
         for told in (self._position.watch_steps(registry), registry.lacks()):
             if told:
@@ -125,12 +126,11 @@ class Checkpointer(Known, Hooked):
             rank=self._world.rank, host=self._world.host, run=self._tier.url,
             grace_s=self._watch.grace_s,
         )  # fmt: skip
-        self._requests = Requests()
         self._crew = Crew(
             self.options, self._tier, self._world, channel, self._registry, self._position,
             self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
             self._loaders, self._problems, LastWords(self._tier, self._world.rank), self._files,
-            self._hooks, data_world,
+            self._hooks, slower, data_world,
         )  # fmt: skip
         self._attempt: Attempt | None = None
 

@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import SaveFailed, TierUnavailable, UnusableSnapshot
+from trainckpt.errors import ConfigurationError, SaveFailed, TierUnavailable, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
 from trainckpt.lifecycle.places import place as places
@@ -72,6 +72,21 @@ class Everywhere:
             if tier.url == slower.tiers[0].url:
                 return tier
         return slower.tiers[0]
+
+    def holding(self, wanted: str) -> Tier:
+        """As `tier`, of those that hold the run.
+
+        Raises:
+            ConfigurationError: it does not.
+            TierUnavailable: it does not answer.
+        """
+        tier = self.tier(wanted)
+        if tier in self.tiers:
+            return tier
+        names = ", ".join(each.name for each in self.tiers)
+        raise ConfigurationError(
+            f"no tier {wanted!r} holds the run of {self.place.url}", hint=f"one of {names}"
+        )
 
 
 def open_everywhere(run: str | os.PathLike[str], *also: str) -> Everywhere:
