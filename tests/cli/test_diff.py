@@ -94,6 +94,29 @@ def test_every_bit_counts_unless_a_tolerance_is_given(tmp_path, capsys):
     assert diffed(capsys, c, c, "--tolerance", "0")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "most"),
+    [
+        (torch.int64, [2**60, 1], [2**60 + 7, 1], 7.0),
+        (torch.int64, [-(2**63), 0], [2**63 - 1, -1], 2.0**64),
+        (torch.uint64, [2**64 - 1, 3], [2**64 - 2, 3], 1.0),
+        (torch.int32, [2**31 - 1, 0], [-(2**31), 0], 2.0**32 - 1),
+        (torch.uint8, [255, 0], [0, 0], 255.0),
+    ],
+)
+def test_integers_are_told_apart_whatever_their_size(tmp_path, capsys, dtype, a, b, most):
+    """Two of 64 bits may be one in floating point, and would be equal within any tolerance."""
+    places = []
+    for name, values in (("a", a), ("b", b)):
+        model = linear()
+        model.register_buffer("n", torch.tensor(values, dtype=dtype))
+        places.append(snapshot_of(tmp_path / name, model=model))
+    for more in ([], ["--tolerance", "0.5"]):
+        (one,) = diffed(capsys, *places, *more)[1]["tensors"]
+        assert (one["name"], one["max_abs"]) == ("model/n", most)
+    assert diffed(capsys, *places, "--tolerance", str(most))[0] == 0
+
+
 def test_types_shapes_and_what_only_one_has(tmp_path, capsys):
     one = nn.ParameterDict({"x": torch.ones(2), "y": torch.ones(2), "z": torch.ones(2)})
     two = nn.ParameterDict({"x": torch.ones(3), "y": torch.ones(2).half(), "w": torch.ones(2)})

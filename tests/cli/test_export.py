@@ -189,6 +189,54 @@ def test_what_stands_there_is_replaced_only_whole(trained, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "run"]
 
 
+def test_force_replaces_what_an_export_wrote_and_leaves_other_files(trained, tmp_path, capsys):
+    run, _ = trained
+    others = {"model_ema.safetensors", "model-lora.safetensors", "model.fp16.safetensors", "x.json"}
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in others:
+        (out / name).write_text("mine")
+    exported(capsys, run, out, "--max-shard-size", "50B")  # those are in nobody's way
+    assert {path.name for path in out.iterdir()} > {*others, "model.safetensors.index.json"}
+    exported(capsys, run, out, "--force")
+    assert {path.name for path in out.iterdir()} == {*others, "model.safetensors"}
+    assert all((out / name).read_text() == "mine" for name in others)
+
+
+def test_of_everything_what_safetensors_has_no_type_for_is_bytes_and_says_so(tmp_path, capsys):
+    model = nn.Linear(2, 2)
+    model.register_buffer("waves", torch.tensor([1 + 2j, 3j]))
+    model.register_buffer("wide", torch.tensor([1 + 2j], dtype=torch.complex128))
+    with trainckpt.Checkpointer(tmp_path / "run", model=model):
+        pass
+    out = tmp_path / "m.safetensors"
+    said = exported(capsys, tmp_path / "run", out, "--all")
+    assert torch.equal(load_file(out)["model/waves"], model.waves)
+    assert torch.equal(load_file(out)["model/wide"].view(torch.complex128)[..., 0], model.wide)
+    (note,) = [note for note in said["notes"] if "as bytes" in note]
+    assert note.endswith("model/wide (complex128)")
+    with safe_open(out, "pt") as file:
+        assert file.metadata()["model/wide:type"] == "complex128"
+
+
+def test_a_newer_snapshot_that_is_damaged_is_named_when_an_older_one_is_read(
+    make_run, tmp_path, capsys
+):
+    run = make_run(steps=3)
+    file = next(run.glob("snapshots/s3~*/rank00000.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8])
+    why = f"s3~1.3 is passed over: {file.name} has "
+    said = exported(capsys, run, tmp_path / "m.safetensors")
+    assert said["snapshot"] == "s2~1.2"
+    assert said["notes"][0].startswith(why)
+    assert main(["export", str(run), str(tmp_path / "m2.safetensors")]) == 0
+    shown = capsys.readouterr()
+    assert "tensors of s2~1.2, " in shown.out
+    assert f"note: {why}" in shown.err
+    assert main(["diff", f"{run}@s2", str(run)]) == 0
+    assert f"note: {why}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [

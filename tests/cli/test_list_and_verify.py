@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -90,6 +91,20 @@ def test_a_run_without_snapshots_is_listed_as_that(make_run, capsys):
     capsys.readouterr()
     assert main(["list", str(run)]) == 0
     assert "no snapshot was committed yet" in capsys.readouterr().out
+
+
+def test_verify_misses_the_newest_commit_that_was_recorded(make_run, capsys):
+    run = make_run(steps=3)
+    shutil.rmtree(snapshot(run, "s2"))
+    capsys.readouterr()
+    assert main(["verify", "--json", str(run)]) == 0  # an older one may have been pruned
+    capsys.readouterr()
+    shutil.rmtree(snapshot(run, "s3"))
+    assert main(["verify", "--json", str(run)]) == 65
+    (bad,) = [copy for copy in told(capsys)["copies"] if not copy["ok"]]
+    assert (bad["snapshot"], bad["reason"]) == (
+        "s3~1.3", "attempt 1 has committed it, and it is not there"
+    )  # fmt: skip
 
 
 def test_verify_reads_every_file_of_every_snapshot(make_run, capsys):

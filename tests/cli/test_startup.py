@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -65,6 +70,27 @@ def test_the_front_door_names_the_checkpointer_before_it_is_loaded():
 @pytest.mark.parametrize("verb", main.VERBS)
 def test_the_help_of_a_verb_is_the_first_line_of_its_module(verb):
     assert main.module_of(verb).__doc__.splitlines()[0] == f"{verb}: {main.VERBS[verb]}."
+
+
+@pytest.mark.parametrize("columns", [200, 80, 40, 20])
+def test_a_table_has_every_letter_on_a_narrow_terminal_too(columns):
+    """What does not fit is broken by the terminal, never cut or spread over columns of a letter."""
+    name = "optimizer/model/self_attn.out_proj.weight/exp_avg_sq"
+    code = f"""if True:
+        from trainckpt.cli import show
+        show.table(("tensor", "type", "when", "files"),
+                   [({name!r}, "F32", "2026-11-26 12:26:20", "rank00000.safetensors")])
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, env=environment, check=True)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(theirs)
+    os.close(ours)
+    (row,) = [line for line in shown.splitlines() if name in line]
+    assert row.split() == [name, "F32", "2026-11-26", "12:26:20", "rank00000.safetensors"]
 
 
 def test_brackets_in_a_table_are_no_markup(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from trainckpt.lifecycle.reading.contents import Contents
 
     a, b = (Contents(source.open_source(target)) for target in (arguments.a, arguments.b))
+    for note in [*a.source.passed_over, *b.source.passed_over]:
+        print(f"note: {note}", file=sys.stderr)
     names = {*a.names, *b.names}
     with show.progress() as progress:
         task = progress.add_task("comparing", total=len(names))
@@ -67,6 +70,7 @@ def _to_json(
         "tensors": [{**asdict(one), "max_abs": _number(one.max_abs)} for one in tensors],
         "values": [asdict(one) for one in values],
         "not_compared": skipped,
+        "notes": [*a.source.passed_over, *b.source.passed_over],
     }
 
 

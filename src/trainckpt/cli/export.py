@@ -68,7 +68,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def _tell(
     arguments: argparse.Namespace, contents: Contents, plan: Plan, files: list[Written]
 ) -> None:
-    for note in plan.notes:
+    notes = [*contents.source.passed_over, *plan.notes]
+    for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if arguments.json:
         show.document(
@@ -82,12 +83,15 @@ def _tell(
                 ],
                 "tensors": len(plan.items),
                 "tied": plan.tied,
-                "notes": plan.notes,
+                "notes": notes,
             }
         )
         return
     for file in files:
-        print(f"{file.path}: {file.tensors} tensors, {show.size(file.num_bytes)}")
+        print(
+            f"{file.path}: {file.tensors} tensors of {contents.manifest.name}, "
+            f"{show.size(file.num_bytes)}"
+        )
     if plan.tied:
         names = ", ".join(f"{name} is {kept}" for name, kept in sorted(plan.tied.items()))
         print(f"written once: {names} (--tied copy writes each)")

@@ -16,6 +16,9 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+NAMES = ("id", "name", "snapshot", "tensor", "attempt")  # what people type or look for
+MOST_WIDE = 220  # columns of a table
+LITTLE = 1.1  # what is wider by so little fits if some words go to a second line
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -33,14 +36,29 @@ def document(value: Any) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """Print a table on stdout, as wide as it needs to be where stdout is no terminal."""
+    """Print a table on stdout, as wide as it needs to be: a narrow terminal breaks its lines.
+
+    Columns of a few letters each, or names that are cut, would say less.
+    """
     console = _Output()
-    if not console.is_terminal:
-        console = _Output(width=220)
-    drawn = Table(*columns, title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
+    drawn = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        drawn.add_column(column, overflow="fold", no_wrap=column in NAMES)
     for row in rows:
         drawn.add_row(*map(escape, row))  # a name may hold what rich takes for its markup
+    if not console.is_terminal:
+        console = _Output(width=MOST_WIDE)
+    elif _width(console, drawn) > console.width:
+        drawn.pad_edge, drawn.collapse_padding = False, True
+        wide = _width(console, drawn)
+        if wide > LITTLE * console.width:
+            console = _Output(width=wide, height=console.height)
     console.print(drawn)
+
+
+def _width(console: Console, drawn: Table) -> int:
+    wide = console.options.update(max_width=MOST_WIDE)
+    return console.measure(drawn, options=wide).maximum
 
 
 def progress() -> Progress:

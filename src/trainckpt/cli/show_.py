@@ -37,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print one snapshot: reads its manifest and the headers of its files, not the data."""
     run, wanted = split_target(arguments.target)
     tier = place.open_place(run)
-    candidate = source.choose(tier, wanted)
+    candidate = source.choose(tier, wanted, source.read_candidates(tier))
     manifest = candidate.manifest
     if manifest is None:
         raise UnusableSnapshot(

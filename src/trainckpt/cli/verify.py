@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainckpt.cli import show
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import RECORD, DumpName
-from trainckpt.format.names import MANIFEST, split_target
+from trainckpt.format.names import MANIFEST, SnapshotName, split_target
 from trainckpt.lifecycle.dumping import dump_copies
 from trainckpt.lifecycle.dumping.old_dumps import why_superseded
 from trainckpt.lifecycle.places.everywhere import open_everywhere
@@ -41,6 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     dump = DumpName.parse(wanted or "")
     copies = [] if dump is not None else _check(everywhere, _named(everywhere, wanted))
     copies += _check_dumps(everywhere, dump) if dump is not None or not wanted else []
+    copies += _lost(everywhere) if not wanted else []
     silent = [
         Copy("", tier, "", ok=False, reason=f"does not answer: {why}")
         for tier, why in everywhere.silent.items()
@@ -62,6 +63,20 @@ def _named(everywhere: Everywhere, wanted: str | None) -> set[str]:
     candidates = everywhere.candidates()
     chosen = (catalog.find(candidates, wanted, everywhere.place.url),) if wanted else candidates
     return {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
+
+
+def _lost(everywhere: Everywhere) -> list[Copy]:
+    """The newest commit that an attempt has recorded, if no tier has it, or a newer one, any more.
+
+    Where a tier does not answer it may be there.
+    """
+    told = (SnapshotName.parse(r.newest_commit or "") for r in everywhere.records.values())
+    newest = max((name for name in told if name is not None), default=None)
+    there = [c.name for c in everywhere.candidates() if c.reason != catalog.NOT_COMMITTED]
+    if newest is None or everywhere.silent or any(name >= newest for name in there):
+        return []
+    why = f"attempt {newest.attempt} has committed it, and it is not there"
+    return [Copy(str(newest), everywhere.tiers[0].name, MANIFEST, ok=False, reason=why)]
 
 
 def _check_dumps(everywhere: Everywhere, wanted: DumpName | None) -> list[Copy]:

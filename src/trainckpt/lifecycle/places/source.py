@@ -16,6 +16,8 @@ from trainckpt.lifecycle.places.not_a_run import no_run_at
 from trainckpt.snapshot import attempts, catalog
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.base import Tier
@@ -25,10 +27,15 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Source:
-    """One committed snapshot, and the place it lies in."""
+    """One committed snapshot, and the place it lies in.
+
+    Attributes:
+        passed_over: Newer ones that are damaged, with the reason, where it is the newest usable.
+    """
 
     tier: Tier
     manifest: Manifest
+    passed_over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.tier.url}@{self.manifest.name}"
@@ -44,13 +51,21 @@ def open_source(target: str) -> Source:
     """
     run, wanted = split_target(target)
     tier = place.open_other_place(run)
-    candidate = choose(tier, wanted)
+    candidates = read_candidates(tier)
+    candidate = choose(tier, wanted, candidates)
     if candidate.manifest is None:
         raise UnusableSnapshot(
             f"{candidate.name}: {candidate.reason}",
             hint=f"trainckpt list {tier.url}, and name another",
         )
-    return Source(tier, candidate.manifest)
+    passed_over = _passed_over(candidates, candidate) if wanted in (None, LATEST) else ()
+    return Source(tier, candidate.manifest, passed_over)
+
+
+def _passed_over(candidates: Sequence[Candidate], chosen: Candidate) -> tuple[str, ...]:
+    newer = [c for c in candidates if c.name > chosen.name and not c.usable]
+    harmless = (catalog.NOT_COMMITTED, catalog.ABANDONED)
+    return tuple(f"{c.name} is passed over: {c.reason}" for c in newer if c.reason not in harmless)
 
 
 def read_candidates(tier: Tier) -> tuple[Candidate, ...]:
@@ -61,9 +76,8 @@ def read_candidates(tier: Tier) -> tuple[Candidate, ...]:
     return catalog.read_catalog(tier, run, attempts.read_attempts(tier))
 
 
-def choose(tier: Tier, wanted: str | None) -> Candidate:
-    """The candidate called `wanted`, or the newest usable one; errors as `open_source`."""
-    candidates = read_candidates(tier)
+def choose(tier: Tier, wanted: str | None, candidates: Sequence[Candidate]) -> Candidate:
+    """The one of them called `wanted`, or the newest usable one; errors as `open_source`."""
     if all(c.reason == catalog.NOT_COMMITTED for c in candidates):
         raise NothingToResume(
             f"{tier.url}: no snapshot was committed yet",

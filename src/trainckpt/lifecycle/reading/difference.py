@@ -127,8 +127,8 @@ def _count(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> tuple[i
         if torch.equal(bits_x, bits_y):
             continue
         differs = (bits_x != bits_y).view(x.numel(), -1).any(1)
-        x, y = _wide(x[differs]), _wide(y[differs])
-        apart = (x - y).abs()
+        x, y = x[differs], y[differs]
+        apart = _apart(x, y)
         if tolerance is not None:
             alike = (apart <= tolerance) | (x == y) | (x.isnan() & y.isnan())
             apart = apart[~alike]
@@ -136,6 +136,22 @@ def _count(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> tuple[i
         if apart.numel():
             most = max(most, float(apart.max()), key=lambda v: math.inf if math.isnan(v) else v)
     return number, most
+
+
+def _apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """How far, element by element."""
+    if x.dtype in (torch.int64, torch.uint64):  # two that differ may be one in float64
+        (high_x, low_x), (high_y, low_y) = _halves(x), _halves(y)
+        return ((high_x - high_y) * 2.0**32 + (low_x - low_y)).abs()
+    return (_wide(x) - _wide(y)).abs()
+
+
+def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper and the lower 32 bits."""
+    bits = tensor.view(torch.int64)
+    high = bits >> 32
+    high = high & 0xFFFFFFFF if tensor.dtype == torch.uint64 else high
+    return _wide(high), _wide(bits & 0xFFFFFFFF)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

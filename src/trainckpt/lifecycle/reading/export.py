@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".safetensors"
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PART = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
@@ -130,7 +132,8 @@ def _rename(folder: Path, temporary: list[Path], names: list[str], old: set[Path
 
 def _of_an_export(folder: Path) -> list[Path]:
     """The files of an earlier export; whatever else lies in the folder is left alone."""
-    return [*sorted(folder.glob("model*.safetensors")), *folder.glob(INDEX)]
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in found if path.name in (NAME, INDEX) or _PART.fullmatch(path.name)]
 
 
 def _names(number: int) -> list[str]:
@@ -140,7 +143,8 @@ def _names(number: int) -> list[str]:
 
 
 def _metadata(contents: Contents, plan: Plan) -> dict[str, str]:
-    return {**plan.tied, "format": "pt", "trainckpt": str(contents.manifest.name)}
+    kinds = {f"{item.name}:type": item.kind for item in plan.items if item.kind}
+    return {**plan.tied, **kinds, "format": "pt", "trainckpt": str(contents.manifest.name)}
 
 
 def _index(

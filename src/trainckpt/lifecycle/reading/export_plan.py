@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 SIZES = {**ITEM_BYTES, "C64": 8}
-COMPLEX = "complex64"  # the only type that our files keep as bytes and safetensors knows
+BYTES, COMPLEX = "uint8", "complex64"  # the one that our files keep as bytes and safetensors knows
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Item:
         rank: Whose, where each rank has its own.
         dtype: safetensors type as written.
         shape: Of the whole.
+        kind: torch's type of what is written as bytes, for safetensors has none for it; else "".
     """
 
     name: str
@@ -44,6 +45,7 @@ class Item:
     rank: int
     dtype: str
     shape: tuple[int, ...]
+    kind: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -151,30 +153,36 @@ def _all_names(
 def _items(contents: Contents, name: str, source: str, wish: Wish) -> list[Item]:
     """One; with everything, one for each rank that has its own: `name`, `name@rank1`, ..."""
     entry = contents.manifest.tensors[source]
-    dtype, shape = entry.dtype, entry.shape
-    if dtype == "U8" and not wish.everything:
-        dtype, shape = _true_type(contents, source)
-    if wish.dtype and dtype in FLOATS:
-        dtype = wish.dtype
     owners = contents.owners(source) if wish.everything else {}
-    if not owners:
-        return [Item(name, source, 0, dtype, shape)]
-    return [
-        Item(f"{name}@rank{rank}" if rank else name, source, rank, dtype, held)
-        for rank, held in owners.items()
-    ]
+    found = []
+    for rank, held in (owners or {0: entry.shape}).items():
+        dtype, shape, kind = entry.dtype, held, ""
+        if dtype == "U8":
+            dtype, shape, kind = _true_type(contents, source, rank, held)
+        if kind and not wish.everything:
+            raise ConfigurationError(
+                f"{source} is {kind}, a type that safetensors does not have",
+                hint="leave it out with --tensors, or take its bytes with --all",
+            )
+        dtype = wish.dtype if wish.dtype and dtype in FLOATS else dtype
+        short = f"{name}@rank{rank}" if rank else name
+        found.append(Item(short, source, rank, dtype, shape, kind))
+    return found
 
 
-def _true_type(contents: Contents, source: str) -> tuple[str, tuple[int, ...]]:
-    """What is stored as bytes may be of another type, which stands with the bytes."""
-    tensor = contents.read(source)
+def _true_type(
+    contents: Contents, source: str, rank: int, stored: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], str]:
+    """What is stored as bytes may be of another type, which stands with the bytes.
+
+    Returns:
+        Type and shape as written, and the true type of what safetensors has none for, or "".
+    """
+    tensor = contents.read(source, rank)
     kind = str(tensor.dtype).removeprefix("torch.")
-    if kind not in ("uint8", COMPLEX):
-        raise ConfigurationError(
-            f"{source} is {kind}, a type that safetensors does not have",
-            hint="leave it out with --tensors, or take its bytes with --all",
-        )
-    return "C64" if kind == COMPLEX else "U8", tuple(tensor.shape)
+    if kind == COMPLEX:
+        return "C64", tuple(tensor.shape), ""
+    return "U8", stored, "" if kind == BYTES else kind
 
 
 def _models(models: Sequence[str], owners: Sequence[str]) -> str:
@@ -194,6 +202,9 @@ def _notes(
     world = contents.manifest.world
     if own and world > 1 and not wish.everything:
         found.append(f"each of {world} ranks has its own, here is rank 0's: {_few(own)}")
+    bare = [f"{item.name} ({item.kind})" for item in items if item.kind]
+    if bare:
+        found.append(f"as bytes, since safetensors has no such type: {_few(bare)}")
     for model in owners if not wish.everything else ():
         tree = values[model]
         if "transient" not in tree:
