@@ -16,6 +16,7 @@ from tests.lifecycle.training import attempt, record, usable
 from tests.s3_servers import BUCKET
 from trainckpt.cli import doctor, doctor_speed, tiers_shown
 from trainckpt.cli.main import main
+from trainckpt.format import strict
 from trainckpt.lifecycle.run import heartbeat
 from trainckpt.snapshot import attempts
 from trainckpt.tiers import calls
@@ -107,6 +108,21 @@ def test_a_tier_that_does_not_answer_is_69_and_named(tiered, capsys):
     assert main(["flush", str(run), "--to", "far"]) == 69
     assert main(["list", str(run)]) == 0
     assert "the tier far does not answer" in capsys.readouterr().err
+
+
+def test_flush_and_fetch_leave_another_snapshot_of_the_same_name_as_it_is(tiered, capsys):
+    """As after two starts on hosts with a disk of their own, which both go on to one tier."""
+    run, far, newest = tiered
+    manifest = json.loads((far / "snapshots" / newest / "manifest.json").read_text())
+    del manifest["digest"]
+    other = strict.sealed({**manifest, "created": manifest["created"] + 1})
+    (far / "snapshots" / newest / "manifest.json").write_bytes(other)
+    flip_a_bit(snapshot(far, newest.partition("~")[0]) / "rank00000.safetensors")
+    for verb, target, which in (("flush", far, "--to"), ("fetch", run, "--from")):
+        before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+        assert main([verb, f"{run}@{newest}", which, "far"]) == 74
+        assert f"another snapshot is called {newest}" in capsys.readouterr().err
+        assert before == {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
 
 def test_what_stands_in_memory_is_a_copy_too(make_run, capsys):

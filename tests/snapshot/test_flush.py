@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import fsspec
 import pytest
 
-from tests.snapshot.written import committed, shard_path
-from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from tests.snapshot.written import committed, referring, shard_path
+from trainckpt.errors import SaveFailed, TierUnavailable, UnusableSnapshot
 from trainckpt.format import digest
-from trainckpt.format.names import MANIFEST
+from trainckpt.format.cursor import Cursor
+from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.snapshot import catalog, flush
+from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.verify import verify
 from trainckpt.tiers import uploads
 from trainckpt.tiers.calls import Calls, Limits
@@ -194,3 +197,46 @@ def test_a_copy_that_a_full_disk_has_no_room_for_is_refused_before_a_byte_is_rea
     with pytest.raises(TierUnavailable, match="No space left"):
         flush.copy_file([Meanwhile(place, read)], target, key, file)
     assert not list((target.root / manifest.name.folder).iterdir())
+
+
+def of_another_history(tier, text):
+    """A snapshot of this name and length with other weights: another disk's, of the same run."""
+    manifest = committed(tier, text.replace("s1", "s7"))
+    other = replace(manifest, name=SnapshotName.parse(text), cursor=Cursor(step=1, micro=0))
+    tier.root.joinpath("snapshots", str(manifest.name)).rename(tier.root / other.name.folder)
+    tier.remove(f"{other.name.folder}/{MANIFEST}")
+    commit(tier, other)
+    return other
+
+
+def all_of(tier):
+    return {path: path.read_bytes() for path in tier.root.rglob("*") if path.is_file()}
+
+
+def test_a_snapshot_is_not_copied_over_another_of_its_name(tmp_path):
+    place, target = LocalTier(tmp_path / "run"), LocalTier(tmp_path / "slow")
+    manifest, _, key, file = to_copy(place, target)
+    of_another_history(target, NAME)
+    before = all_of(target)
+    with pytest.raises(SaveFailed, match=rf"another snapshot is called {NAME} in"):
+        flush.copy_missing([place], target, manifest, key, file)
+    with pytest.raises(SaveFailed, match=rf"another snapshot is called {NAME} in"):
+        flush.must_not_be_another(target, manifest)
+    assert all_of(target) == before
+    target.replace(f"{manifest.name.folder}/{MANIFEST}", b"cut sho")  # then it is none
+    assert flush.copy_missing([place], target, manifest, key, file)
+    flush.must_not_be_another(target, manifest)
+
+
+def test_a_snapshot_is_not_copied_to_where_another_is_called_as_one_it_refers_to(tmp_path):
+    place, target = LocalTier(tmp_path / "run"), LocalTier(tmp_path / "slow")
+    older, *_ = to_copy(place, target)
+    newer = referring(place, "s2~1.2", {"model/weight": older})
+    flush.must_not_be_another(target, newer)
+    data = place.read(f"{older.name.folder}/{MANIFEST}", max_bytes=1 << 20)
+    copied_by_another(place, target, older, data)
+    flush.must_not_be_another(target, newer)
+    shutil.rmtree(target.root / older.name.folder)
+    of_another_history(target, NAME)
+    with pytest.raises(SaveFailed, match=rf"another snapshot is called {NAME} in"):
+        flush.must_not_be_another(target, newer)

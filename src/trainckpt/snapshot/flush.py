@@ -111,6 +111,7 @@ def copy_missing(
     """Copy one file of a snapshot, unless somebody commits that there before; whether it was.
 
     Raises: as `copy_file`, of which the arguments are; `manifest` is the snapshot's.
+        SaveFailed: another snapshot of this name is committed there.
     """
     if _is_committed(target, manifest, key, file):
         return False
@@ -124,11 +125,54 @@ def copy_missing(
 
 
 def _is_committed(target: Tier, manifest: Manifest, key: str, file: FileEntry) -> bool:
-    with contextlib.suppress(UnusableSnapshot):
-        if holds(target, manifest.name) and target.size(key) == file.num_bytes:
-            there = catalog.load_manifest(target, manifest.run, manifest.name)
-            return manifests.bound(there) == manifests.bound(manifest)
-    return False
+    if not holds(target, manifest.name):
+        return False
+    return _is_the_same(target, manifest) and target.size(key) == file.num_bytes
+
+
+def _is_the_same(target: Tier, manifest: Manifest) -> bool:
+    """Whether it is what is committed there under its name; False if that is nothing valid.
+
+    Raises:
+        SaveFailed: it is another one, of which no byte may be written over.
+    """
+    try:
+        there = catalog.load_manifest(target, manifest.run, manifest.name)
+    except UnusableSnapshot:
+        return False
+    if manifests.bound(there) != manifests.bound(manifest):
+        raise _another_snapshot(target, manifest.name)
+    return True
+
+
+def must_not_be_another(target: Tier, manifest: Manifest) -> None:
+    """Refuse to copy a snapshot to where another one has its name, or that of one it refers to.
+
+    Raises:
+        SaveFailed: so it is: two starts have gone on from one place, each with its own disk.
+        TierUnavailable: the target refused.
+    """
+    if holds(target, manifest.name):
+        _is_the_same(target, manifest)
+    for older in sorted(catalog.reached_folders(manifest)):
+        with contextlib.suppress(UnusableSnapshot):  # pruned there, its files are kept
+            own = catalog.load_manifest(target, manifest.run, older).files
+            there = {f"{older}/{file.name}": file for file in own}
+            for file in manifest.reached:
+                if (found := there.get(file.name)) and _tell(found) != _tell(file):
+                    raise _another_snapshot(target, older)
+
+
+def _tell(file: FileEntry) -> tuple[int, str]:
+    """What is in it; the digest of the whole file is named by some manifests only."""
+    return file.num_bytes, file.header_digest
+
+
+def _another_snapshot(target: Readable, name: SnapshotName) -> SaveFailed:
+    return SaveFailed(
+        f"another snapshot is called {name} in {target.url}",
+        hint="copy to another place, or move that one away: two copies of one run have gone on",
+    )
 
 
 class _NotGood(Exception):
@@ -242,7 +286,7 @@ def _commit(target: Tier, manifest: Manifest, data: bytes) -> None:
         if manifests.bound(found) == manifests.bound(manifest):
             target.replace(key, data)  # it has other recipients now
             return
-        raise SaveFailed(f"another snapshot is called {manifest.name} in {target.url}")
+        raise _another_snapshot(target, manifest.name)
     target.replace(key, data)  # what stood there was damaged
 
 

@@ -256,6 +256,7 @@ class Flusher:
         manifest = manifests.load(data, key)
         try:
             self._be_there()
+            flush.must_not_be_another(self.tier, manifest)
             there = flush.committed_keys(self.tier, manifest.run) if manifest.reached else ()
         except UnusableSnapshot as error:  # a record: the snapshot is not lost by that
             raise TierUnavailable(error.message, hint=error.hint) from error

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt import AttemptRecord
     from trainckpt.format.manifest import Manifest
-    from trainckpt.format.names import SnapshotName
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.tiers.base import Tier
 
@@ -154,16 +153,18 @@ def move(
 
     Raises:
         UnusableSnapshot: some file has no good copy in the sources.
-        SaveFailed, TierUnavailable: the target refused.
+        SaveFailed: the target refused, or holds another snapshot of this name: it stays as it is.
+        TierUnavailable: the target refused.
     """
     sources = [tier for tier in sources if tier is not target]
+    flush.must_not_be_another(target, manifest)
     if attempts.run_id(target) is None and sources:
         flush.adopt(target, sources[0])
     flush.found_there(sources[0] if sources else target, target, everywhere.run)
     if sources:
         flush.mirror_records(sources[0], target, {})
     there = flush.holds(target, manifest.name)
-    data = _manifest_bytes([*sources, target], everywhere.run, manifest.name)
+    data = _manifest_bytes([*sources, target], manifest)
     committed = flush.committed_keys(target, everywhere.run)
     num_bytes = 0
     for key, file in files_of(manifest):
@@ -183,11 +184,12 @@ def move(
     return Moved(target.name, str(manifest.name), how, num_bytes)
 
 
-def _manifest_bytes(tiers: Sequence[Tier], run: str, name: SnapshotName) -> bytes:
-    """As it stands in the first tier where it is good."""
+def _manifest_bytes(tiers: Sequence[Tier], manifest: Manifest) -> bytes:
+    """As it stands in the first tier where it is good, and of no other snapshot of its name."""
     for tier in tiers:
         with contextlib.suppress(UnusableSnapshot):
-            catalog.load_manifest(tier, run, name)
-            key = f"{name.folder}/{MANIFEST}"
-            return tier.read(key, max_bytes=manifests.MAX_BYTES)
-    raise SaveFailed(f"no tier has a good manifest of {name}")
+            there = catalog.load_manifest(tier, manifest.run, manifest.name)
+            if manifests.bound(there) == manifests.bound(manifest):
+                key = f"{manifest.name.folder}/{MANIFEST}"
+                return tier.read(key, max_bytes=manifests.MAX_BYTES)
+    raise SaveFailed(f"no tier has a good manifest of {manifest.name}")
