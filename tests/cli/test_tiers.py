@@ -110,6 +110,24 @@ def test_a_tier_that_does_not_answer_is_69_and_named(tiered, capsys):
     assert "the tier far does not answer" in capsys.readouterr().err
 
 
+def test_fetch_brings_the_attempts_that_the_place_lacks_and_changes_none_that_it_has(
+    tiered, capsys
+):
+    """The tier was away while the place went on, and holds what was known before."""
+    run, far, newest = tiered
+    ours = LocalTier(run)
+    stale = attempts.read_attempts(ours)[1].with_(outcome=None, newest_commit=None)
+    (far / "attempts/1.json").write_bytes(stale.dump())
+    attempts.replace(LocalTier(far), stale.with_(attempt=2, parent=newest))
+    before = (run / "attempts/1.json").read_bytes()
+    flip_a_bit(snapshot(run, newest.partition("~")[0]) / "rank00000.safetensors")
+    assert main(["fetch", str(run), "--from", str(far)]) == 0
+    assert (run / "attempts/1.json").read_bytes() == before
+    assert (run / "attempts/2.json").read_bytes() == (far / "attempts/2.json").read_bytes()
+    assert main(["flush", str(run)]) == 0
+    assert (far / "attempts/1.json").read_bytes() == before
+
+
 def test_flush_and_fetch_leave_another_snapshot_of_the_same_name_as_it_is(tiered, capsys):
     """As after two starts on hosts with a disk of their own, which both go on to one tier."""
     run, far, newest = tiered

@@ -290,15 +290,21 @@ def _commit(target: Tier, manifest: Manifest, data: bytes) -> None:
     target.replace(key, data)  # what stood there was damaged
 
 
+def bring_records(target: Tier, source: Readable) -> None:
+    """Copy the attempts' records that the run's place lacks; those that it has are its own."""
+    there = set(target.list(names.ATTEMPTS))
+    for name in source.list(names.ATTEMPTS):
+        if names.recorded_attempt(name) is not None and name not in there:
+            key = f"{names.ATTEMPTS}/{name}"
+            target.create(key, source.read(key, max_bytes=MAX_BYTES))
+
+
 def adopt(target: Tier, source: Readable) -> None:
     """The run's place is new or was lost: let it be that of the run that `source` holds.
 
     The run's own record comes last: with it, the place holds the run.
     """
-    for name in source.list(names.ATTEMPTS):
-        if names.recorded_attempt(name) is not None:
-            key = f"{names.ATTEMPTS}/{name}"
-            target.create(key, source.read(key, max_bytes=MAX_BYTES))
+    bring_records(target, source)
     target.create(names.RUN_RECORD, source.read(names.RUN_RECORD, max_bytes=MAX_BYTES))
 
 

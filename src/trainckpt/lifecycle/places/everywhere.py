@@ -161,8 +161,10 @@ def move(
     if attempts.run_id(target) is None and sources:
         flush.adopt(target, sources[0])
     flush.found_there(sources[0] if sources else target, target, everywhere.run)
-    if sources:
+    if sources and sources[0] is everywhere.place:
         flush.mirror_records(sources[0], target, {})
+    elif sources:  # who is no run's place may have them as they were long ago
+        flush.bring_records(target, sources[0])
     there = flush.holds(target, manifest.name)
     data = _manifest_bytes([*sources, target], manifest)
     committed = flush.committed_keys(target, everywhere.run)
