@@ -71,12 +71,21 @@ def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
             continue
         try:
             data = tier.read(f"{names.ATTEMPTS}/{name}", max_bytes=MAX_BYTES)
-            record = AttemptRecord.load(data, name)
-            why = "" if record.attempt == number else f"{name} is that of {record.attempt}"
+            found[number] = parse(number, data)
         except UnusableSnapshot as error:
-            why = error.message
-        found[number] = AttemptRecord(number, facts={"damaged": why}) if why else record
+            found[number] = AttemptRecord(number, facts={"damaged": error.message})
     return found
+
+
+def parse(number: int, data: bytes) -> AttemptRecord:
+    """The record of that attempt; a damaged one is an attempt that said nothing but why."""
+    name = f"{number}.json"
+    try:
+        record = AttemptRecord.load(data, name)
+        why = "" if record.attempt == number else f"{name} is that of {record.attempt}"
+    except UnusableSnapshot as error:
+        why = error.message
+    return AttemptRecord(number, facts={"damaged": why}) if why else record
 
 
 def newest(tier: Tier) -> int:
@@ -85,11 +94,22 @@ def newest(tier: Tier) -> int:
     return max((number for number in numbers if number is not None), default=0)
 
 
-def claim(tier: Tier, build: Callable[[int], AttemptRecord]) -> AttemptRecord:
-    """Claim the next attempt number by creating its record."""
+def claim(tier: Tier, build: Callable[[int], AttemptRecord], above: int = 0) -> AttemptRecord:
+    """Claim the next attempt number by creating its record.
+
+    Args:
+        tier: The run's place.
+        build: Makes the record of a number.
+        above: The highest number that slower tiers know of.
+
+    Raises:
+        UnusableSnapshot: no number follows.
+        TierUnavailable: the place refused, or others were quicker each time.
+    """
     for _ in range(CLAIM_TRIES):
         numbers = read_attempts(tier).keys() | _snapshot_attempts(tier)
-        if (last := max(numbers, default=0)) >= names.MAX_ATTEMPT:
+        last = max(numbers, default=0)
+        if (last := max(last, above)) >= names.MAX_ATTEMPT:
             raise UnusableSnapshot(
                 f"{tier.url} holds an attempt {last}, which no other can follow",
                 hint="remove what bears that number, or name another place for a new run",

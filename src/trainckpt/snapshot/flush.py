@@ -31,7 +31,7 @@ from trainckpt.format import names
 from trainckpt.format.attempt import MAX_BYTES
 from trainckpt.format.checking import check_of, over
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.snapshot import attempts, catalog
+from trainckpt.snapshot import attempts, catalog, histories
 from trainckpt.snapshot.verify import files_of
 
 if TYPE_CHECKING:
@@ -242,17 +242,28 @@ def mirror_records(place: Readable, target: Tier, sent: dict[str, bytes]) -> Non
     Args:
         place, target: From, to.
         sent: What is known to be there, by name; is added to.
+
+    Raises:
+        ConfigurationError: one there is of another attempt, which has saved: a copy of the run
+            goes on with this tier too.
+        TierUnavailable: one of both refused.
     """
+    changed = {}
     for name in place.list(names.ATTEMPTS):
-        if names.recorded_attempt(name) is None:
+        if (number := names.recorded_attempt(name)) is None:
             continue
         key = f"{names.ATTEMPTS}/{name}"
         data = place.read(key, max_bytes=MAX_BYTES)
-        if name not in sent and target.size(key) == len(data):
-            sent[name] = target.read(key, max_bytes=MAX_BYTES)
+        if sent.get(name) != data and target.size(key) is not None:
+            with contextlib.suppress(UnusableSnapshot):
+                sent[name] = target.read(key, max_bytes=MAX_BYTES)
+            if name in sent and sent[name] != data:
+                histories.must_not_replace(place, target, number, data, sent[name])
         if sent.get(name) != data:
-            target.replace(key, data)
-            sent[name] = data
+            changed[name] = data
+    for name, data in changed.items():
+        target.replace(f"{names.ATTEMPTS}/{name}", data)
+        sent[name] = data
 
 
 def commit_copy(target: Tier, manifest: Manifest, data: bytes) -> None:

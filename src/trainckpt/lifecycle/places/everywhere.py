@@ -18,7 +18,7 @@ from trainckpt.lifecycle.places.not_a_run import no_run_at
 from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.slower import Slower, open_slower
 from trainckpt.lifecycle.run.options import read_options
-from trainckpt.snapshot import attempts, catalog, flush
+from trainckpt.snapshot import attempts, catalog, flush, histories
 from trainckpt.snapshot.verify import check_file, files_of
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def move(
 
     Raises:
         UnusableSnapshot: some file has no good copy in the sources.
+        ConfigurationError: one of both holds what a copy of this run did.
         SaveFailed: the target refused, or holds another snapshot of this name: it stays as it is.
         TierUnavailable: the target refused.
     """
@@ -163,6 +164,9 @@ def move(
     flush.found_there(sources[0] if sources else target, target, everywhere.run)
     if sources and sources[0] is everywhere.place:
         flush.mirror_records(sources[0], target, {})
+    elif sources and target is everywhere.place:
+        ours = attempts.read_attempts(target)
+        histories.bring(target, ours, histories.read_theirs(sources[0], ours))
     elif sources:  # who is no run's place may have them as they were long ago
         flush.bring_records(target, sources[0])
     there = flush.holds(target, manifest.name)

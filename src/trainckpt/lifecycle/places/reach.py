@@ -128,6 +128,12 @@ class Reach:
                 self.empty.append(tier)
         return told
 
+    def leave(self, tier: Tier, why: str = "") -> None:
+        """Ask nothing more of it; `why` it does not answer."""
+        self.answering.remove(tier)
+        if why:
+            self.silent[tier.name] = why
+
     def open(self, told: Sequence[Sequence[str]]) -> tuple[Tier, ...]:
         """The run's place and the tiers that rank 0 has told of."""
         by_name = {tier.name: tier for tier in self.slower.tiers}
@@ -196,7 +202,6 @@ class Reach:
             try:
                 tier.list("snapshots")
             except TrainckptError:
-                self.answering.remove(tier)
-                self.silent[tier.name] = error.message
+                self.leave(tier, error.message)
                 return True
         return False

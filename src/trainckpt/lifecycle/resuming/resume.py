@@ -2,7 +2,8 @@
 
     every rank   attaches to the place (`attach`)
     all          bring what is newer in the hosts' memory to the place (`scavenge`)
-    rank 0       claims the attempt's number, lists the candidates (`choice`)
+    rank 0       brings what slower tiers know of other attempts to the place (`behind`), claims the
+                 attempt's number above all of them, lists the candidates (`choice`)
     rank 0       records which candidate is read next, in case the process dies of it
     every rank   reads and verifies its part of the candidate; all bring their result
     all          if some ranks want columns of the same rows, they read them between them, and all
@@ -32,6 +33,7 @@ from trainckpt.errors import (
 from trainckpt.format.attempt import FAILED, AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S, Seat, attach, own_view
+from trainckpt.lifecycle.places.behind import catch_up
 from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.same_places import must_be_the_same, own_places
 from trainckpt.lifecycle.resuming import choice as choices
@@ -194,12 +196,17 @@ def _look(
     if channel.world.rank != 0:
         return {}
     tier = reach.place
-    before = last_words.heard(tier, attempt_records.read_attempts(tier))
     run = run or attempt_records.found_run(tier)
-    record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts))
-    tiers = reach.look(run, before)
+
+    def read() -> dict[int, AttemptRecord]:
+        return last_words.heard(tier, attempt_records.read_attempts(tier))
+
+    known = catch_up(reach, run, read, sure=mode == "required")
+    before = known.records
+    record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), known.newest)
     try:
         choice = _choose(reach, run, before, mode)
+        _must_come_before(choice.candidates, record.attempt)
     except TrainckptError as error:
         record_refusal(tier, record, error, 0.0)
         raise
@@ -207,12 +214,23 @@ def _look(
     return {
         "run": run,
         "attempt": record.attempt,
-        "tiers": tiers,
+        "tiers": known.tiers,
         "candidates": [str(name) for name in choice.candidates],
         "refused": choice.refused,
         "why_fresh": choice.why_fresh,
         "lost": lost,
     }
+
+
+def _must_come_before(candidates: Sequence[SnapshotName], attempt: int) -> None:
+    """Nothing descends from what comes after it: readers would pass over all that it saves."""
+    for name in candidates:
+        if name.attempt >= attempt:
+            raise UnusableSnapshot(
+                f"{name} is of attempt {name.attempt}, and this is attempt {attempt}: another "
+                "start of the run went on meanwhile",
+                hint="let one of the two go on, and start again if that is to be this one",
+            )
 
 
 def _choose(
