@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lifecycle import local_sgd
+from tests.ranks.processes import preload, run_ranks
 from trainckpt import Checkpointer
 from trainckpt.state.kinds.optimizer import OptimizerState
+
+preload("tests.lifecycle.local_sgd")
 
 
 class Sharp(torch.optim.Optimizer):
@@ -96,6 +100,40 @@ def test_a_state_dict_of_its_own_is_named():
     optimizer = ahead(nn.Linear(3, 1))
     found = problems(optimizer, optimizer._base)
     assert [f.split(";")[0] for f in found] == ["optimizer (a Ahead) has a state_dict of its own"]
+
+
+def test_it_is_named_under_a_wrapper_that_shows_its_state_too():
+    optimizer = Shown(ahead(nn.Linear(3, 1)))
+    found = [f.split(";")[0] for f in problems(optimizer, optimizer.parts["base"]._base)]
+    assert found == ["optimizer.parts['base'] (a Ahead) has a state_dict of its own"]
+    assert problems(optimizer, optimizer.parts["base"]) == []
+
+
+def test_a_wrapper_of_torch_that_keeps_more_is_named_as_any_other():
+    """torch.optim alone promises that its state_dict holds groups and state."""
+    kind = type("Named", (Ahead,), {"__module__": "torch.distributed.optim.named_optimizer"})
+    kind.state_dict = lambda self: {"more": 1}
+    kind.state_dict.__module__ = kind.__module__
+    optimizer = kind(torch.optim.SGD(nn.Linear(3, 1).parameters(), 0.1))
+    (found,) = problems(optimizer, optimizer._base)
+    assert found.startswith("optimizer (a Named) has a state_dict of its own")
+
+
+@pytest.mark.parametrize("inner_too", [False, True])
+def test_ranks_that_average_their_weights_now_and_then_go_on_averaging_in_time(tmp_path, inner_too):
+    program = local_sgd.train
+    straight = run_ranks(program, 2, str(tmp_path / "straight"), 11, inner_too)
+    run_ranks(program, 2, str(tmp_path / "run"), 6, inner_too)
+    resumed = run_ranks(program, 2, str(tmp_path / "run"), 11, inner_too)
+    for (whole, _), (rest, named) in zip(straight, resumed, strict=True):
+        assert rest == {number: whole[number] for number in range(6, 11)}
+        assert [problem for problem in named if "state_dict" in problem] == []
+
+
+def test_a_snapshot_of_an_older_release_without_that_number_is_said_to_lack_it():
+    (rank,) = run_ranks(local_sgd.lost, 1)
+    assert rank == [["the step of optimizer's averager begins anew: the snapshot does not hold it"],
+                    []]  # fmt: skip
 
 
 def test_what_is_all_there_has_no_problems():

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 # Whose state_dict tells nothing that state and param_groups do not.
-_PLAIN_PACKAGES = frozenset({"torch", "accelerate"})
+_PLAIN_PACKAGES = ("torch.optim.", "accelerate.")
+# Whose state_dict tells a number more, which is kept: attribute that has it -> its name there.
+_NUMBERS = {"torch.distributed.optim.post_localSGD_optimizer": ("averager", "step")}
 
 
 class OptimizerState:
@@ -48,11 +50,23 @@ class OptimizerState:
             for attribute, inner in _inner(optimizer)
             if inner.state is not optimizer.state and not tracks(inner)
         ]
-        is_own = kind.state_dict is not torch.optim.Optimizer.state_dict
-        if is_own and kind.__module__.split(".")[0] not in _PLAIN_PACKAGES:
-            found.append(f"{self.name} (a {kind.__name__}) has a state_dict of its own; only its "
-                         "state and param_groups are kept")  # fmt: skip
-        return found
+        # What steps on its state is seen with it, unless it is tracked and so seen by itself.
+        parts = [(self.name, optimizer)]
+        parts += [(f"{self.name}.{attribute}", inner) for attribute, inner in _inner(optimizer)
+                  if inner.state is optimizer.state and not tracks(inner)]  # fmt: skip
+        return found + [
+            f"{name} (a {type(part).__name__}) has a state_dict of its own; only its state and "
+            "param_groups are kept"
+            for name, part in parts
+            if _tells_more(part)
+        ]
+
+    def lost(self, saved: Saved) -> list[str]:
+        """What a snapshot of an older release lacks, one sentence each."""
+        if _number(self.optimizer) is None or "number" in saved.values[self.name]:
+            return []
+        owner, name = _NUMBERS[_defined_in(self.optimizer)]
+        return [f"the {name} of {self.name}'s {owner} begins anew: the snapshot does not hold it"]
 
     def capture(self, out: Captured, names: Mapping[int, str]) -> None:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
@@ -85,6 +99,9 @@ class OptimizerState:
         ]
         if own:  # what the optimizer keeps for itself, beside its parameters' state
             out.values[self.name]["own"] = own
+        if (number := _number(self.optimizer)) is not None:
+            holder, attribute = number
+            out.values[self.name]["number"] = out.encode(getattr(holder, attribute), self.name)
 
     def _items(self, parameter: str, items: Any) -> Iterable[tuple[Any, Any]]:
         if not isinstance(items, dict):
@@ -162,6 +179,9 @@ class OptimizerState:
         copies.run(saved.num_threads)
         for key, value in stored.get("own", ()):
             self.optimizer.state[saved.decode(key)] = saved.decode(value)
+        if "number" in stored and (number := _number(self.optimizer)) is not None:
+            holder, attribute = number
+            setattr(holder, attribute, saved.decode(stored["number"]))
 
     def _value(
         self,
@@ -226,6 +246,23 @@ class OptimizerState:
 def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of its steps are called: torch sees to that when the optimizer is made."""
     return hasattr(type(optimizer).step, "hooked")
+
+
+def _tells_more(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its state_dict may hold what is not kept."""
+    is_plain = _defined_in(optimizer).startswith(_PLAIN_PACKAGES)
+    return not is_plain and _number(optimizer) is None
+
+
+def _defined_in(optimizer: torch.optim.Optimizer) -> str:
+    """The module that defines its state_dict."""
+    return str(getattr(type(optimizer).state_dict, "__module__", ""))
+
+
+def _number(optimizer: torch.optim.Optimizer) -> tuple[Any, str] | None:
+    """The object and its attribute that its state_dict tells beside state and param_groups."""
+    where = _NUMBERS.get(_defined_in(optimizer))
+    return None if where is None else (getattr(optimizer, where[0]), where[1])
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
