@@ -128,6 +128,7 @@ class Saved:
         exact: Every tensor lies as it did, so the open window can go on; else it begins anew.
         is_own: The values are those that this very rank saved, for the same place in the data.
         worlds: Ranks of the snapshot, and now.
+        elsewhere: Names that this rank's donor had not, only other ranks.
         left: Live tensors that were excluded from it, and stay as the script made them.
         proofs: Of what was read straight to its place.
         given: Those of `tensors` that are live themselves; None: each is copied.
@@ -142,6 +143,7 @@ class Saved:
     exact: bool = True
     is_own: bool = True
     worlds: tuple[int, int] = (1, 1)
+    elsewhere: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     proofs: Proofs = field(default_factory=Proofs)
     given: Given | None = None

@@ -4,6 +4,9 @@ What was saved by as many ranks in the same layout is read as it was: every rank
 each rank reads the boxes it holds now, and takes the values of a donor: the rank of its number,
 or, where there was none, of its number modulo the ranks there were. What several ranks hold columns
 of is left for `read_together`, once all have come so far.
+
+Ranks may have names that others lack, as the stages of a pipeline do: each is compared with what it
+had itself. On another number of ranks with what all had, or a stage would be lost without a word.
 """
 
 from __future__ import annotations
@@ -26,11 +29,11 @@ from trainckpt.state.targets import find_targets
 from trainckpt.state.warm import made_anew
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     import torch
 
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.ranks.world import World
     from trainckpt.snapshot.shares import Share
     from trainckpt.state.registry import Registry
@@ -47,6 +50,7 @@ class Reading:
 
     Attributes:
         targets: What this rank needs.
+        entries: Of the snapshot's tensors, those that the donor had.
         shared: What is left; empty, and nothing left to be taken: all was read, and compared.
         again: Reads what the script changes before training goes on.
         num_threads: That may copy at once.
@@ -59,6 +63,7 @@ class Reading:
     targets: Targets
     destination: Destination
     again: Reader
+    entries: Mapping[str, TensorEntry]
     num_threads: int = 1
     shared: list[SharedRead] = field(default_factory=list)
 
@@ -101,13 +106,15 @@ class Reading:
         manifest, targets = self.reader.manifest, self.targets
         if not self.is_all:
             raise UnusableSnapshot(f"{manifest.name}: not all that was left to others was read")
-        entries = manifest.tensors
+        entries, all_entries = self.entries, manifest.tensors
+        compared = entries if manifest.world == self.world.size else all_entries
         models = self.registry.models
         tensors = self.destination.finish({name: entries[name].dtype for name in targets.wanted})
         saved = Saved(
             tensors,
             self.values,
-            shapes={name: entry.shape for name, entry in entries.items()},
+            shapes={name: entry.shape for name, entry in compared.items()},
+            elsewhere=frozenset(all_entries.keys() - entries.keys()),
             wraps=targets.wraps,
             exact=targets.exact,
             is_own=self._is_own(manifest),
@@ -163,7 +170,7 @@ def read_state(
     first = Destination({VALUES: None})
     reader.read({VALUES: None}, first, donor=donor)
     values = parse_values(first.finish({})[VALUES])
-    entries = manifest.tensors
+    entries = _held_by(reader, donor)
     then = manifest.world if not manifest.lost else 0  # the window begins anew for all
     targets = find_targets(registry, values, entries, world=world.size, then=then)
     if manifest.window is None and manifest.cursor.micro and not targets.exact:
@@ -181,7 +188,7 @@ def read_state(
         share.apart = targets.layouts
     reader.share = share
     reading = Reading(
-        reader, registry, world, values, targets, destination, again, num_threads,
+        reader, registry, world, values, targets, destination, again, entries, num_threads,
     )  # fmt: skip
     if targets.layouts and world.size > 1 and exchange.is_there():
         sharing = Sharing(manifest, reader.planner, world.rank)
@@ -189,6 +196,15 @@ def read_state(
         reading.shared = [SharedRead(group, reader) for group in groups]
     reader.read(alone(targets, reading.shared, manifest), destination, donor=donor)
     return reading, reading.finish() if reading.is_all else None
+
+
+def _held_by(reader: Reader, donor: int) -> Mapping[str, TensorEntry]:
+    """The snapshot's tensors without those of which other ranks alone had one."""
+    entries, lost = reader.manifest.tensors, reader.manifest.lost
+    if lost:  # others' stand in for what was theirs
+        return entries
+    own = {place.region.tensor for place in reader.places(donor)}
+    return {n: entry for n, entry in entries.items() if entry.layout is not None or n in own}
 
 
 def alone(targets: Targets, shared: list[SharedRead], manifest: Manifest) -> dict[str, Box | None]:

@@ -343,9 +343,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def compare(live: Mapping[str, torch.Tensor], stored: set[str], saved: Saved) -> list[str]:
     """Which names, shapes and types differ, one sentence each."""
-    found = [f"{name} is new: the snapshot has no such tensor" for name in live.keys() - stored]
-    found += [f"{name} is gone: only the snapshot has it" for name in stored - live.keys()]
-    for name in sorted(live.keys() & stored):
+    of_another = (live.keys() | stored) & saved.elsewhere
+    found = [f"{name} was another rank's alone: it goes on only on the rank that had it, and on as "
+             "many ranks" for name in of_another]  # fmt: skip
+    new, gone = live.keys() - stored - of_another, stored - live.keys() - of_another
+    found += [f"{name} is new: the snapshot has no such tensor" for name in new]
+    found += [f"{name} is gone: only the snapshot has it" for name in gone]
+    for name in sorted(live.keys() & stored - of_another):
         mine, theirs = live[name], saved.tensors.get(name)
         if theirs is None or theirs.shape != sharded.local(mine).shape:
             found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
