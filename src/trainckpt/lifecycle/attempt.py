@@ -202,7 +202,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         _refer(saver, seals, beginning)
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
-        say_where(crew.tier, beginning, exactness, reasons)
+        say_where(crew.tier, beginning, exactness, reasons, crew.registry)
         _say_what_was_chosen(crew, initial)
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)

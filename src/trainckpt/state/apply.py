@@ -160,7 +160,9 @@ def _forward_sync(registry: Registry, saved: Saved) -> None:
 
 def _optimizers(registry: Registry, saved: Saved) -> None:
     names = registry.parameter_names()
+    parameters = registry.model_parameters()
     for optimizer in registry.optimizers:
+        optimizer.add_groups(saved, parameters)
         optimizer.apply(saved, names)
 
 

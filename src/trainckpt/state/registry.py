@@ -136,17 +136,18 @@ class Registry:
         """id(parameter) -> full name, for the parameters of all tracked models."""
         return {id(p): name for model in self.models for name, p in model.parameters()}
 
+    def model_parameters(self) -> dict[str, torch.Tensor]:
+        """Full name -> every parameter of a tracked model."""
+        return {name: p for model in self.models for name, p in model.parameters()}
+
     def stepped_parameters(self) -> dict[str, torch.Tensor]:
         """Full name -> every parameter of a tracked model that a tracked optimizer steps."""
         stepped = {id(p) for optimizer in self.optimizers for p in optimizer.parameters()}
-        found = ((name, p) for model in self.models for name, p in model.parameters())
-        return {name: p for name, p in found if id(p) in stepped}
+        return {name: p for name, p in self.model_parameters().items() if id(p) in stepped}
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
         """Name -> every tensor that may hold a gradient: of models, and else of optimizers."""
-        found: dict[str, torch.Tensor] = {
-            name: p for model in self.models for name, p in model.parameters()
-        }
+        found = self.model_parameters()
         seen = {id(p) for p in found.values()}
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.optimizer.param_groups):

@@ -127,6 +127,7 @@ class _Seeker:
     ) -> None:
         self._entries = entries
         self._found = found
+        self._of_models = registry.model_parameters()
         self._meshes: dict[str, DeviceMesh] = {}
         for tensor in registry.all_parameters():
             if sharded.is_sharded(tensor):
@@ -138,6 +139,7 @@ class _Seeker:
         if not isinstance(tree, dict):
             return
         parameters = {name: p for p, name in optimizer.named(names)}
+        parameters = {**self._of_models, **parameters}  # some may be in groups still to be added
         state = tree.get("state")
         for name, items in state.items() if isinstance(state, dict) else ():
             for node in _nodes(items):

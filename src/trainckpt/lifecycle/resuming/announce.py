@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from trainckpt.lifecycle.resuming.resume import Beginning
     from trainckpt.preemption.notice import Notice, NoticeSource
+    from trainckpt.state.registry import Registry
     from trainckpt.tiers.places import Place
 
 
@@ -62,7 +63,9 @@ class Announced:
         self._source.stop()
 
 
-def say_where(tier: Place, beginning: Beginning, exactness: str, reasons: Sequence[str]) -> None:
+def say_where(
+    tier: Place, beginning: Beginning, exactness: str, reasons: Sequence[str], registry: Registry
+) -> None:
     """From where the attempt begins, how exactly, what was passed over, and who is there too."""
     if alive := still_alive(tier, beginning.record.attempt):
         logger.warning(alive)
@@ -77,6 +80,7 @@ def say_where(tier: Place, beginning: Beginning, exactness: str, reasons: Sequen
     logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness)
     for reason in reasons:
         logger.info("not bitwise: %s", reason)
+    _say_added(registry)
 
 
 def say_how_it_stops(stops: str, grace_s: float | None, lost: Sequence[str]) -> None:
@@ -85,3 +89,14 @@ def say_how_it_stops(stops: str, grace_s: float | None, lost: Sequence[str]) -> 
     logger.info("a stop falls on %s%s", stops, within)
     if lost:
         logger.info("not started by `trainckpt run`: %s", "; ".join(lost))
+
+
+def _say_added(registry: Registry) -> None:
+    """Which optimizers were given groups that the script has not made yet."""
+    for optimizer in registry.optimizers:
+        if optimizer.added:
+            logger.info(
+                "%s was given %d of the snapshot's parameter groups, which the script adds as it "
+                "trains; should it add them again before the first batch, they stay as they are",
+                optimizer.name, optimizer.added,
+            )  # fmt: skip

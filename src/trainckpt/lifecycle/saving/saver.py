@@ -31,6 +31,7 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.pending import COMMITTED, STAGED, PendingSave
 from trainckpt.lifecycle.saving import save_keys
 from trainckpt.lifecycle.saving.arenas import SPARE_BYTES, NoArena
+from trainckpt.lifecycle.saving.begun import Begun
 from trainckpt.lifecycle.saving.comparing import Comparing, verdict
 from trainckpt.lifecycle.saving.copying import Copying
 from trainckpt.lifecycle.saving.plans import Plans
@@ -117,10 +118,8 @@ class Saver:
             lambda: self.flushing.busy, sealing, self.protecting.room,
         )  # fmt: skip
         self._is_encrypted = sealing is not None
-        self._stale = Stale(registry)
-        self._registry = registry
-        self._facts = facts
-        self._pace = pace
+        self._stale, self._begun_with = Stale(registry), Begun(registry)
+        self._registry, self._facts, self._pace = registry, facts, pace
         self._window_start = window_start
         self._plans = Plans(channel.world.rank, channel.world.size)
         self._comparing = Comparing(channel.world.rank, channel.world.size)
@@ -169,6 +168,7 @@ class Saver:
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         try:
             with self._registry.unchanged():
+                self._begun_with.look()
                 shard, shared, attempt = self._stage(cursor, last=last, behind=behind)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:

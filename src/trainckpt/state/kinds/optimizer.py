@@ -12,6 +12,7 @@ import torch
 
 from trainckpt.state import sharded
 from trainckpt.state.copies import Copies
+from trainckpt.state.kinds import added_groups
 from trainckpt.state.values import UnknownValue
 
 if TYPE_CHECKING:
@@ -27,11 +28,16 @@ _NUMBERS = {"torch.distributed.optim.post_localSGD_optimizer": ("averager", "ste
 
 
 class OptimizerState:
-    """One tracked `torch.optim.Optimizer`."""
+    """One tracked `torch.optim.Optimizer`.
+
+    Attributes:
+        added: Groups that a resume added, as the saved run had.
+    """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = optimizer
+        self.added = 0
         self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
 
     def parameters(self) -> list[torch.Tensor]:
@@ -131,10 +137,17 @@ class OptimizerState:
             return [f"{self.name} was a {kind_then}, is a {kind}"]
         then = [group["params"] for group in saved.values[self.name]["groups"]]
         now = [[known[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        if len(then) != len(now):
-            return [f"{self.name} had {len(then)} parameter groups, has {len(now)}"]
+        missing = then[len(now) :] if then[: len(now)] == now else []
+        why = (
+            added_groups.cannot_be_added(self.optimizer.param_groups, missing, names)
+            if missing
+            else ""
+        )
+        if len(then) != len(now) and (why or not missing):
+            told = f": {why}; add them before the Checkpointer is made" if why else ""
+            return [f"{self.name} had {len(then)} parameter groups, has {len(now)}{told}"]
         found = []
-        for i, (old, new) in enumerate(zip(then, now, strict=True)):
+        for i, (old, new) in enumerate(zip(then, now, strict=False)):
             if old != new:
                 gone, added = sorted(set(old) - set(new)), sorted(set(new) - set(old))
                 what = f"lost {gone[:3]}, gained {added[:3]}" if gone or added else "another order"
@@ -146,6 +159,17 @@ class OptimizerState:
                 found.append(f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
                              f"{list(parameter.shape)} now")  # fmt: skip
         return found
+
+    def add_groups(self, saved: Saved, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add those of the snapshot that the script has not made yet, of `parameters` by name."""
+        missing = saved.values[self.name]["groups"][len(self.optimizer.param_groups) :]
+        if missing:
+            self.added = len(missing)
+            groups = [([parameters[n] for n in g["params"]], g["options"]) for g in missing]
+            added_groups.add(self.optimizer, [
+                (held, saved.decode(options, held[0].device if held else None))
+                for held, options in groups
+            ])  # fmt: skip
 
     @torch.no_grad()
     def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
@@ -220,6 +244,8 @@ class OptimizerState:
     def settled(self) -> None:
         """Nothing is applied any more: forget what was made for it."""
         self._put.clear()
+        if self.added:
+            added_groups.settle(self.optimizer)
 
     def _path(self, parameter: str, key: object) -> str:
         return f"{self.name}/{parameter}/{key}"
