@@ -8,8 +8,12 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from tests.ranks.processes import preload, run_ranks
+from tests.state import refused_programs
 from trainckpt.errors import ConfigurationError
 from trainckpt.state.kinds.refused import refusal, refuse
+
+preload("tests.state.refused_programs")
 
 
 def of(library, kind, *bases):
@@ -33,6 +37,15 @@ def test_the_first_fsdp_is_refused_and_the_second_is_named(alone):
     found = refusal(nn.Sequential(model), "model")
     assert found.startswith("model/0 is FSDP1's")
     assert "fully_shard" in found
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_tensor_parallelism_under_ddp_is_refused_and_fully_shard_is_named(tmp_path, has_trained):
+    """After a forward it has no parameters, and was saved as the optimizer's, without a name."""
+    program = refused_programs.parallel_under_ddp
+    for message, hint in run_ranks(program, 2, str(tmp_path), has_trained):
+        assert message.startswith("model has tensor-parallel parameters under DDP")
+        assert "fully_shard" in hint
 
 
 def test_the_second_fsdp_is_not_refused(alone):

@@ -48,6 +48,11 @@ _ZERO1 = _Rule(
     "a ZeroRedundancyOptimizer, whose state lies on other ranks",
     "use the plain optimizer, with fully_shard (FSDP2) to spread its state",
 )
+# After the first forward they are no parameters of the module any more.
+_PARALLEL_UNDER_DDP = (
+    "has tensor-parallel parameters under DDP, which a forward takes away from the module",
+    "in place of DDP use torch.distributed.fsdp.fully_shard over the mesh's data dimension",
+)
 _RULES = (_FSDP1, _DEEPSPEED, _MEGATRON, _ZERO1)
 
 
@@ -71,10 +76,20 @@ def _reason(value: object, name: str) -> tuple[str, str] | None:
         found = _match(part, f"{name}/{path}" if path else name, (*_RULES, _MEGATRON_MODULE))
         if found is not None:
             return found
+    if _is_parallel_under_ddp(value):
+        return f"{name} {_PARALLEL_UNDER_DDP[0]}", _PARALLEL_UNDER_DDP[1]
     for path, parameter in value.named_parameters():
         if hasattr(parameter, "ds_id"):  # ZeRO-3 takes plain modules' parameters away
             return _match_rule(f"{name}/{path}", _DEEPSPEED)
     return None
+
+
+def _is_parallel_under_ddp(value: nn.Module) -> bool:
+    """Whether `DDP(device_mesh=...)`, or what that calls, took the DTensors of a module apart."""
+    if any(hasattr(parameter, "_st_info") for parameter in value.parameters()):
+        return True
+    hooks = (hook for part in value.modules() for hook in part._forward_hooks.values())
+    return any(getattr(hook, "__name__", "") == "_localize_dtensor" for hook in hooks)
 
 
 def _match(value: object, name: str, rules: tuple[_Rule, ...]) -> tuple[str, str] | None:
