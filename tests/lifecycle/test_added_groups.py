@@ -7,9 +7,12 @@ import logging
 import pytest
 import torch
 
-from tests.lifecycle.unfreezing import once, train, unless_there
+from tests.lifecycle.unfreezing import once, train, train_sharded, unless_there
+from tests.ranks.processes import preload, run_ranks
 from trainckpt import Checkpointer
 from trainckpt.errors import StateMismatch
+
+preload("tests.lifecycle.unfreezing")
 
 
 @pytest.mark.parametrize("joins", [once, unless_there])
@@ -25,6 +28,13 @@ def test_groups_that_joined_go_on_exactly_wherever_the_run_stops(tmp_path, caplo
     said = "optimizer was given 1 of the snapshot's parameter groups"
     assert (said in caplog.text) == (stop > 3)
     assert ": bitwise" in caplog.text
+
+
+def test_groups_that_joined_are_divided_anew_on_another_number_of_ranks(tmp_path):
+    two = run_ranks(train_sharded, 2, str(tmp_path), 3)
+    ((rates, moments, is_resumed),) = run_ranks(train_sharded, 1, str(tmp_path), 0)
+    assert is_resumed
+    assert (rates, moments) == two[0][:2]
 
 
 def test_the_same_group_twice_is_torchs_error_again_once_training_goes_on(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainckpt import Checkpointer
@@ -46,3 +47,27 @@ def train(place, joins, until, tracks_all=True, make=torch.optim.AdamW, **option
                 if ckpt.cursor.micro_batches + 1 == until:
                     return seen, ckpt
     return seen, ckpt
+
+
+def whole(tensor):
+    """Of what is sharded, all of it."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).tolist()
+
+
+def train_sharded(rank, place, steps):
+    """Steps of a sharded model, of which a layer joins with the second, unless the run is resumed;
+    its groups and moments as they are then."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = torch.optim.AdamW(model[1].parameters(), 0.01)
+    with Checkpointer(place, model=model, optimizer=optimizer, every="never") as ckpt:
+        for number in range(steps):
+            ckpt.boundary()
+            if number == 1:
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        groups = optimizer.param_groups
+        moments = [whole(optimizer.state[p]["exp_avg"]) for g in groups for p in g["params"]]
+        return [group["lr"] for group in groups], moments, ckpt.resumed_from is not None
