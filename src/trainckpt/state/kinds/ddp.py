@@ -7,6 +7,10 @@ dummy backward in which the reducer's own hooks are called in the recorded order
 Between that backward and the next forward the regrouping is due but not done, and nothing tells
 the order; so `capture` has it done, as the next forward would have.
 
+With `static_graph` the first backward is another one than all others: it counts how often each
+parameter becomes ready, and a dummy would be counted in its place. There the reducer is made anew,
+with the recorded buckets from the start; the first backward counts, and changes no bucket.
+
 `require_forward_param_sync`: False inside a window under no_sync; a fresh DDP would broadcast
 rank 0's buffers on its next forward.
 
@@ -21,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +36,9 @@ if TYPE_CHECKING:
 
 _DDP_NAMES = ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data", "logger", "reducer",
               "require_forward_param_sync")  # fmt: skip
-_REMADE_BY = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+_REMADE_BY = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper",
+              "_set_static_graph", "bucket_bytes_cap")  # fmt: skip
+_WAYS = ("mixed_precision", "_delay_all_reduce_params", "_use_python_reducer", "_accum_grad_hooks")
 _REDUCER_NAMES = ("prepare_for_forward", "prepare_for_backward", "_autograd_hook",
                   "_rebuild_buckets")  # fmt: skip
 
@@ -86,10 +93,30 @@ def rounds_by_buckets(module: nn.Module) -> bool:
 
 
 def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
-    """Make DDP rebuild its buckets in the recorded order. Collective: all ranks call it."""
+    """Make DDP add gradients in the recorded buckets. Collective: all ranks call it."""
     if not saved or not saved["bucket_order"] or not isinstance(module, DistributedDataParallel):
         return
-    order = [int(index) for index in saved["bucket_order"].replace(",", " ").split()]
+    buckets = [[int(i) for i in bucket.split()] for bucket in saved["bucket_order"].split(",")]
+    if not module.static_graph:
+        _replay(module, [index for bucket in buckets for index in bucket])
+    elif _is_remade_whole(module):
+        _make_reducer(module, buckets)
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def problems(module: nn.Module, name: str) -> list[str]:
+    """What of DDP's hidden state cannot be put back, one sentence each; `name`: of the model."""
+    if not isinstance(module, DistributedDataParallel) or not module.static_graph:
+        return []
+    if _is_remade_whole(module) or not rounds_by_buckets(module):
+        return []
+    why = "with static_graph, whose reducer cannot be made anew, so after a resume"
+    return [f"{name} is in a DDP {why} gradients are added in another order"]
+
+
+def _replay(module: DistributedDataParallel, order: list[int]) -> None:
+    """Have the buckets rebuilt, by a backward in which parameters become ready in this order."""
     reducer: Any = module.reducer
     reducer.prepare_for_forward()
     reducer.prepare_for_backward([])
@@ -102,8 +129,34 @@ def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
     start.register_hook(call_hooks)  # type: ignore[no-untyped-call]
     (start * 1).backward()  # type: ignore[no-untyped-call]
     _rebuild_buckets(module)
-    for parameter in module.parameters():
-        parameter.grad = None
+
+
+def _make_reducer(module: DistributedDataParallel, buckets: list[list[int]] | None = None) -> None:
+    """Make the reducer anew, with these buckets, or with those that DDP begins with."""
+    private: Any = module
+    c10d: Any = torch.distributed
+    private.logger = private.reducer = None
+    parameters, expect_sparse = private._build_params_for_reducer()
+    names = private._build_debug_param_to_name_mapping(parameters)
+    assign = c10d._compute_bucket_assignment_by_size
+
+    def recorded(*_: Any) -> tuple[list[list[int]], list[int]]:
+        backwards = (buckets or [])[::-1]  # DDP turns them round
+        return backwards, [private.bucket_bytes_cap] * len(backwards)
+
+    try:
+        if buckets is not None:
+            c10d._compute_bucket_assignment_by_size = recorded
+        private._ddp_init_helper(parameters, expect_sparse, names, private.static_graph)
+    finally:
+        c10d._compute_bucket_assignment_by_size = assign
+    private._has_rebuilt_buckets = False
+    if private.static_graph:
+        private.static_graph = False
+        private._set_static_graph()
+    for hook, state in getattr(private, "_comm_hooks", ()):
+        private.logger._set_comm_hook_name(hook.__qualname__)
+        c10d._register_comm_hook(private.reducer, state, hook)
 
 
 def apply_used_parameters(
@@ -148,10 +201,7 @@ def let_go_of_buckets(module: nn.Module) -> Callable[[], None] | None:
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
-        parameters, expect_sparse = private._build_params_for_reducer()
-        names = private._build_debug_param_to_name_mapping(parameters)
-        private._ddp_init_helper(parameters, expect_sparse, names, private.static_graph)
-        private._has_rebuilt_buckets = False
+        _make_reducer(module)
         apply_bucket_order(module, {"bucket_order": order})
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -162,16 +212,31 @@ def let_go_of_buckets(module: nn.Module) -> Callable[[], None] | None:
 
 def _is_plain(module: Any) -> bool:
     """Whether all that its reducer knows is the parameters and the order of its buckets."""
-    if any(not hasattr(module, name) for name in (*_DDP_NAMES, *_REMADE_BY)):
+    more = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    return not (
+        _lacks_names(module)
+        or _has_ways_of_its_own(module)
+        or any(getattr(module, name) for name in more)
+    )
+
+
+def _is_remade_whole(module: Any) -> bool:
+    """Whether a reducer that is made anew, before the first backward, is as the first one was."""
+    if _lacks_names(module) or any(getattr(module, name, None) for name in _WAYS):
         return False
-    more = ("gradient_as_bucket_view", "find_unused_parameters")
-    return not (_has_ways_of_its_own(module) or any(getattr(module, name) for name in more))
+    has_hook = module.logger is not None and module._get_ddp_logging_data().get("comm_hook")
+    is_known = not has_hook or bool(getattr(module, "_comm_hooks", None))  # else one of C++
+    return is_known and not _steps_in_backward(module, module.logger)
+
+
+def _lacks_names(module: Any) -> bool:
+    known = hasattr(torch.distributed, "_compute_bucket_assignment_by_size")
+    return not known or any(not hasattr(module, name) for name in (*_DDP_NAMES, *_REMADE_BY))
 
 
 def _has_ways_of_its_own(module: Any) -> bool:
     """Whether gradients are reduced in another way than by a sum of each bucket, as it is."""
-    ways = ("static_graph", "mixed_precision", "_comm_hooks", "_delay_all_reduce_params",
-            "_use_python_reducer", "_accum_grad_hooks")  # fmt: skip
+    ways = (*_WAYS, "_comm_hooks")
     logger = module.logger
     return bool(
         any(getattr(module, name, None) for name in ways)

@@ -160,7 +160,7 @@ class ModelState:
         if len(self._ddp) > 1:
             found.append(f"{self.name} holds several DDP modules ({', '.join(self._ddp)}), and "
                          "what each keeps to itself is not kept; track each by itself")  # fmt: skip
-        return found
+        return found + ddp.problems(self.reducing, self.name)
 
     def differences(self, saved: Saved) -> list[str]:
         """What makes the saved model another one than this: names, shapes, types, ties.
