@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -76,7 +77,122 @@ class Static(Kind):
         return Net()
 
 
-KINDS = {kind.__name__: kind for kind in (Static,)}
+class Branches(nn.Module):
+    """Uses one branch only at each window's first micro-batch; its buffers differ by rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.seldom = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x, is_first):
+        found = self.always(x) + self.seldom(x) if is_first else self.always(x)
+        return self.last(self.norm(found))
+
+
+class Inside(Kind):
+    """Tracks the module in the DDP, not the DDP."""
+
+    accumulate = 3
+    options = {"find_unused_parameters": True}  # noqa: RUF012
+
+    def build(self):
+        super().build()
+        self.tracked = self.net
+
+    def make(self):
+        return Branches()
+
+    def loss(self, x, cursor):
+        return self.model(x, cursor.micro == 0).square().mean()
+
+
+class InsideMade(Inside):
+    """The DDP is made after the Checkpointer."""
+
+    def build(self):
+        self.net = self.tracked = self.make()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
+
+    def checkpointer_made(self):
+        self.model = self.wrap()
+
+
+class InsideResumed(InsideMade):
+    """The DDP is made after the resume."""
+
+    def checkpointer_made(self):
+        pass
+
+    def resumed(self):
+        self.model = self.wrap()
+
+
+class Ordered(Kind):
+    """Tracks the module in the DDP; its order of adding counts."""
+
+    def build(self):
+        super().build()
+        self.tracked = self.net
+
+
+class OrderedResumed(Ordered):
+    """The DDP is made after the resume."""
+
+    def resumed(self):
+        self.model = self.wrap()
+
+
+class Part(Ordered):
+    """The DDP is around something that the tracked module is a part of."""
+
+    def wrap(self):
+        return DistributedDataParallel(nn.Sequential(self.net), bucket_cap_mb=SMALL_MB)
+
+
+class TwoParts(Part):
+    """Two tracked modules in one DDP."""
+
+    def build(self):
+        super().build()
+        self.tracked = [self.net[0], self.net[1:]]
+
+
+class Again(Kind):
+    """Unfreezes a layer in its second step, and wraps the module again."""
+
+    def make(self):
+        net = plain()
+        net[1].requires_grad_(False)
+        return net
+
+    def before(self, cursor):
+        if cursor.step >= 2 and not self.net[1].weight.requires_grad:
+            self.net[1].requires_grad_(True)
+            self.model = self.wrap()
+
+
+class AgainKnown(Again):
+    """Does so at once, where it is resumed after that."""
+
+    def resumed(self):
+        self.before(self.cursor)
+
+
+class Replicated(Kind):
+    """The older `replicate` of torch, whose DDP is made in the first forward."""
+
+    def wrap(self):
+        return replicate(self.net)
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        Static, Inside, InsideMade, InsideResumed, Ordered, OrderedResumed, Part, TwoParts, Again,
+        AgainKnown, Replicated,
+    )
+}  # fmt: skip
 
 
 def train(rank, place, kind, until, save_at=None):
@@ -92,6 +208,7 @@ def train(rank, place, kind, until, save_at=None):
     )  # fmt: skip
     script.checkpointer_made()
     with contextlib.suppress(Left), ckpt:
+        script.cursor = ckpt.cursor
         script.resumed()
         while True:
             pending = ckpt.save() if ckpt.cursor.micro_batches + 1 == save_at else None

@@ -29,3 +29,32 @@ def resumed(tmp_path, kind, size, *, at, until):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_static_graph_goes_on_adding_gradients_and_in_the_same_order(tmp_path, size):
     assert resumed(tmp_path, "Static", size, at=4, until=8) == (True, BITWISE)
+
+
+@pytest.mark.parametrize("kind", ["Inside", "InsideMade", "InsideResumed"])
+def test_a_window_goes_on_where_the_module_in_the_ddp_is_tracked(tmp_path, kind):
+    """Which parameters it used, and that the next forward broadcasts no buffers."""
+    assert resumed(tmp_path, kind, 2, at=7, until=12) == (True, BITWISE)
+
+
+@pytest.mark.parametrize("kind", ["Ordered", "OrderedResumed", "Part", "TwoParts"])
+def test_gradients_are_added_in_the_same_order_where_the_module_in_the_ddp_is_tracked(
+    tmp_path, kind
+):
+    assert resumed(tmp_path, kind, 3, at=4, until=8) == (True, BITWISE)
+
+
+def test_a_module_that_was_wrapped_again_is_exact_where_the_resumed_script_does_so_at_once(
+    tmp_path,
+):
+    assert resumed(tmp_path, "AgainKnown", 3, at=5, until=9) == (True, BITWISE)
+
+
+def test_a_module_that_is_wrapped_again_only_after_the_resume_is_said_not_to_be_exact(tmp_path):
+    _, how = resumed(tmp_path, "Again", 3, at=5, until=9)
+    assert how == INEXACT
+
+
+def test_a_ddp_that_only_the_first_forward_makes_is_said_not_to_be_exact(tmp_path):
+    _, how = resumed(tmp_path, "Replicated", 3, at=4, until=8)
+    assert how == INEXACT

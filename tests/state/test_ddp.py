@@ -78,13 +78,13 @@ def test_an_order_under_a_hook_is_replayed_before_the_hook_is_there_again(hooked
     train(model)
     hidden = ddp.capture(model, "")
     registry = SimpleNamespace(
-        models=[SimpleNamespace(name="model", reducing=fresh)], bucket_orders={}
+        models=[SimpleNamespace(name="model", reducing=fresh)], bucket_orders={}, as_saved=set()
     )
 
     apply._bucket_order(registry, SimpleNamespace(values={apply.DDP: {"model": hidden}}))
 
     assert fresh._has_rebuilt_buckets == hooked
-    assert registry.bucket_orders == {"model": hidden["bucket_order"]}
+    assert registry.bucket_orders == {fresh: hidden["bucket_order"]}
 
 
 def test_parameters_are_walked_through_once_for_each_reducer(monkeypatch):

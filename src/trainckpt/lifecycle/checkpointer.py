@@ -36,7 +36,7 @@ from trainckpt.lifecycle.known import Known
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.places.slower import open_slower
 from trainckpt.lifecycle.reading import recorder
-from trainckpt.lifecycle.reasons import other_gradients
+from trainckpt.lifecycle.reasons import seen_since
 from trainckpt.lifecycle.resuming.arrival import Arrival
 from trainckpt.lifecycle.resuming.last_words import LastWords
 from trainckpt.lifecycle.run import launch
@@ -346,7 +346,7 @@ class Checkpointer(Known, Hooked):
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations
             found = self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
-            attempt.departure.not_as_saved(other_gradients(found))
+            attempt.departure.not_as_saved(seen_since(found))
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)

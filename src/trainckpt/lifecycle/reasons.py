@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from trainckpt.lifecycle.attempt import Crew
+    from trainckpt.lifecycle.resuming.arrival import Otherwise
     from trainckpt.lifecycle.resuming.resume import Beginning
 
 
@@ -61,6 +62,16 @@ def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
         if apart := _of_each_rank(beginning):
             what = f"{now} of {then} go on" if now < then else "new ranks take another's"
             found.append(f"each rank had its own, {what}: {_some(apart)}")
+    return found
+
+
+def seen_since(otherwise: Otherwise) -> list[str]:
+    """What was seen once training had gone on."""
+    found = other_gradients(otherwise.gradients)
+    if otherwise.wrappers:
+        found.append("in another DDP than the resume could put back what the saved one kept to "
+                     f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
+                     "before the first batch is asked for)")  # fmt: skip
     return found
 
 

@@ -20,7 +20,7 @@ OBJECT = "an object of another kind"
 OWN = frozenset({DDP, FSDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART})
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
@@ -99,7 +99,7 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
     Args:
         registry: Where to put it.
         saved: What was read, and checked to fit.
-        again: The same state was applied before in this process; DDP rebuilds its buckets once.
+        again: The same state was applied before in this process; each DDP gets its buckets once.
         loaders: Whether to move the loaders too.
     """
     for model in registry.models:
@@ -109,12 +109,27 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
         if again and saved.given is not None:
             saved.given.mend(saved.num_threads)
         for name, step in STEPS:
-            left_out = (again and name == ONCE) or (name == LOADERS and not loaders)
+            left_out = name == LOADERS and not loaders
             if not left_out and (saved.exact or name not in OF_THE_WINDOW):
                 step(registry, saved)
     finally:
         if again:
             saved.proofs.untouched.end()
+
+
+def hidden_in_ddp(saved: Saved) -> list[str]:
+    """Models whose DDP kept something that counts; they should train in one that has it again."""
+    found = saved.values[DDP].items() if saved.exact else ()
+    return [name for name, hidden in found if ddp.counts(hidden, saved.worlds[0])]
+
+
+def in_another_ddp(registry: Registry, names: Container[str]) -> list[str]:
+    """Those of these models whose DDP is one that the saved state was not put back to."""
+    return [
+        model.name
+        for model in registry.models
+        if model.name in names and model.reducing not in registry.as_saved
+    ]
 
 
 def settled(registry: Registry) -> None:
@@ -135,12 +150,14 @@ def apply_rng(saved: Saved) -> None:
 
 def _bucket_order(registry: Registry, saved: Saved) -> None:
     for model in registry.models:
-        hidden = saved.values[DDP].get(model.name)
+        hidden, wrapper = saved.values[DDP].get(model.name), model.reducing
+        if wrapper in registry.as_saved or not ddp.fits(wrapper, hidden):
+            continue
         # What was so then may be so again: a hook can be registered after the resume.
-        if ddp.rounds_by_buckets(model.reducing) or (hidden or {}).get("own_way", True):
-            ddp.apply_bucket_order(model.reducing, hidden)
-        if hidden:
-            registry.bucket_orders[model.name] = hidden["bucket_order"]
+        if ddp.rounds_by_buckets(wrapper) or hidden.get("own_way", True):
+            ddp.apply_bucket_order(wrapper, hidden)
+        registry.bucket_orders[wrapper] = hidden["bucket_order"]
+        registry.as_saved.add(wrapper)
 
 
 def _parameters(registry: Registry, saved: Saved) -> None:
@@ -193,12 +210,12 @@ def _loaders(registry: Registry, saved: Saved) -> None:
         loader.apply(saved)
 
 
-ONCE = "DDP bucket order"
+BUCKETS = "DDP bucket order"
 # Not put back where the layout is another one: the window begins anew.
-OF_THE_WINDOW = frozenset({ONCE, "DDP forward sync", "DDP used parameters", "gradients",
+OF_THE_WINDOW = frozenset({BUCKETS, "DDP forward sync", "DDP used parameters", "gradients",
                            "FSDP2's gradients"})  # fmt: skip
 STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
-    (ONCE, _bucket_order),
+    (BUCKETS, _bucket_order),
     ("parameters", _parameters),
     ("buffers", _buffers),
     ("DDP forward sync", _forward_sync),

@@ -30,9 +30,10 @@ def capture(registry: Registry) -> Captured:
     # Collective, so before anything that may fail on one rank alone and leave the others waiting.
     out.values[DDP] = {}
     for model in registry.models:
-        hidden = ddp.capture(model.reducing, registry.bucket_orders.get(model.name, ""))
+        wrapper = model.reducing
+        hidden = ddp.capture(wrapper, registry.bucket_orders.get(wrapper, ""))
         if hidden is not None:
-            registry.bucket_orders[model.name] = hidden["bucket_order"]
+            registry.bucket_orders[wrapper] = hidden["bucket_order"]
             out.values[DDP][model.name] = hidden
     for model in registry.models:
         fsdp.rest(model.wrapped)

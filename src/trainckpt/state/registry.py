@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -13,11 +14,12 @@ from trainckpt.format.globs import select
 from trainckpt.state.kinds import ddp, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
-from trainckpt.state.kinds.model import ModelState, keeps_own_state, unwrap
+from trainckpt.state.kinds.model import ModelState, keeps_own_state
 from trainckpt.state.kinds.optimizer import OptimizerState
 from trainckpt.state.kinds.refused import refuse
 from trainckpt.state.kinds.tracked_file import PART as FILES
 from trainckpt.state.kinds.tracked_file import TrackedFile
+from trainckpt.state.kinds.wrappers import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,7 +35,8 @@ class Registry:
     Attributes:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
-        bucket_orders: Model name -> DDP's rebuilt bucket order, once known.
+        bucket_orders: DDP wrapper -> its rebuilt bucket order, once known.
+        as_saved: DDP wrappers that add gradients as the resume's snapshot says.
         has_peers: Several ranks train the same samples, and must draw the same for them.
     """
 
@@ -44,7 +47,8 @@ class Registry:
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
-        self.bucket_orders: dict[str, str] = {}
+        self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.as_saved: WeakSet[nn.Module] = WeakSet()
         self._owners: dict[int, str] = {}
 
     def add(self, name: str, value: Any) -> None:

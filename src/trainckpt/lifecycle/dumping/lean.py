@@ -74,8 +74,9 @@ class Lean:
         if self._prepared is None:
             return 0
         (captured, manifest), self._prepared = self._prepared, None
-        for model in self._registry.models:  # first: to make them anew is collective
-            make = ddp.let_go_of_buckets(model.reducing)
+        wrappers = dict.fromkeys(model.reducing for model in self._registry.models)
+        for wrapper in wrappers:  # first: to make them anew is collective
+            make = ddp.let_go_of_buckets(wrapper)
             self._buckets += [make] if make is not None else []
         lean.discard(self._unused())
         dropped = lean.drop(captured, manifest.tensors)

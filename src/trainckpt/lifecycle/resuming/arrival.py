@@ -10,13 +10,14 @@ before the first    the random generators once more, after the loader's iterator
   batch             which draws from them: now they are restored, last of all
 boundary after it   which parameters are frozen is the script's own doing: it is said where that is
                     not as it was saved here and at the first boundary; some loops set it anew in
-                    each micro-batch
+                    each micro-batch. So is wrapping a model in DDP: one that was made since does
+                    not add gradients as the saved one did
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.cursor import Cursor
@@ -39,6 +40,21 @@ FREED_FROM_BYTES = 64 << 20  # what is less is given back in no time
 _FREED_AFTER_S = 0.005  # whoever is still in a call with it has left that
 
 
+class Otherwise(NamedTuple):
+    """How training has gone on otherwise than it was saved.
+
+    Attributes:
+        gradients: Parameter that was frozen and is not, or vice versa -> whether it was then.
+        wrappers: Models in a DDP that knows nothing of what the saved one kept to itself.
+    """
+
+    gradients: dict[str, bool]
+    wrappers: list[str]
+
+
+AS_SAVED = Otherwise({}, [])
+
+
 class Arrival:
     """One resume on its way to the boundary where its snapshot was taken.
 
@@ -57,6 +73,7 @@ class Arrival:
         self._window: Cursor | None = None
         self._skipping: TrackedLoader | None = None  # a pass that was over when it was saved
         self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
+        self._hidden: list[str] = []  # models whose DDP is to be the one that it was given to
 
     def begin(
         self, saved: Saved, at: Cursor, window: Cursor | None, loader: TrackedLoader | None
@@ -89,18 +106,17 @@ class Arrival:
         state.apply(saved)
         self._continue_at(loader)
 
-    def reach(self, *, evaluation: int, has_loader: bool) -> dict[str, bool]:
+    def reach(self, *, evaluation: int, has_loader: bool) -> Otherwise:
         """A boundary was reached: the entry of so many evaluations, or 0 where training goes on.
 
-        Returns the parameters with which training has gone on frozen and that were not when they
-        were saved, or vice versa -> whether they were then.
+        Returns what was seen once it has.
         """
         saved, wanted = self._saved, self._at.evaluations
         if saved is None or not self.to_come:
             return self._look_again()  # training went on
         self._check_loaders(saved)
         if evaluation and evaluation != wanted:
-            return {}  # one that lies before the snapshot's boundary is repeated
+            return AS_SAVED  # one that lies before the snapshot's boundary is repeated
         if wanted and not evaluation:
             logger.warning("the evaluation that the snapshot was taken at was not entered")
         # A loader's own boundary lies inside it: there it has its position already.
@@ -108,10 +124,11 @@ class Arrival:
         self._position.restore(self._at, window=self._window, arrived=True)
         apply.apply_rng(saved)
         self._otherwise = frozen.changed(self._registry, saved)
+        self._hidden = apply.hidden_in_ddp(saved)
         self.to_come = False
         if evaluation or not has_loader:
             self._end()
-        return {}
+        return AS_SAVED
 
     def must_not_undo(self, steps: int) -> None:
         """The script is done, and has taken so many steps since the resume.
@@ -143,13 +160,16 @@ class Arrival:
         self._end()
         return True
 
-    def _look_again(self) -> dict[str, bool]:
+    def _look_again(self) -> Otherwise:
         if self._saved is not None:
             self._end()  # without the loader that the boundary is in
         if self._position.cursor.micro_batches == self._at.micro_batches:
-            return {}  # an epoch's end
+            return AS_SAVED  # an epoch's end
         otherwise, self._otherwise, self.under_way = self._otherwise, {}, False
-        return frozen.still(self._registry, otherwise)
+        return Otherwise(
+            frozen.still(self._registry, otherwise),
+            apply.in_another_ddp(self._registry, self._hidden),
+        )
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
         self._position.restore(self._at, window=self._window)
@@ -169,7 +189,7 @@ class Arrival:
     def _end(self) -> None:
         apply.settled(self._registry)
         saved, self._saved, self.to_come = self._saved, None, False
-        self.under_way = bool(self._otherwise)
+        self.under_way = bool(self._otherwise or self._hidden)
         if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
             free([saved])
 

@@ -92,6 +92,21 @@ def rounds_by_buckets(module: nn.Module) -> bool:
     return module.process_group.size() > 2 or _has_ways_of_its_own(module)
 
 
+def counts(hidden: dict[str, Any], ranks: int) -> bool:
+    """Whether something of what was captured changes what is trained next, on so many ranks."""
+    rounds = ranks > 2 or hidden.get("own_way", True)
+    return not hidden["forward_sync"] or bool(hidden["bucket_order"] and rounds)
+
+
+def fits(module: nn.Module, hidden: dict[str, Any] | None) -> bool:
+    """Whether it is a DDP of as many parameters as the captured one, if that is told."""
+    if not hidden or not isinstance(module, DistributedDataParallel):
+        return False
+    number = len(hidden["bucket_order"].replace(",", " ").split())
+    private: Any = module
+    return number in (0, private._get_ddp_logging_data()["num_parameter_tensors"])
+
+
 def apply_bucket_order(module: nn.Module, saved: dict[str, Any] | None) -> None:
     """Make DDP add gradients in the recorded buckets. Collective: all ranks call it."""
     if not saved or not saved["bucket_order"] or not isinstance(module, DistributedDataParallel):

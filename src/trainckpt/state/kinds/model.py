@@ -18,7 +18,7 @@ from torch import nn
 from trainckpt.state import sharded
 from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
 from trainckpt.state.copies import Copies
-from trainckpt.state.kinds import ddp, frozen, fsdp
+from trainckpt.state.kinds import ddp, frozen, fsdp, wrappers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -69,19 +69,28 @@ class ModelState:
     """One tracked `nn.Module`, wrapped in DDP or not: names are equal with and without it.
 
     Attributes:
-        reducing: The one DDP wrapper in it, however deep; the module itself if there is none.
         excluded: Full names of parameters and buffers that are not captured.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.wrapped = module
-        self.module = unwrap(module)
+        self.module = wrappers.unwrap(module)
         self._ddp = ddp.wrapped_in(module)
-        self.reducing = next(iter(self._ddp.values())) if len(self._ddp) == 1 else module
         self.excluded: frozenset[str] = frozenset()
         self._listed: dict[str, Any] | None = None  # while nothing of the module changes
         self._empty: set[str] = set()  # buffers that were None where the state is put back
+
+    @property
+    def reducing(self) -> nn.Module:
+        """The DDP wrapper that it trains in, or the one in it; the module itself without one.
+
+        The script may have made another since, and need not have tracked the wrapper itself.
+        """
+        if len(self._ddp) > 1:
+            return self.wrapped
+        inner = next(iter(self._ddp.values()), None)
+        return wrappers.newest(wrappers.unwrap(inner or self.module)) or inner or self.wrapped
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -160,6 +169,9 @@ class ModelState:
         if len(self._ddp) > 1:
             found.append(f"{self.name} holds several DDP modules ({', '.join(self._ddp)}), and "
                          "what each keeps to itself is not kept; track each by itself")  # fmt: skip
+        if wrappers.is_hidden(self.module):
+            found.append(f"{self.name} is in a DDP that torch's replicate makes amid a forward, so "
+                         "what that keeps to itself is not put back")  # fmt: skip
         return found + ddp.problems(self.reducing, self.name)
 
     def differences(self, saved: Saved) -> list[str]:
@@ -328,17 +340,6 @@ def keeps_own_state(module: nn.Module) -> bool:
 def kept_elsewhere(module: nn.Module) -> None:
     """An integration tracks this module's own state beside the model it is in."""
     object.__setattr__(module, _KEPT, True)
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, DataParallel and torch.compile wrappers."""
-    wrappers: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        inner = module.module if isinstance(module, wrappers) else None
-        inner = inner or getattr(module, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
 
 
 def compare(live: Mapping[str, torch.Tensor], stored: set[str], saved: Saved) -> list[str]:
