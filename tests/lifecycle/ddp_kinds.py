@@ -5,8 +5,19 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -186,11 +197,80 @@ class Replicated(Kind):
         return replicate(self.net)
 
 
+class Power(Kind):
+    """PowerSGD: what was left over, what is begun with next, and a generator.
+
+    With one bucket: gloo calls back from several threads, on each rank in another order.
+    """
+
+    def wrap(self):
+        model = DistributedDataParallel(self.net)
+        state = PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=0.5)
+        model.register_comm_hook(state, powerSGD_hook)
+        return model
+
+
+class PowerResumed(Power):
+    """The hook comes after the resume."""
+
+    def build(self):
+        self.net = self.make()
+        self.model = self.tracked = DistributedDataParallel(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
+
+    def resumed(self):
+        state = PowerSGDState(None, start_powerSGD_iter=3, min_compression_rate=0.5)
+        self.model.register_comm_hook(state, powerSGD_hook)
+
+
+class PostLocal(Kind):
+    """After some steps ranks train apart, and are averaged now and then."""
+
+    def build(self):
+        super().build()
+        self.optimizer = PostLocalSGDOptimizer(
+            self.optimizer, PeriodicModelAverager(period=4, warmup_steps=3)
+        )
+
+    def wrap(self):
+        model = super().wrap()
+        state = PostLocalSGDState(None, distributed.new_subgroups(1)[0], start_localSGD_iter=3)
+        model.register_comm_hook(state, post_localSGD_hook)
+        return model
+
+
+class Halves(Kind):
+    """A hook without a state."""
+
+    def wrap(self):
+        model = super().wrap()
+        model.register_comm_hook(None, fp16_compress_hook)
+        return model
+
+
+class Counting:
+    calls = 0
+
+
+def counting_hook(state, bucket):
+    state.calls += 1
+    return allreduce_hook(None, bucket)
+
+
+class Counted(Kind):
+    """A hook whose state nobody knows."""
+
+    def wrap(self):
+        model = super().wrap()
+        model.register_comm_hook(Counting(), counting_hook)
+        return model
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
         Static, Inside, InsideMade, InsideResumed, Ordered, OrderedResumed, Part, TwoParts, Again,
-        AgainKnown, Replicated,
+        AgainKnown, Replicated, Power, PowerResumed, PostLocal, Halves, Counted,
     )
 }  # fmt: skip
 

@@ -58,3 +58,13 @@ def test_a_module_that_is_wrapped_again_only_after_the_resume_is_said_not_to_be_
 def test_a_ddp_that_only_the_first_forward_makes_is_said_not_to_be_exact(tmp_path):
     _, how = resumed(tmp_path, "Replicated", 3, at=4, until=8)
     assert how == INEXACT
+
+
+@pytest.mark.parametrize("kind", ["Power", "PowerResumed", "PostLocal", "Halves"])
+def test_a_communication_hook_goes_on_with_what_it_kept(tmp_path, kind):
+    assert resumed(tmp_path, kind, 2, at=6, until=10) == (True, BITWISE)
+
+
+def test_a_communication_hook_whose_state_nobody_keeps_is_said_not_to_be_exact(tmp_path):
+    _, how = resumed(tmp_path, "Counted", 2, at=4, until=6)
+    assert how == INEXACT

@@ -39,6 +39,7 @@ NAMED = {
     "loaders": (1, r"sampler seed \(0 instead of 1000\)"),
 }  # fmt: skip
 FIND_UNUSED = "DDP used parameters"  # needs DDP's find_unused_parameters, which has no buckets
+HOOKS = "DDP communication hooks"  # tests/lifecycle/test_ddp_kinds.py has such
 FSDP2 = "FSDP2's gradients"  # tests/state/test_fsdp.py leaves them out
 
 
@@ -58,7 +59,7 @@ def final_weights(records):
 
 def test_every_step_of_the_restore_is_switched_off_by_some_case():
     """The order of the restore is data; a step added to it needs a case here."""
-    assert {name for name, *_ in apply.STEPS} <= {*NAMED, FIND_UNUSED, FSDP2}
+    assert {name for name, *_ in apply.STEPS} <= {*NAMED, FIND_UNUSED, HOOKS, FSDP2}
 
 
 @pytest.mark.parametrize(("world", "flags"), [(1, ()), (3, ()), (3, ("--find-unused",))])

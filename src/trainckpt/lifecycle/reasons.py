@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.reading.contents import models_in
+from trainckpt.state import apply
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -49,6 +50,7 @@ def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
     found = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
     if beginning.manifest is not None:
         found += beginning.manifest.not_bitwise
+    found += apply.not_kept_of_ddp(saved)
     then, now = saved.worlds
     if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
         return found

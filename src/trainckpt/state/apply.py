@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
 from trainckpt.state.capture import DDP, FSDP, LOADERS
-from trainckpt.state.kinds import ddp, fsdp, gradients, rng, tracked_file
+from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
@@ -123,6 +123,12 @@ def hidden_in_ddp(saved: Saved) -> list[str]:
     return [name for name, hidden in found if ddp.counts(hidden, saved.worlds[0])]
 
 
+def not_kept_of_ddp(saved: Saved) -> list[str]:
+    """What a snapshot says that it lacks of DDP, one sentence each."""
+    hidden = saved.values[DDP].values() if saved.exact else ()
+    return [sentence for each in hidden for sentence in each.get("not_kept", ())]
+
+
 def in_another_ddp(registry: Registry, names: Container[str]) -> list[str]:
     """Those of these models whose DDP is one that the saved state was not put back to."""
     return [
@@ -158,6 +164,15 @@ def _bucket_order(registry: Registry, saved: Saved) -> None:
             ddp.apply_bucket_order(wrapper, hidden)
         registry.bucket_orders[wrapper] = hidden["bucket_order"]
         registry.as_saved.add(wrapper)
+
+
+def _hooks(registry: Registry, saved: Saved) -> None:
+    """After the buckets: to replay their order calls the hooks."""
+    for model in registry.models:
+        then = (saved.values[DDP].get(model.name) or {}).get("hooks")  # of an older release: None
+        wrapper = model.reducing
+        if then is not None and not ddp_hooks.apply(wrapper, then, saved):
+            registry.as_saved.discard(wrapper)
 
 
 def _parameters(registry: Registry, saved: Saved) -> None:
@@ -210,12 +225,13 @@ def _loaders(registry: Registry, saved: Saved) -> None:
         loader.apply(saved)
 
 
-BUCKETS = "DDP bucket order"
+BUCKETS, HOOKS = "DDP bucket order", "DDP communication hooks"
 # Not put back where the layout is another one: the window begins anew.
-OF_THE_WINDOW = frozenset({BUCKETS, "DDP forward sync", "DDP used parameters", "gradients",
+OF_THE_WINDOW = frozenset({BUCKETS, HOOKS, "DDP forward sync", "DDP used parameters", "gradients",
                            "FSDP2's gradients"})  # fmt: skip
 STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     (BUCKETS, _bucket_order),
+    (HOOKS, _hooks),
     ("parameters", _parameters),
     ("buffers", _buffers),
     ("DDP forward sync", _forward_sync),

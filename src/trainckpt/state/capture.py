@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.state import side
 from trainckpt.state.captured import Captured
-from trainckpt.state.kinds import ddp, fsdp, gradients, rng, tracked_file
+from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
 if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
@@ -41,6 +41,12 @@ def capture(registry: Registry) -> Captured:
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)
+        if model.name in out.values[DDP]:
+            hooks = ddp_hooks.capture(model.reducing, f"{DDP}/{model.name}/hook", out)
+            out.values[DDP][model.name] |= {
+                "hooks": hooks,
+                "not_kept": ddp_hooks.problems(model.reducing, model.name, registry.tracks),
+            }
     for optimizer in registry.optimizers:
         optimizer.capture(out, names)
     for generic in registry.generics:

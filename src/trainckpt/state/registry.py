@@ -11,7 +11,7 @@ from torch import nn
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import select
-from trainckpt.state.kinds import ddp, fsdp
+from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
 from trainckpt.state.kinds.model import ModelState, keeps_own_state
@@ -86,6 +86,8 @@ class Registry:
     def problems(self) -> list[str]:
         """What of the models and optimizers cannot be put back as it was, one sentence each."""
         found = [problem for model in self.models for problem in model.problems()]
+        for model in self.models:
+            found += ddp_hooks.problems(model.reducing, model.name, self.tracks)
         return found + [p for each in self.optimizers for p in each.problems(self.tracks)]
 
     def lacks(self) -> str:

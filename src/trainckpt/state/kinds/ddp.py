@@ -95,7 +95,8 @@ def rounds_by_buckets(module: nn.Module) -> bool:
 def counts(hidden: dict[str, Any], ranks: int) -> bool:
     """Whether something of what was captured changes what is trained next, on so many ranks."""
     rounds = ranks > 2 or hidden.get("own_way", True)
-    return not hidden["forward_sync"] or bool(hidden["bucket_order"] and rounds)
+    has_state = not hidden["forward_sync"] or hidden.get("hooks")
+    return bool(has_state or (hidden["bucket_order"] and rounds))
 
 
 def fits(module: nn.Module, hidden: dict[str, Any] | None) -> bool:
