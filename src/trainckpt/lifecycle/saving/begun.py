@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 
+SELDOM = 16  # saves: a walk over all modules takes milliseconds, and training waits
+
+
 class Begun:
     """Of one rank."""
 
@@ -23,9 +26,16 @@ class Begun:
         self._names = {m.name: {name for name, _ in m.parameters()} for m in registry.models}
         self._groups = {o.name: len(o.optimizer.param_groups) for o in registry.optimizers}
         self._said: set[str] = set()
+        self._looks = 0
 
     def look(self) -> None:
         """A save is begun: say what a resume will not find, each once."""
+        if self._looks % SELDOM == 0:
+            self._look_at_names()
+        self._looks += 1
+        self._look_at_groups()
+
+    def _look_at_names(self) -> None:
         for model in self._registry.models:
             begun, now = self._names[model.name], {name for name, _ in model.parameters()}
             if begun != now:
@@ -37,7 +47,6 @@ class Begun:
                     f"({changed} {how}): a resume is refused unless the script's model is then as "
                     "it is now",
                 )
-        self._look_at_groups()
 
     def _look_at_groups(self) -> None:
         for optimizer in self._registry.optimizers:
