@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from trainckpt.cli.aside import tell
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.versions import VERSION
+from trainckpt.lifecycle.run.told import is_no_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -167,6 +168,7 @@ def entry() -> NoReturn:
 
     Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
     """
+    is_no_script()
     _have_streams()
     code = main()
     try:

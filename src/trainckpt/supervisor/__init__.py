@@ -8,6 +8,7 @@ record      the attempt's record, where nobody else can write it
 command     torchrun's command line
 agent       torchrun itself, as a process that tells us how each rank ended (`report`)
 processes   who lives, who descends from whom, and an end to all of them
+nested      a supervisor within another one's launch
 signals     what this process is sent
 early_stop  a Slurm job that is stopped before its ranks have begun
 """

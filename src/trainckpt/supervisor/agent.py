@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from trainckpt.format.attempt import STOPPED
 from trainckpt.importing import without_collections
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, read_told
+from trainckpt.supervisor import nested
 from trainckpt.supervisor.processes import children
 from trainckpt.supervisor.report import End, write_end, write_failures
 
@@ -74,9 +75,9 @@ def main() -> int:
 
 
 def all_stopped(folder: Path) -> bool:
-    """Whether every rank that has said anything has stopped on purpose."""
+    """Whether every rank, or supervisor, that has said anything has stopped on purpose."""
     ranks = read_told(folder).values()
-    return bool(ranks) and all(told.how == STOPPED for told in ranks)
+    return all(told.how == STOPPED for told in ranks) if ranks else nested.all_stopped(folder)
 
 
 class Ends:

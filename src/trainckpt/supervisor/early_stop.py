@@ -5,7 +5,8 @@ signal ends them while they import and build, and a job that leaves so counts as
 supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one.
 A job that is started again must find its run; so Slurm is told where nothing of this command has
 begun, unless its place is known to hold a run, or does not answer.
-Likewise where the ranks were dumped instead of hearing the signal.
+Likewise where the ranks were dumped instead of hearing the signal. A supervisor within
+another one's launch asks by itself.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def ask_to_be_queued_again(
     asked = is_theirs and outcome.get("kind") != DUMP
     if (
         asked
+        or ended.within
         or ended.exit_code != START_AGAIN
         or not inbox.first
         or os.environ.get(TASK_VARIABLE, "0") != "0"

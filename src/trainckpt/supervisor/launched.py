@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.lifecycle.run.told import imported, namespace_of, read_told
-from trainckpt.supervisor import grace, orders, verdict
+from trainckpt.supervisor import grace, nested, orders, verdict
 from trainckpt.supervisor.dumping import Wish
 from trainckpt.supervisor.orders import Rank
 from trainckpt.supervisor.processes import (
@@ -80,6 +80,8 @@ class Launched:
         self._host = socket.gethostname()
         self._signalled_at = math.inf
         self._signal = ""
+        self._handed_on: orders.Order | None = None
+        self._within_s: float | None = None  # what supervisors within may take after a signal
         self._lost_since: float | None = None
         self._cause, self._why, self._ended_at = "", "", math.inf
 
@@ -91,11 +93,13 @@ class Launched:
             ranks = self._ranks()
             if number is not None:
                 self._signalled(number, ranks)
+            self._hand_on()
             if not self._cause:
                 self._keep_time(ranks)
             if self._named is not None and self._process.poll() is None:
                 told = [rank.told for rank in ranks]
-                self._named.look(self._process.pid, told, imported=self._imported())
+                ours = self._imported() or bool(nested.read(self._folder))
+                self._named.look(self._process.pid, told, imported=ours)
             self._dump_if_asked(ranks)
         if self._process.returncode != 0 and self._cause != verdict.DUMPED:
             kill_all(self._process, str(self._folder), self._told_pids())
@@ -133,13 +137,19 @@ class Launched:
         return {number: self._numbered(told) for number, told in words.items()}
 
     def _numbered(self, told: Told) -> Told:
-        if told.host != self._host or told.namespace in ("", self._namespace):
+        if told.host != self._host:
             return told
-        known = self._elsewhere.get((told.pid, told.namespace))
-        pid = known or seen_from_here(told.pid, told.namespace, self._process.pid)
+        return replace(told, pid=self._number(told.pid, told.namespace))
+
+    def _number(self, number: int, namespace: str) -> int:
+        """The number, as of here, of a process that has another one where it is."""
+        if namespace in ("", self._namespace):
+            return number
+        known = self._elsewhere.get((number, namespace))
+        pid = known or seen_from_here(number, namespace, self._process.pid)
         if pid is not None:
-            self._elsewhere[told.pid, told.namespace] = pid
-        return replace(told, pid=NOBODY if pid is None else pid)
+            self._elsewhere[number, namespace] = pid
+        return NOBODY if pid is None else pid
 
     def _code(self, pid: int, ends: Mapping[int, int]) -> int | None:
         """What a rank that is gone ended with, as far as anybody will ever know."""
@@ -169,12 +179,19 @@ class Launched:
     def _imported(self) -> bool:
         return imported(self._folder, besides=self._process.pid if self._has_agent else None)
 
+    def _within(self) -> tuple[int, ...]:
+        """Supervisors that the command has launched, and that are at work."""
+        words = [word for word in nested.read(self._folder) if word.exit_code is None]
+        pids = [(self._number(word.pid, word.namespace), word.at) for word in words]
+        return tuple(pid for pid, at in pids if self._is_alive(pid, at))
+
     # ---- what is done about it
 
     def _signalled(self, number: int, ranks: list[Rank]) -> None:
         order = orders.about_signal(
-            number, ranks, ours=self._ours or self._imported(), interrupts=self._inbox.interrupts
-        )
+            number, ranks, ours=self._ours or self._imported(), within=self._within(),
+            interrupts=self._inbox.interrupts,
+        )  # fmt: skip
         name = signal.Signals(number).name
         if orders.may_be_dumped_instead(order, ranks, number) and self._dumped_instead(
             name, number, ranks
@@ -182,7 +199,8 @@ class Launched:
             return
         if order.what in (orders.DELIVER, orders.NOTHING) and self._inbox.stop_s is None:
             self._inbox.stop_s = self._inbox.came_s
-        if order.what == orders.DELIVER:
+        if order.what in (orders.DELIVER, orders.HAND_ON):
+            self._handed_on = order if order.what == orders.HAND_ON else None
             if not self._signal:
                 self._signal, self._signalled_at = name, self._inbox.came_s or time.monotonic()
             send(order.pids, order.number)
@@ -192,6 +210,14 @@ class Launched:
             self._end(verdict.START_UP, f"{name} came before any rank listened")
         elif order.what == orders.KILL:
             self._end(verdict.SECOND_INTERRUPT, name)
+
+    def _hand_on(self) -> None:
+        """Also to whoever the command launches after that: it was to stop, all of it."""
+        order = self._handed_on
+        if order is not None:
+            new = tuple(pid for pid in self._within() if pid not in order.pids)
+            self._handed_on = replace(order, pids=(*order.pids, *new))
+            send(new, order.number)
 
     def _keep_time(self, ranks: list[Rank]) -> None:
         now = time.monotonic()
@@ -250,8 +276,12 @@ class Launched:
         return done
 
     def _deadline(self, ranks: list[Rank]) -> float:
-        after_s = orders.deadline_after_s(ranks)
-        return math.inf if after_s is None else self._signalled_at + after_s
+        told_s = [orders.deadline_after_s(ranks)]
+        if self._handed_on is not None:  # kept once known: their ranks' words go when they do
+            graces_s = nested.graces_s(nested.read(self._folder))
+            self._within_s = orders.deadline_within_s(graces_s) or self._within_s
+            told_s.append(self._within_s)
+        return self._signalled_at + min((s for s in told_s if s is not None), default=math.inf)
 
     def _end(self, cause: str, why: str) -> None:
         if self._cause != verdict.SECOND_INTERRUPT:
@@ -275,5 +305,6 @@ class Launched:
             ended_at=self._ended_at,
             why=self._why,
             dump=str(self._dumping.taken or "") if self._dumping is not None else "",
+            within=nested.read(self._folder),
             script=None if self._has_agent else self._process.pid,
         )

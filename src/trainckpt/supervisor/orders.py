@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # what to do about a signal
 DELIVER, END, PASS_ON, KILL, NOTHING = "deliver", "end", "pass on", "kill", "nothing"
+HAND_ON = "hand on"  # as `DELIVER`, also to supervisors within, who answer for their own ranks
 
 OTHERS_S = 10.0  # after a rank died, what the others get to finish what is in flight
 MARGIN, MOST_MARGIN_S = 0.1, 2.0  # of the grace: for us to end the ranks and write it down
@@ -66,7 +67,7 @@ class Order:
     """What to do about a signal.
 
     Attributes:
-        pids, number: For `DELIVER`: send this signal to these.
+        pids, number: For `DELIVER` and `HAND_ON`: send this signal to these.
     """
 
     what: str
@@ -74,7 +75,14 @@ class Order:
     number: int = 0
 
 
-def about_signal(number: int, ranks: Sequence[Rank], *, ours: bool, interrupts: int) -> Order:
+def about_signal(
+    number: int,
+    ranks: Sequence[Rank],
+    *,
+    ours: bool,
+    interrupts: int,
+    within: tuple[int, ...] = (),
+) -> Order:
     """What to do about a signal that has come.
 
     Args:
@@ -82,13 +90,16 @@ def about_signal(number: int, ranks: Sequence[Rank], *, ours: bool, interrupts: 
         ranks: Those of this host that have told us of themselves.
         ours: Whether the command uses trainckpt, as far as is known.
         interrupts: How many SIGINT there were, this one included.
+        within: Supervisors that the command has launched, and that live.
     """
+    listeners = tuple(rank.told.pid for rank in ranks if rank.listens)
+    if within and not listeners and interrupts <= 2:  # the second one has it end its ranks at once
+        return Order(HAND_ON, within, number)
     if interrupts > 1:
         return Order(KILL)
-    listeners = tuple(rank.told.pid for rank in ranks if rank.listens)
     if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
         own = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        return Order(DELIVER, listeners, own)
+        return Order(HAND_ON if within else DELIVER, (*listeners, *within), own)
     if not ranks:
         return Order(END if ours else PASS_ON)
     leaving = [rank for rank in ranks if rank.alive]
@@ -115,6 +126,12 @@ def deadline_after_s(ranks: Sequence[Rank]) -> float | None:
     if not graces:
         return None
     return less_margin_s(min(graces))
+
+
+def deadline_within_s(graces_s: Sequence[float]) -> float | None:
+    """The same, for a supervisor within: half of the margin is its own, to end its ranks."""
+    shortest = min(graces_s, default=None)
+    return None if shortest is None else (shortest + less_margin_s(shortest)) / 2
 
 
 def less_margin_s(grace_s: float) -> float:

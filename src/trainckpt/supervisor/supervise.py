@@ -42,11 +42,12 @@ from trainckpt.supervisor.dumpable import Dumpable, outputs
 from trainckpt.supervisor.flush_left import flush_left
 from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.launched import Launched
+from trainckpt.supervisor.nested import LONGEST_WHY, Word
 from trainckpt.supervisor.orders import starts_again
 from trainckpt.supervisor.prefetch import beside
 from trainckpt.supervisor.processes import kill_session
 from trainckpt.supervisor.signals import Inbox
-from trainckpt.supervisor.verdict import INTERRUPTED, START_AGAIN, judge
+from trainckpt.supervisor.verdict import INTERRUPTED, NOTICE, START_AGAIN, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,6 +84,7 @@ class Ended:
         why: What it ended of, one sentence for people.
         again: It was not launched here, and may be started again.
         begun: A rank has spoken, in any of its launches: there may be a run.
+        within: A supervisor that it launched has answered for it, to Slurm too.
     """
 
     exit_code: int
@@ -91,6 +93,7 @@ class Ended:
     why: str = ""
     again: bool = False
     begun: bool = False
+    within: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class _Start:
     watch: Callable[[Process], None] | None
     ours: bool
     memory: HeldMemory
+    word: Word
     run: str | None = None
     dumpable: Dumpable | None = None
 
@@ -156,16 +160,18 @@ def supervise(
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
     memory = memory or HeldMemory()
-    start = _Start(command, variables, cwd, output, watch, ours, memory, run, dumpable)
     with (
         contextlib.closing(memory),
         contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals,
     ):
+        word = Word()  # from now on signals may be handed on to us
+        start = _Start(command, variables, cwd, output, watch, ours, memory, word, run, dumpable)
         newest = _Newest(before, (), run)
         try:
             ended = _launches(start, signals, newest, max_restarts, name, say)
         finally:  # whatever ended it, also before the last launch claimed an attempt
             newest.flush(signals, start.variables, say)
+        start.word.tell(exit_code=ended.exit_code)
         return replace(ended, record=newest.record)
 
 
@@ -212,6 +218,7 @@ def _launches(
         if signals.signalled and start.ours:
             code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
             why = "a signal came before the command was started"
+            start.word.tell(how=NOTICE, why=why, on_purpose=True)
             return Ended(code, None, done, why, begun=begun)
         named = name() if name is not None else None
         verdict, found, ranks, asked = _launch(start, signals, named)
@@ -219,8 +226,12 @@ def _launches(
         begun = begun or bool(ranks)
         if say is not None and named is not None and named.problem:
             say(f"--run: {named.problem}")
+        start.word.tell(
+            how=verdict.how, why=verdict.why[:LONGEST_WHY], on_purpose=verdict.on_purpose
+        )
         if not starts_again(verdict, done=done, most=max_restarts, signalled=asked):
-            return Ended(verdict.exit_code, None, done, verdict.why, begun=begun)
+            code, why = verdict.exit_code, verdict.why
+            return Ended(code, None, done, why, begun=begun, within=verdict.within)
         done += 1
         if say is not None:
             say(f"{verdict.why}; restart {done} of {max_restarts}")
@@ -246,6 +257,7 @@ def _launch(
         with contextlib.suppress(OSError):  # then nobody notices if this process is killed
             for file, text in supervisor_told.spell().items():
                 Path(folder, file).write_text(text, encoding="utf-8")
+        start.word.tell(folder=folder)
         variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
         if named is not None:
             variables[records.NAME_VARIABLE] = named.url
@@ -276,7 +288,9 @@ def settle(
     verdict = judge(replace(course, told=told))
     asked = inbox.signalled or any(each.asked for each in ranks)
     record = records.settle(ranks, verdict, asked=asked)
-    if record is None and named is not None:
+    # Ranks of a supervisor within claim attempts of this run, though we do not hear of them.
+    is_ours = named is not None and (named.record is not None or not course.within)
+    if record is None and named is not None and is_ours:
         record = named.end(ranks, verdict, ours=course.ours)
     return verdict, record, ranks, asked
 

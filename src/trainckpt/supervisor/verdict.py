@@ -4,6 +4,7 @@ Launchers swallow exit codes, so the process's own code is the last thing to go 
 
     we ended it             second interrupt 130, start-up 75; past the deadline 71; dumped 75
     a rank stopped          its code, 75 by default, unless some rank had failed before that
+    a supervisor within     was stopped, or refused: its code, whatever lies between makes of that
     0                       finished
     the first failure       what that rank said (its exception's code) or ended with; what comes
                             after it is consequence: peers lose connections, torchrun ends them
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainckpt.lifecycle.run.told import Told
+    from trainckpt.supervisor.nested import Nested
     from trainckpt.supervisor.report import End
 
 NOTICE = "notice"  # ended in start-up, where nothing was trained yet
@@ -65,6 +67,7 @@ class Course:
         why: What there is to say about that.
         script: Id of the launched process where that is the script itself.
         dump: Name of the dump that it was ended with, or "".
+        within: Last word of each supervisor that it has launched, the oldest first.
     """
 
     code: int
@@ -77,6 +80,7 @@ class Course:
     why: str = ""
     script: int | None = None
     dump: str = ""
+    within: Sequence[Nested] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Verdict:
         why: What died of what; for people.
         on_purpose: Somebody wanted it to end: it is not to be started again.
         dump: As of `Course`.
+        within: It is the word of a supervisor within, who has done what there is to do about it.
     """
 
     exit_code: int
@@ -96,6 +101,7 @@ class Verdict:
     why: str
     on_purpose: bool = False
     dump: str = ""
+    within: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def judge(course: Course) -> Verdict:
     if course.cause == DUMPED:
         return Verdict(START_AGAIN, STOPPED, course.why, on_purpose=True, dump=course.dump)
     failures = _failures(course)
-    stop = _stop(course, failures)
+    stop = _stop(course, failures) or _stop_within(course)
     if stop is not None:
         return stop
     if course.cause == DEADLINE:
@@ -155,6 +161,20 @@ def _stop(course: Course, failures: Sequence[_Failure]) -> Verdict | None:
     told = min((told for told, _ in stops), key=lambda t: t.rank)
     assert told.exit_code is not None
     return Verdict(told.exit_code, STOPPED, "stopped", on_purpose=True)
+
+
+def _stop_within(course: Course) -> Verdict | None:
+    """The end of the last supervisor within, if whoever asked for it has to know of that.
+
+    A script may answer for a stop that nobody has told us of.
+    """
+    ended = [word for word in course.within if word.exit_code is not None]
+    if not ended or not (course.signalled or course.code != 0):
+        return None
+    last = ended[-1]
+    if not last.exit_code or not (last.on_purpose or last.how == REFUSED):
+        return None
+    return Verdict(last.exit_code, last.how, last.why, on_purpose=True, within=True)
 
 
 def _failures(course: Course) -> list[_Failure]:

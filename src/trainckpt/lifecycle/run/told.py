@@ -151,11 +151,23 @@ def imported(folder: Path, besides: int | None = None) -> bool:
     return any(path.name != f"imported-{besides}" for path in folder.glob("imported-*"))
 
 
+def is_no_script() -> None:
+    """This process has imported trainckpt, and is the command of that name: that trains nothing."""
+    folder = folder_of_launch()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            _mark(folder).unlink()
+
+
 def _mark_import() -> None:
     folder = folder_of_launch()
     if folder is not None:
         with contextlib.suppress(OSError):
-            (folder / f"imported-{os.getpid()}").touch()
+            _mark(folder).touch()
+
+
+def _mark(folder: Path) -> Path:
+    return folder / f"imported-{os.getpid()}"
 
 
 _mark_import()
