@@ -100,6 +100,43 @@ def test_a_signal_reaches_every_rank_and_neither_launcher_nor_workers(launch, se
     assert ended.exit_code == 75
 
 
+IGNORES = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh"]
+
+
+def test_the_grace_holds_also_for_the_copy_that_ranks_make_once_they_are_done(launch, tier):
+    """A slower tier that hangs kept them until somebody sent SIGKILL; and what stands is said."""
+    far = {"started": time.time(), "tiers": [{"name": "far", "url": "/far"}]}
+    done = {"outcome": "finished", "snapshot": "s4~1.2", "reason": "final", "exit_code": 0}
+    record = attempts.read_attempts(tier)[1]
+    attempts.replace(tier, record.with_(state="ended", facts=far, outcome=done))
+    text = f"""
+        tell(rank, attempt=1, state="left", how="finished", exit_code=0, grace_s=1.0)
+        ready("up"); {STAY}
+    """
+    said = []
+    ended = launch(text, when=["up"], act=to_us(15), inside=IGNORES, say=said.append)
+    assert ended.exit_code == 71
+    assert "after SIGTERM the run had not left (ranks still there: 0)" in ended.why
+    assert ended.record.outcome["outcome"] == "finished"
+    assert said == [
+        "attempt 1 finished by final: no time is left to copy s4~1.2, which far lacks",
+        "not all of it was copied: the next attempt does that, or `trainckpt flush`",
+    ]
+
+
+def test_a_signal_that_a_script_between_two_runs_has_answered_ends_neither(launch, tmp_path):
+    """It goes on to its next Checkpointer, whose grace has not begun."""
+    text = """
+        tell(rank, attempt=1, state="left", how="finished", exit_code=0, grace_s=1.0)
+        ready("up"); wait_for("passed"); tell(rank, attempt=1, state="claimed", grace_s=1.0)
+        time.sleep(2.0); tell(rank, attempt=1, state="left", how="finished", exit_code=0)
+    """
+
+    answers = f'trap ": >{tmp_path}/passed" TERM; "$@" & wait $!; wait $!'
+    inside = ["sh", "-c", answers, "sh"]
+    assert launch(text, when=["up"], act=to_us(15), inside=inside).exit_code == 0
+
+
 OWN_NUMBERS = ["unshare", "--pid", "--fork"]
 
 

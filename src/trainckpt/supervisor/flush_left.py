@@ -148,8 +148,13 @@ def flush_left(
         return record
     say = say or _nothing
     limit_s = _limit_s(ranks, inbox)
-    within = "" if limit_s is None else f"within {max(limit_s, 0.0):.0f} s, "
     tiers = ", ".join(left.tiers)
+    if limit_s is not None and limit_s <= 0:
+        say(f"attempt {record.attempt} {left.why}: no time is left to copy {left.names}, which "
+            f"{tiers} lack{'s' if len(left.tiers) == 1 else ''}")  # fmt: skip
+        say(_not_all(record, held_of(run, record)))
+        return record
+    within = "" if limit_s is None else f"within {limit_s:.0f} s, "
     say(
         f"attempt {record.attempt} {left.why}: copying {left.names}, which {tiers} "
         f"lack{'s' if len(left.tiers) == 1 else ''}; {within}a further signal ends that"

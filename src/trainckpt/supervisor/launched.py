@@ -79,7 +79,7 @@ class Launched:
         self._children: dict[int, int] = {}  # pid -> the agent's child that it is, or is under
         self._host = socket.gethostname()
         self._signalled_at = math.inf
-        self._signal = ""
+        self._signal, self._passed_on = "", False
         self._handed_on: orders.Order | None = None
         self._within_s: float | None = None  # what supervisors within may take after a signal
         self._lost_since: float | None = None
@@ -94,6 +94,8 @@ class Launched:
             if number is not None:
                 self._signalled(number, ranks)
             self._hand_on()
+            if self._passed_on and any(rank.listens for rank in ranks):
+                self._stop_clock()
             if not self._cause:
                 self._keep_time(ranks)
             if self._named is not None and self._process.poll() is None:
@@ -197,19 +199,34 @@ class Launched:
             name, number, ranks
         ):
             return
-        if order.what in (orders.DELIVER, orders.NOTHING) and self._inbox.stop_s is None:
+        if order.what == orders.NOTHING and self._inbox.stop_s is None:
             self._inbox.stop_s = self._inbox.came_s
         if order.what in (orders.DELIVER, orders.HAND_ON):
             self._handed_on = order if order.what == orders.HAND_ON else None
-            if not self._signal:
-                self._signal, self._signalled_at = name, self._inbox.came_s or time.monotonic()
+            self._start_clock(name)
             send(order.pids, order.number)
         elif order.what == orders.PASS_ON:
+            if (
+                ranks
+            ):  # their grace holds also for what they copy, or the script does, after the end
+                self._start_clock(name, passed_on=True)
             send([self._process.pid] if self._process.poll() is None else [], number)
         elif order.what == orders.END:
             self._end(verdict.START_UP, f"{name} came before any rank listened")
         elif order.what == orders.KILL:
             self._end(verdict.SECOND_INTERRUPT, name)
+
+    def _start_clock(self, name: str, *, passed_on: bool = False) -> None:
+        if not self._signal:
+            self._signal, self._signalled_at = name, self._inbox.came_s or time.monotonic()
+            self._passed_on = passed_on
+            if self._inbox.stop_s is None:
+                self._inbox.stop_s = self._inbox.came_s
+
+    def _stop_clock(self) -> None:
+        """The script has a Checkpointer again: it goes on, whatever it made of the signal."""
+        self._signal, self._signalled_at, self._passed_on = "", math.inf, False
+        self._inbox.stop_s = None
 
     def _hand_on(self) -> None:
         """Also to whoever the command launches after that: it was to stop, all of it."""
