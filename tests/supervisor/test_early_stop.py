@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,27 @@ def test_the_supervisor_asks_where_no_rank_could(asked):
         assert (ended.exit_code, ended.record) == (START_AGAIN, None)
         ask_to_be_queued_again(ended, inbox, first=FIRST)
     assert asked() == [SHOW, NOTED, REQUEUE]
+
+
+@pytest.mark.parametrize("by", ["environment", "toml"])
+def test_the_code_that_says_start_me_again_is_the_one_that_was_asked_for(asked, monkeypatch, by):
+    """`configs/htcondor.sub` sets another; Slurm is asked all the same."""
+    if by == "toml":
+        Path("trainckpt.toml").write_text("exit_code = 85\n")
+    else:
+        monkeypatch.setenv("TRAINCKPT_EXIT_CODE", "85")
+    dies = "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    with Inbox() as inbox:
+        ended = supervise([sys.executable, "-c", dies], inbox=inbox, ours=True)
+        assert ended.exit_code == 85
+        assert supervise(["true"], inbox=inbox, ours=True).exit_code == 85  # a signal has come
+        ask_to_be_queued_again(ended, inbox, first=FIRST)
+    assert asked() == [SHOW, NOTED, REQUEUE]
+
+
+def test_an_option_that_is_none_is_for_the_ranks_to_refuse(monkeypatch):
+    monkeypatch.setenv("TRAINCKPT_EXIT_CODE", "many")
+    assert supervise(["true"]).exit_code == 0
 
 
 def test_a_restart_that_is_stopped_while_it_imports_is_queued_again_by_the_supervisor(asked):

@@ -70,6 +70,9 @@ def end(rank: int, code: int, at: float = T) -> End:
         # we ended it
         (Course(137, [said(0)], cause=verdict.SECOND_INTERRUPT), 130, "killed"),
         (Course(137, cause=verdict.START_UP), 75, "notice"),
+        (Course(137, cause=verdict.START_UP, start_again=85), 85, "notice"),
+        (Course(137, [said(0)], cause=verdict.DUMPED, dump="d", start_again=85), 85, "stopped"),
+        (Course(1, ends=[end(1, -15)], ours=True, start_again=85), 85, "notice"),
         (Course(137, [said(0)], [end(0, -9, T)], cause=verdict.DEADLINE, ended_at=T - 1),
          71, "killed"),
         (Course(137, [said(0, "stopped", 75)], cause=verdict.DEADLINE, ended_at=T), 75, "stopped"),

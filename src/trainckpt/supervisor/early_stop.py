@@ -23,7 +23,6 @@ from trainckpt.lifecycle.places import place
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.command import likely_run
-from trainckpt.supervisor.verdict import START_AGAIN
 from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ def ask_to_be_queued_again(
     if (
         asked
         or ended.within
-        or ended.exit_code != START_AGAIN
+        or ended.exit_code != ended.start_again
         or not inbox.first
         or os.environ.get(TASK_VARIABLE, "0") != "0"
     ):

@@ -206,9 +206,7 @@ class Launched:
             self._start_clock(name)
             send(order.pids, order.number)
         elif order.what == orders.PASS_ON:
-            if (
-                ranks
-            ):  # their grace holds also for what they copy, or the script does, after the end
+            if ranks:  # their grace holds also for what is done after the end, such as a copy
                 self._start_clock(name, passed_on=True)
             send([self._process.pid] if self._process.poll() is None else [], number)
         elif order.what == orders.END:

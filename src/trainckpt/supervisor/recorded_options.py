@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle.run.launch import REDACTED, recorded_environment
+from trainckpt.supervisor.verdict import START_AGAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +37,19 @@ def read(facts: Mapping[str, Any]) -> Options:
         if name == ENCRYPT_TO_VARIABLE or REDACTED not in value
     }
     return read_options({}, {**known, **os.environ}, folder(facts))
+
+
+def start_again(environment: Mapping[str, str], cwd: str | Path | None) -> int:
+    """The exit code that says "saved, start me again", for a command launched there with that.
+
+    Where an option is unreadable, the default: the ranks refuse it by name.
+    """
+    from trainckpt.lifecycle.run.options import read_options
+
+    try:
+        return read_options({}, environment, Path(cwd or ".")).exit_code
+    except (ConfigurationError, OSError):
+        return START_AGAIN
 
 
 def folder(facts: Mapping[str, Any]) -> Path:

@@ -25,10 +25,12 @@ from trainckpt.format.attempt import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
 from trainckpt.lifecycle.places.slower import TIERS
 from trainckpt.lifecycle.run import attempt_number
+from trainckpt.lifecycle.run.launch import recorded_environment
 from trainckpt.lifecycle.run.told import REFUSED
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, process_start_s
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempts
+from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.adopted import Adopted, orphans_come_here
 from trainckpt.supervisor.dumpable import outputs
 from trainckpt.supervisor.flush_left import flush_left
@@ -219,6 +221,9 @@ def _bring_back(dumped: Dumped, whole: Whole, lock: int) -> int:
 
 def _ended(dumped: Dumped, course: Course, ranks: Sequence[Told], inbox: Inbox) -> Ended:
     """Judge how it ended."""
+    variables = {**recorded_environment(dumped.facts), **os.environ}
+    code = recorded_options.start_again(variables, recorded_options.folder(dumped.facts))
+    course = replace(course, start_again=code)
     verdict, found, _, asked = settle(course, ranks, inbox, dumped.named)
     if any(told.how == REFUSED for told in ranks):
         raise UnusableSnapshot(f"{dumped.record.name} was brought back, but {verdict.why}")
@@ -226,4 +231,4 @@ def _ended(dumped: Dumped, course: Course, ranks: Sequence[Told], inbox: Inbox) 
     if found is not None and not again:
         say, url = dumped.dumpable.say, dumped.tier.url
         found = flush_left(found, ranks, inbox, os.environ, say, url)
-    return Ended(verdict.exit_code, found, 0, verdict.why, again)
+    return Ended(verdict.exit_code, found, 0, verdict.why, again, start_again=code)

@@ -29,6 +29,7 @@ from trainckpt.lifecycle.run.launch import AT_VARIABLE, DUMPS_VARIABLE
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 from trainckpt.supervisor import record as records
+from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.command import (
     RESTARTS_VARIABLE,
     is_torchrun,
@@ -85,6 +86,7 @@ class Ended:
         again: It was not launched here, and may be started again.
         begun: A rank has spoken, in any of its launches: there may be a run.
         within: A supervisor that it launched has answered for it, to Slurm too.
+        start_again: The exit code that says so.
     """
 
     exit_code: int
@@ -94,6 +96,7 @@ class Ended:
     again: bool = False
     begun: bool = False
     within: bool = False
+    start_again: int = START_AGAIN
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class _Start:
     ours: bool
     memory: HeldMemory
     word: Word
+    start_again: int
     run: str | None = None
     dumpable: Dumpable | None = None
 
@@ -165,14 +169,17 @@ def supervise(
         contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals,
     ):
         word = Word()  # from now on signals may be handed on to us
-        start = _Start(command, variables, cwd, output, watch, ours, memory, word, run, dumpable)
+        start = _Start(
+            command, variables, cwd, output, watch, ours, memory, word,
+            recorded_options.start_again(variables, cwd), run, dumpable,
+        )  # fmt: skip
         newest = _Newest(before, (), run)
         try:
             ended = _launches(start, signals, newest, max_restarts, name, say)
         finally:  # whatever ended it, also before the last launch claimed an attempt
             newest.flush(signals, start.variables, say)
         start.word.tell(exit_code=ended.exit_code)
-        return replace(ended, record=newest.record)
+        return replace(ended, record=newest.record, start_again=start.start_again)
 
 
 @dataclass
@@ -216,7 +223,7 @@ def _launches(
     begun, done = False, 0
     while True:
         if signals.signalled and start.ours:
-            code = INTERRUPTED if signals.interrupts > 1 else START_AGAIN
+            code = INTERRUPTED if signals.interrupts > 1 else start.start_again
             why = "a signal came before the command was started"
             start.word.tell(how=NOTICE, why=why, on_purpose=True)
             return Ended(code, None, done, why, begun=begun)
@@ -277,7 +284,7 @@ def _launch(
                 course = launched.run()
         ranks = launched.told()
     # Whoever resumes a dump makes this folder again, so it is gone before anybody hears of one.
-    return settle(course, ranks, inbox, named)
+    return settle(replace(course, start_again=start.start_again), ranks, inbox, named)
 
 
 def settle(

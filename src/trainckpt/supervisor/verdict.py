@@ -2,7 +2,8 @@
 
 Launchers swallow exit codes, so the process's own code is the last thing to go by:
 
-    we ended it             second interrupt 130, start-up 75; past the deadline 71; dumped 75
+    we ended it             second interrupt 130; past the deadline 71; in start-up, or dumped, the
+                            option `exit_code`, 75 by default
     a rank stopped          its code, 75 by default, unless some rank had failed before that
     a supervisor within     was stopped, or refused: its code, whatever lies between makes of that
     0                       finished
@@ -68,6 +69,7 @@ class Course:
         script: Id of the launched process where that is the script itself.
         dump: Name of the dump that it was ended with, or "".
         within: Last word of each supervisor that it has launched, the oldest first.
+        start_again: The option `exit_code`, as far as the command's environment says.
     """
 
     code: int
@@ -81,6 +83,7 @@ class Course:
     script: int | None = None
     dump: str = ""
     within: Sequence[Nested] = ()
+    start_again: int = START_AGAIN
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,10 @@ def judge(course: Course) -> Verdict:
     if course.cause == SECOND_INTERRUPT:
         return Verdict(INTERRUPTED, KILLED, "a second interrupt", on_purpose=True)
     if course.cause == START_UP:
-        return Verdict(START_AGAIN, NOTICE, course.why, on_purpose=True)
+        return Verdict(course.start_again, NOTICE, course.why, on_purpose=True)
     if course.cause == DUMPED:
-        return Verdict(START_AGAIN, STOPPED, course.why, on_purpose=True, dump=course.dump)
+        code, dump = course.start_again, course.dump
+        return Verdict(code, STOPPED, course.why, on_purpose=True, dump=dump)
     failures = _failures(course)
     stop = _stop(course, failures) or _stop_within(course)
     if stop is not None:
@@ -202,7 +206,7 @@ def _from_first(failures: Sequence[_Failure], course: Course) -> Verdict:
     first = next((f for f in together if not f.may_be_consequence), failures[0])
     if first.code in NOTICES and course.ours and not first.has_said_so:
         why = f"{first.who} got {_name(first.code)} before it listened"
-        return Verdict(START_AGAIN, NOTICE, why, on_purpose=True)
+        return Verdict(course.start_again, NOTICE, why, on_purpose=True)
     how = first.how
     ended_by_watcher = first.code == NoAgreement.exit_code and how == FAILED and not any(
         told.how == FAILED and told.exit_code == first.code for told, _ in course.told
