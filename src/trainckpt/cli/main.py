@@ -168,6 +168,10 @@ def entry() -> NoReturn:
 
     Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
     """
+    if {*RUNS} & {*sys.argv[1:2]}:  # a signal while they are imported is a stop as well
+        from trainckpt.supervisor.signals import listen
+
+        listen()
     is_no_script()
     _have_streams()
     code = main()

@@ -20,10 +20,14 @@ from trainckpt.lifecycle.run import launch
 from trainckpt.lifecycle.run.options import read_options
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor.command import take_max_restarts, torchrun_command
-from trainckpt.supervisor.early_stop import ask_to_be_queued_again
+from trainckpt.supervisor.early_stop import (
+    ask_to_be_queued_again,
+    before_launch,
+    unless_signalled,
+)
 from trainckpt.supervisor.held import HeldMemory
 from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
-from trainckpt.supervisor.signals import Inbox
+from trainckpt.supervisor.signals import heard
 from trainckpt.supervisor.supervise import RESTART_VARIABLE, supervise
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.supervisor.signals import Inbox
     from trainckpt.supervisor.supervise import Ended
     from trainckpt.tiers.places import Place
 
@@ -59,6 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
+    with heard() as inbox:
+        again = unless_signalled(partial(_looked, arguments), inbox)
+        ended = before_launch(inbox) if again is None else _resumed(again, arguments, inbox)
+        ask_to_be_queued_again(ended, inbox, facts=again.facts if again is not None else None)
+    return report(ended, as_json=arguments.json)
+
+
+def _looked(arguments: argparse.Namespace) -> _Again:
+    """What is to be launched; nothing is yet."""
     tier, given = _place(arguments)
     facts, elsewhere = _recorded(tier, arguments.run, given)
     if arguments.at and not elsewhere:  # else the script's own place may hold more
@@ -70,26 +84,27 @@ def execute(arguments: argparse.Namespace) -> int:
     prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
     say(prefix + shlex.join(launch.redact_arguments(command)))
     restarts, cwd = _max_restarts(arguments), _folder(facts, elsewhere)
-    with Inbox() as inbox, contextlib.closing(HeldMemory()) as memory:
+    environment = _variables(facts, arguments, given, elsewhere)
+    environment |= _place_for_script(tier, facts, arguments.run in elsewhere)
+    run = None if elsewhere else tier.url
+    return _Again(tier, facts, command, cwd, nproc, environment, with_torchrun, restarts, run)
+
+
+def _resumed(again: _Again, arguments: argparse.Namespace, inbox: Inbox) -> Ended:
+    """From a dump, if there is one; else from a snapshot."""
+    with contextlib.closing(HeldMemory()) as memory:
         dumped = None
-        if not elsewhere:
-            launched = command, cwd, nproc
-            dumped = dumps.restored(tier, arguments, launched, inbox, memory, restarts)
+        if again.run is not None:
+            launched, restarts = (again.command, again.cwd, again.nproc), again.restarts
+            dumped = dumps.restored(again.tier, arguments, launched, inbox, memory, restarts)
         if dumped is not None and not dumped.again:
-            ended = dumped
-        else:
-            environment = _variables(facts, arguments, given, elsewhere)
-            environment |= _place_for_script(tier, facts, arguments.run in elsewhere)
-            again = _Again(tier, facts, command, cwd, nproc, environment, with_torchrun)
-            run = None if elsewhere else tier.url
-            ended = _launched(again, arguments, inbox, memory, restarts, run, dumped)
-        ask_to_be_queued_again(ended, inbox, facts=facts)
-    return report(ended, as_json=arguments.json)
+            return dumped
+        return _launched(again, arguments, inbox, memory, dumped)
 
 
 @dataclass(frozen=True)
 class _Again:
-    """What is launched, and as what."""
+    """What is launched, and as what; `run`: its place, where that is known to go on."""
 
     tier: Place
     facts: Mapping[str, Any]
@@ -98,6 +113,8 @@ class _Again:
     nproc: int
     environment: dict[str, str]
     with_torchrun: bool
+    restarts: int
+    run: str | None
 
 
 def _launched(
@@ -105,12 +122,10 @@ def _launched(
     arguments: argparse.Namespace,
     inbox: Inbox,
     memory: HeldMemory,
-    restarts: int,
-    run: str | None,
     dumped: Ended | None,
 ) -> Ended:
     """From a snapshot; `dumped`: how processes ended that were brought back before."""
-    command, environment, done = again.command, again.environment, 0
+    command, environment, restarts, done = again.command, again.environment, again.restarts, 0
     by_us = again.facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
     name = None
     if by_us:
@@ -132,7 +147,7 @@ def _launched(
         name=name,
         say=say,
         inbox=inbox,
-        run=run,
+        run=again.run,
         dumpable=dumps.dumpable(arguments, say),
         memory=memory,
         before=dumped.record if dumped is not None else None,

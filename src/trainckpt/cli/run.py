@@ -26,7 +26,7 @@ from trainckpt.supervisor.command import (
 )
 from trainckpt.supervisor.early_stop import FirstLaunch, ask_to_be_queued_again
 from trainckpt.supervisor.record import NAME_VARIABLE, NamedRun
-from trainckpt.supervisor.signals import Inbox
+from trainckpt.supervisor.signals import heard
 from trainckpt.supervisor.supervise import Ended, supervise
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch, wait, and report how the attempt ended."""
-    with Inbox() as inbox:  # from here on: torchrun's options take seconds to import
+    with heard() as inbox:
         options, command = split_torchrun_options(arguments.command)
         options, restarts = take_max_restarts(options)
         if not command:

@@ -12,9 +12,10 @@ another one's launch asks by itself.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.attempt import STOPPED
@@ -23,15 +24,19 @@ from trainckpt.lifecycle.places import place
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.command import likely_run
+from trainckpt.supervisor.supervise import TOO_EARLY, Ended
+from trainckpt.supervisor.verdict import INTERRUPTED
 from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.supervisor.signals import Inbox
-    from trainckpt.supervisor.supervise import Ended
+
+    Result = TypeVar("Result")
 
 TASK_VARIABLE = "SLURM_PROCID"
+NOTICE_S = 0.1
 LOOK_S = 1.0  # Slurm's KillWait runs, and the requeue is still to be asked for
 
 
@@ -48,6 +53,38 @@ class FirstLaunch:
     word: str
     argv: Sequence[str]
     run: str | None
+
+
+def unless_signalled(look: Callable[[], Result], inbox: Inbox) -> Result | None:
+    """The result of `look`, or its error; None as soon as a signal comes. Main thread.
+
+    A place that does not answer holds it up for a minute. It is left behind then: the process ends.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(look())
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="trainckpt-look", daemon=True)
+    thread.start()
+    while thread.is_alive() and not inbox.signalled:
+        thread.join(NOTICE_S)
+    if inbox.signalled:
+        return None
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def before_launch(inbox: Inbox) -> Ended:
+    """How a command ends that was not launched, since a signal came: as if it had been stopped."""
+    again = recorded_options.start_again(os.environ, None)
+    code = INTERRUPTED if inbox.interrupts > 1 else again
+    return Ended(code, None, 0, TOO_EARLY, start_again=again)
 
 
 def ask_to_be_queued_again(

@@ -1,19 +1,27 @@
 """What this process is sent while it supervises: signals wait in a queue for the main thread.
 
 Main thread only, as Python wants it; `put` may be called by any thread.
+
+The command listens before it imports the verb that was asked for, which takes a second: whoever
+stops a job may do so at once. The verb takes over what came (`heard`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
 MAY_BE_IGNORED = ("SIGINT", "SIGHUP")  # by a shell's background job, by nohup: then they stay so
 ENDED = 0  # no signal has this number: the launched process has ended
+INTERRUPTED = 130  # as shells say SIGINT
 
 
 class Inbox:
@@ -27,6 +35,7 @@ class Inbox:
         stop_s: When the one came that the present stop is about, by `time.monotonic`; whoever acts
             on it says so. None: no signal's.
         came_s: When the one came that `next` has returned last; None: that was none.
+        is_attended: Somebody will look; else a second SIGINT ends this process at once.
     """
 
     def __init__(self) -> None:
@@ -37,6 +46,7 @@ class Inbox:
         self.signalled = False
         self._queue: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
+        self.is_attended = True
 
     def __enter__(self) -> Inbox:
         for name in HEARD:
@@ -69,3 +79,26 @@ class Inbox:
         self.first = self.first or signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
         self._queue.put((number, time.monotonic()))  # safe in a handler: SimpleQueue is re-entrant
+        if self.interrupts > 1 and not self.is_attended:
+            os._exit(INTERRUPTED)
+
+
+_early: list[Inbox] = []  # at most one
+
+
+def listen() -> None:
+    """From now on signals wait for whoever enters `heard`."""
+    inbox = Inbox()
+    inbox.is_attended = False
+    _early[:] = [inbox.__enter__()]
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[Inbox]:
+    """An entered inbox, with what has come since `listen`, if that was called."""
+    inbox = _early.pop() if _early else Inbox().__enter__()
+    inbox.is_attended = True
+    try:
+        yield inbox
+    finally:
+        inbox.__exit__()

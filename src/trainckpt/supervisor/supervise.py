@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 RESTART_VARIABLE = "TRAINCKPT_RESTART"
+TOO_EARLY = "a signal came before the command was started"
 TORCHRUN_GRACE_S = "600"  # torchrun's own 30 s would cut a save short; the deadline is not its
 
 
@@ -224,9 +225,8 @@ def _launches(
     while True:
         if signals.signalled and start.ours:
             code = INTERRUPTED if signals.interrupts > 1 else start.start_again
-            why = "a signal came before the command was started"
-            start.word.tell(how=NOTICE, why=why, on_purpose=True)
-            return Ended(code, None, done, why, begun=begun)
+            start.word.tell(how=NOTICE, why=TOO_EARLY, on_purpose=True)
+            return Ended(code, None, done, TOO_EARLY, begun=begun)
         named = name() if name is not None else None
         verdict, found, ranks, asked = _launch(start, signals, named)
         newest.note(found, ranks, named)
