@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.places.place import open_directory
+from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE, Teller, read_told
 from trainckpt.snapshot import attempts
 from trainckpt.supervisor import orders
 from trainckpt.supervisor.supervise import supervise
@@ -98,6 +100,38 @@ def test_a_signal_reaches_every_rank_and_neither_launcher_nor_workers(launch, se
     """
     ended = launch(text, text, when=["up0", "up1"], act=to_us(sent))
     assert ended.exit_code == 75
+
+
+def test_ranks_that_hear_no_signal_get_a_notice_in_place_of_one_that_would_kill_them(launch, tier):
+    """Their Checkpointer was made on a thread; also where the signal comes before their attempt."""
+    text = """
+        tell(rank, deaf=True); ready("up"); wait_for("claim")
+        tell(rank, attempt=1, state="claimed", deaf=True, grace_s=40.0)
+        notices = FOLDER / "run" / "notices"
+        while not (found := list(notices.glob("1-*.json"))):
+            time.sleep(0.01)
+        notice = json.loads(found[0].read_text())
+        code = 75 if notice["reason"] == "SIGTERM" and 0 < notice["seconds_left"] < 40 else 9
+        tell(rank, attempt=1, state="left", how="stopped", exit_code=code, deaf=True)
+        sys.exit(code)
+    """
+
+    def act():
+        os.kill(os.getpid(), signal.SIGTERM)
+        (tier.root.parent / "claim").touch()
+
+    assert launch(text, when=["up"], act=act).exit_code == 75
+
+
+def test_a_checkpointer_that_is_made_on_a_thread_says_that_it_hears_no_signals(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(tmp_path))
+    thread = threading.Thread(target=lambda: Teller("run").tell(rank=1))
+    thread.start()
+    thread.join()
+    Teller("run").tell(rank=0)
+    assert [told.deaf for _, told in sorted(read_told(tmp_path).items())] == [False, True]
 
 
 IGNORES = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh"]

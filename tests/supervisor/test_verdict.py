@@ -65,6 +65,13 @@ def end(rank: int, code: int, at: float = T) -> End:
         (Course(0, [said(0, "failed", 1)]), 0, "finished"),
         # after the training: the script is the script's
         (Course(1, [said(0, "finished", 0), said(1, "finished", 0)], [end(1, 3)]), 3, "failed"),
+        # between two runs, or after the last one, a signal that the script got
+        (Course(143, [said(0, "finished", 0)], [end(0, -15)], passed_on="SIGTERM"), 75, "notice"),
+        (Course(143, [said(0, "finished", 0)], [end(0, -15)], passed_on="SIGTERM",
+                start_again=85), 85, "notice"),
+        (Course(138, [said(0, "finished", 0)], [end(0, -15)], passed_on="SIGUSR1"), 75, "notice"),
+        (Course(143, [said(0, "finished", 0)], [end(0, 7)], passed_on="SIGTERM"), 7, "failed"),
+        (Course(143, [said(0, "finished", 0)], [end(0, -15)]), 143, "killed"),
         # a watcher
         (Course(1, [said(0), said(1)], [end(0, 71), end(1, 71)], ours=True), 71, "killed"),
         # we ended it

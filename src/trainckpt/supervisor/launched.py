@@ -30,6 +30,7 @@ from trainckpt.supervisor.processes import (
     started,
 )
 from trainckpt.supervisor.report import End, read_ends
+from trainckpt.supervisor.requests import write_notice
 from trainckpt.supervisor.signals import ENDED
 from trainckpt.supervisor.verdict import Course
 
@@ -80,6 +81,7 @@ class Launched:
         self._host = socket.gethostname()
         self._signalled_at = math.inf
         self._signal, self._passed_on = "", False
+        self._notified = set[tuple[str, int]]()
         self._handed_on: orders.Order | None = None
         self._within_s: float | None = None  # what supervisors within may take after a signal
         self._lost_since: float | None = None
@@ -94,6 +96,7 @@ class Launched:
             if number is not None:
                 self._signalled(number, ranks)
             self._hand_on()
+            self._write_notices(ranks)
             if self._passed_on and any(rank.listens for rank in ranks):
                 self._stop_clock()
             if not self._cause:
@@ -234,6 +237,17 @@ class Launched:
             self._handed_on = replace(order, pids=(*order.pids, *new))
             send(new, order.number)
 
+    def _write_notices(self, ranks: list[Rank]) -> None:
+        """To those that a signal would only kill, once they look for notices."""
+        deaf = [r.told for r in ranks if r.listens and r.told.deaf and r.told.attempt is not None]
+        new = {(told.run, told.attempt or 0) for told in deaf} - self._notified
+        if not self._signal or self._passed_on or self._cause or not new:
+            return
+        self._notified |= new
+        left_s = self._deadline(ranks) - time.monotonic()
+        for run, attempt in new:
+            write_notice(run, attempt, self._signal, None if math.isinf(left_s) else left_s)
+
     def _keep_time(self, ranks: list[Rank]) -> None:
         now = time.monotonic()
         if now >= self._deadline(ranks):
@@ -319,6 +333,7 @@ class Launched:
             cause=self._cause,
             ended_at=self._ended_at,
             why=self._why,
+            passed_on=self._signal if self._passed_on else "",
             dump=str(self._dumping.taken or "") if self._dumping is not None else "",
             within=nested.read(self._folder),
             script=None if self._has_agent else self._process.pid,

@@ -92,14 +92,15 @@ def about_signal(
         interrupts: How many SIGINT there were, this one included.
         within: Supervisors that the command has launched, and that live.
     """
-    listeners = tuple(rank.told.pid for rank in ranks if rank.listens)
+    listeners = [rank for rank in ranks if rank.listens]
     if within and not listeners and interrupts <= 2:  # the second one has it end its ranks at once
         return Order(HAND_ON, within, number)
     if interrupts > 1:
         return Order(KILL)
     if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
         own = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        return Order(HAND_ON if within else DELIVER, (*listeners, *within), own)
+        hear = tuple(rank.told.pid for rank in listeners if not rank.told.deaf)
+        return Order(HAND_ON if within else DELIVER, (*hear, *within), own)
     if not ranks:
         return Order(END if ours else PASS_ON)
     leaving = [rank for rank in ranks if rank.alive]

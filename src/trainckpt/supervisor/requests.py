@@ -6,18 +6,21 @@
 A notice (`.json`) goes to the ranks, who stop at a boundary. A request goes to the supervisor, who
 chooses between that and a dump of the processes, and says what it chose; whoever asked then writes
 the notice, if that is the answer. Answers are for requests: one that nobody waits for is removed
-with the attempt's other garbage.
+with the attempt's other garbage. A notice is written here only to ranks that hear no signals.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
+from trainckpt.lifecycle.places import place
 from trainckpt.preemption.halt_file import MAX_BYTES, parse
 
 if TYPE_CHECKING:
@@ -69,6 +72,19 @@ def answer(tier: Tier, request: Request, found: Answer) -> None:
     body = {"choice": found.choice, "why": found.why, "error": found.error}
     with contextlib.suppress(TrainckptError):
         tier.replace(answer_key(request.key), json.dumps(body).encode())
+
+
+def write_notice(run: str, attempt: int, reason: str, seconds_left: float | None) -> None:
+    """Have the ranks of an attempt stop; not waited for: its place may be slow, or refuse."""
+
+    def write() -> None:
+        left_s = None if seconds_left is None else max(seconds_left, 0.0)
+        body = json.dumps({"reason": reason, "seconds_left": left_s})
+        key = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}.json"
+        with contextlib.suppress(TrainckptError):
+            place.open_other_place(run).replace(key, body.encode())
+
+    threading.Thread(target=write, name="trainckpt-notice", daemon=True).start()
 
 
 def answer_key(key: str) -> str:

@@ -69,6 +69,7 @@ class Course:
         script: Id of the launched process where that is the script itself.
         dump: Name of the dump that it was ended with, or "".
         within: Last word of each supervisor that it has launched, the oldest first.
+        passed_on: Name of the signal that its script got once its ranks were done, or "".
         start_again: The option `exit_code`, as far as the command's environment says.
     """
 
@@ -83,6 +84,7 @@ class Course:
     script: int | None = None
     dump: str = ""
     within: Sequence[Nested] = ()
+    passed_on: str = ""
     start_again: int = START_AGAIN
 
 
@@ -145,6 +147,8 @@ def judge(course: Course) -> Verdict:
         return Verdict(NoAgreement.exit_code, KILLED, course.why, on_purpose=True)
     if course.code == 0:
         return Verdict(0, FINISHED, "finished")
+    if (ended := _passed_on(course, failures)) is not None:
+        return ended
     if failures:
         return _from_first(failures, course)
     if course.cause == OTHERS_LOST:
@@ -165,6 +169,20 @@ def _stop(course: Course, failures: Sequence[_Failure]) -> Verdict | None:
     told = min((told for told, _ in stops), key=lambda t: t.rank)
     assert told.exit_code is not None
     return Verdict(told.exit_code, STOPPED, "stopped", on_purpose=True)
+
+
+def _passed_on(course: Course, failures: Sequence[_Failure]) -> Verdict | None:
+    """The end of a script that died of a signal between two runs, or after its last one.
+
+    Started again it goes on there: what is finished is not trained again.
+    """
+    if not course.passed_on:
+        return None
+    of_it = (-signal.Signals[course.passed_on], -signal.SIGTERM)  # torchrun makes one of the other
+    if 128 - course.code not in of_it or any(each.code not in of_it for each in failures):
+        return None
+    why = f"the script died of {course.passed_on} after its run was over"
+    return Verdict(course.start_again, NOTICE, why, on_purpose=True)
 
 
 def _stop_within(course: Course) -> Verdict | None:

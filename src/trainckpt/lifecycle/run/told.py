@@ -49,6 +49,7 @@ class Told:
         asked: It has found a notice that came to the ranks alone, such as that of `pause`.
         namespace: Of its process numbers, by the kernel's name for it; "": not known. A container's
             numbers are others than those that its supervisor sees.
+        deaf: It hears no signals, but notice files: its Checkpointer was not made on main.
         encrypt_to: To whom it encrypts what it saves; so are images of its memory.
     """
 
@@ -65,6 +66,7 @@ class Told:
     survives_s: float | None = None
     namespace: str = ""
     encrypt_to: tuple[str, ...] = ()
+    deaf: bool = False
 
 
 class Teller:
@@ -75,7 +77,8 @@ class Teller:
         rank = os.environ.get("RANK", "")
         number = int(rank) if rank.isdecimal() else 0
         self._lock = threading.Lock()
-        self._told = Told(number, os.getpid(), socket.gethostname(), str(run))
+        deaf = threading.current_thread() is not threading.main_thread()
+        self._told = Told(number, os.getpid(), socket.gethostname(), str(run), deaf=deaf)
 
     def tell(self, **changes: Any) -> None:
         """Say that some fields have changed."""
@@ -138,6 +141,7 @@ def _is_readable(told: Told) -> bool:
         all(type(number) is int and -(2**31) <= number < 2**31 for number in numbers)
         and all(type(word) is str and "\0" not in word for word in words)
         and type(told.asked) is bool
+        and type(told.deaf) is bool
         and all(each is None or _is_wait(each) for each in (told.grace_s, told.survives_s))
     )
 
