@@ -355,3 +355,26 @@ def test_a_stop_is_exit_code_75_and_no_checkpoint_callback_saves_again(
         )  # fmt: skip
     assert stopped.value.code == 75
     assert not folder.exists()
+
+
+def own_checkpoints(folder):
+    """What Lightning takes for a reason to go on from one of these files by itself."""
+    return [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_last=True)]
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["stopped", "failed"])
+def test_a_path_that_lightning_chose_by_itself_is_dropped(tmp_path, straight, failed):
+    """As with last.ckpt, or with what OnExceptionCheckpoint saved of a fit that failed."""
+    folder, how = tmp_path / "own", {"enable_checkpointing": True}
+    if failed:
+        own, options = own_checkpoints(folder), {"every": "1 steps"}
+        with pytest.raises(ZeroDivisionError):
+            fit(tmp_path, module=Failing, callbacks=own, options=options, **how)
+        assert (folder / "on_exception.ckpt").exists()
+    else:
+        fit(tmp_path, stop=StopAt(13), callbacks=own_checkpoints(folder), **how)
+        assert (folder / "last.ckpt").exists()
+    after = fit(tmp_path, seed=99, callbacks=own_checkpoints(folder), **how)
+    assert after.seen == straight.seen[14:]
+    assert frozen(after.end) == frozen(straight.end)
+    assert after.trainer.ckpt_path is None

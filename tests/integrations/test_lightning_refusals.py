@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integrations.toy_lightning import Augmented, StopAt, Toy, fit, loaders
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import lightning_needs
+from trainckpt.lifecycle.run import uncaught
 from trainckpt.lightning import TrainckptCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -95,6 +105,58 @@ def test_strategies_with_state_of_their_own_are_refused():
 def test_a_checkpoint_to_go_on_from_and_a_run_are_one_too_many(tmp_path):
     with pytest.raises(ConfigurationError, match="both say where to go on"):
         fit(tmp_path / "run", ckpt_path="some.ckpt")
+
+
+def own_checkpoints(folder):
+    """With these Lightning goes on from what they saved, whether or not it was told to."""
+    return [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_last=True)]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a last.ckpt of a fit without us."""
+    folder = tmp_path / "own"
+    own, how = [ModelCheckpoint(folder, save_last=True)], {"enable_checkpointing": True}
+    fit(callbacks=own, max_epochs=1, limit_train_batches=1, limit_val_batches=0, **how)
+    return folder
+
+
+def test_a_path_that_was_given_is_refused_also_where_lightning_would_choose_it(tmp_path, saved):
+    """And the refusal saves nothing in the place of what a fit that trained has saved."""
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    how = {"enable_checkpointing": True, "ckpt_path": "last"}
+    with pytest.raises(ConfigurationError, match=r"last.ckpt' and TrainckptCallback both say"):
+        fit(tmp_path / "run", callbacks=own_checkpoints(saved), **how)
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+def test_a_file_of_the_slurm_plugin_is_refused_though_nobody_gave_it(tmp_path, saved, monkeypatch):
+    """Lightning goes on from it in every Slurm job."""
+    (saved / "last.ckpt").rename(saved / "hpc_ckpt_1.ckpt")
+    how = {"enable_checkpointing": True, "default_root_dir": saved}
+    in_job = SimpleNamespace(detect=lambda: True)
+    monkeypatch.setattr(checkpoint_connector, "SLURMEnvironment", in_job)
+    with pytest.raises(ConfigurationError, match=r"hpc_ckpt_1.ckpt' and TrainckptCallback both"):
+        fit(tmp_path / "run", callbacks=own_checkpoints(saved), **how)
+
+
+def test_a_refusal_that_nobody_catches_ends_the_script_with_its_own_code(tmp_path, monkeypatch):
+    """Also where it comes before there is a Checkpointer."""
+    monkeypatch.setattr(uncaught, "_installed", [])
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises(ConfigurationError) as refused:
+        fit(tmp_path / "run", ckpt_path="some.ckpt")
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(refused.type, refused.value, None)
+    assert ended.value.code == 78
+
+
+def test_a_refusal_silences_checkpoint_callbacks_once(tmp_path, saved):
+    """The same ones may be given to the fit that is right, and that may fail."""
+    own = own_checkpoints(saved)
+    with pytest.raises(ConfigurationError, match="both say where to go on"):
+        fit(tmp_path / "run", callbacks=own, enable_checkpointing=True, ckpt_path="last")
+    assert not any("on_exception" in vars(callback) for callback in own)
 
 
 def test_another_model_is_refused(tmp_path):

@@ -19,11 +19,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
 from trainckpt.integrations import lightning_launch
 from trainckpt.integrations.lightning_hooks import HookState, modules_of
 from trainckpt.integrations.lightning_needs import (
     check_lightning,
+    chose_path_itself,
     is_a,
     part_of,
     refuse,
@@ -33,6 +34,7 @@ from trainckpt.integrations.lightning_needs import (
 from trainckpt.integrations.lightning_results import MetricState
 from trainckpt.integrations.lightning_state import LoopState
 from trainckpt.lifecycle.checkpointer import Checkpointer
+from trainckpt.lifecycle.run import log
 from trainckpt.lifecycle.stopping.stopped import Stopped
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         self._run, self._options = run, options
         self._ckpt: Checkpointer | None = None
         self._used = False
-        self._knows_fetcher = False
+        self._knows_fetcher = self._trains = False
         self._training: list[Any] = []
         self._validating: list[TrackedLoader] = []
         self._undo = ExitStack()
@@ -111,6 +113,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
                 hint="make a new Trainer with a new TrainckptCallback, in another place",
             )
         self._undo.close()  # of a fit that came no further than this, or of a tuner's
+        log.prepare()  # what is refused from here on ends the script with its own exit code
         check_lightning(trainer)
         refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
         self._replace(trainer._signal_connector, "register_signal_handlers", _nothing)
@@ -118,7 +121,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         self._replace(
             trainer._checkpoint_connector,
             "_restore_modules_and_callbacks",
-            partial(_restore_from_nowhere, restore),
+            partial(_restore_from_nowhere, trainer, restore),
         )
         self._replace(trainer, "_run_stage", partial(self._around, trainer, trainer._run_stage))
 
@@ -141,11 +144,16 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         self._leave_validation()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """All is saved: checkpoint callbacks, which come after this one, need not save again."""
-        if isinstance(exception, Stopped):
+        """Checkpoint callbacks, which come after this one, have nothing to save.
+
+        After a stop all is saved. What is refused before anything is trained must not take the
+        place of what they saved of an attempt that did train.
+        """
+        is_refusal = isinstance(exception, TrainckptError) and not self._trains
+        if is_refusal or isinstance(exception, Stopped):
             for callback in trainer.callbacks:
                 if is_a(callback, "Checkpoint"):
-                    self._replace(callback, "on_exception", _nothing)
+                    _pass_over_exception(callback)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the Trainer as it was."""
@@ -255,6 +263,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
             boundary()
         except StopIteration:
             raise _Returned from None
+        self._trains = True
 
     def _enter_epoch(self, epoch: int) -> None:
         position = self.checkpointer._position
@@ -275,9 +284,29 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         setattr(owner, name, value)
 
 
-def _restore_from_nowhere(restore: Callable[..., None], path: Any = None, *more: Any) -> None:
-    refuse_path(path)
-    restore(path, *more)
+def _restore_from_nowhere(
+    trainer: Any, restore: Callable[..., None], path: Any = None, *more: Any
+) -> None:
+    if chose_path_itself(trainer, path):
+        log.logger.info(
+            "%s is not loaded: Lightning chose it by itself, and the run goes on from its own "
+            "snapshots", path,
+        )  # fmt: skip
+    else:
+        refuse_path(path)
+    restore(None, *more)
+
+
+def _pass_over_exception(callback: Any) -> None:
+    """Let its on_exception do nothing, once: it comes right after ours."""
+    before = vars(callback).get("on_exception")
+
+    def pass_over(*_: Any) -> None:
+        del callback.on_exception
+        if before is not None:
+            callback.on_exception = before
+
+    callback.on_exception = pass_over
 
 
 def _nothing(*_: Any) -> None:

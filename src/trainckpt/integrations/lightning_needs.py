@@ -6,6 +6,7 @@ A refusal is one sentence and what to do; it comes from `Trainer.fit`, before an
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
@@ -13,6 +14,7 @@ from trainckpt.integrations.adapter import Relied, check, check_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
 _RELIED_ON = (
     ("trainer.trainer:Trainer", "_run_stage", "is where a resume and the final snapshot belong"),
@@ -41,6 +43,8 @@ _RELIED_ON_IN_A_TRAINER = (
     ("_signal_connector", "handles signals"),
     ("num_sanity_val_steps", "is put off in a resume"),
     ("_checkpoint_connector._restore_modules_and_callbacks", "would go on from elsewhere"),
+    ("_checkpoint_connector._user_managed", "says whether the script chose where to go on"),
+    ("_checkpoint_connector._hpc_resume_path", "is what the Slurm plugin goes on from"),
     ("strategy.launcher", "says who started the ranks"),
 )
 
@@ -130,6 +134,24 @@ def refuse_strategy(strategy: Any) -> None:
             f"{name} is not supported: state of its own would be lost",
             hint='use one device, strategy="ddp", or ModelParallelStrategy (FSDP2)',
         )
+
+
+def chose_path_itself(trainer: Any, path: Any) -> bool:
+    """Whether Lightning found this path to go on from without being told of any.
+
+    It does with OnExceptionCheckpoint among the callbacks, as if `ckpt_path="last"` had been given.
+    What was given is known to nobody but the call of `fit` itself. A file of Lightning's Slurm
+    plugin is no such path: whoever has one has trained without us.
+    """
+    connector = trainer._checkpoint_connector
+    if path is None or connector._user_managed or path == connector._hpc_resume_path:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer:
+            return "ckpt_path" in frame.f_locals and frame.f_locals["ckpt_path"] is None
+        frame = frame.f_back
+    return False
 
 
 def refuse_path(path: Any) -> None:
