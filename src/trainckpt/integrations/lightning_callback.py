@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
 from trainckpt.integrations import lightning_launch
+from trainckpt.integrations.lightning_files import CheckpointFiles
 from trainckpt.integrations.lightning_hooks import HookState, modules_of
 from trainckpt.integrations.lightning_needs import (
     check_lightning,
@@ -170,8 +171,11 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
             try:
                 with ckpt:
                     self._make_loaders(trainer, ckpt)
+                    files = CheckpointFiles(trainer, ckpt)
+                    files.watch(self._replace)
                     found = stage()
                     self._enter_epoch(trainer.current_epoch)
+                    files.say_left()
                     return found
             except _Returned:
                 return None

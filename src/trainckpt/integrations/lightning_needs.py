@@ -26,6 +26,7 @@ _RELIED_ON = (
     ("loops.evaluation_loop:_EvaluationLoop", "setup_data", "makes the validation loaders"),
     ("loops.loop:_Loop", "restarting", "must stay false"),
     ("loops.progress:_BaseProgress", "load_state_dict", "puts counters back"),
+    ("callbacks.model_checkpoint:ModelCheckpoint", "file_exists", "decides how a file is named"),
     ("trainer.connectors.logger_connector.result", "_ResultMetric", "sums up what is logged"),
     ("trainer.connectors.logger_connector.result", "_Sync", "reduces what is logged"),
     ("trainer.connectors.logger_connector.result:_Metadata", "sync", "says how it is reduced"),
