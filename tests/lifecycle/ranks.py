@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle.resuming import fetch_together, read_shares
+from trainckpt.preemption.notice import Notice
 from trainckpt.snapshot import blocks, shares
 from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import other_memory
@@ -209,3 +210,22 @@ def fails_on_one(rank, place, world, until):
                 optimizer.zero_grad()
         fragile.broken = False
     return ended
+
+
+def asks_alone_at_a_stop(rank, place, mode):
+    """Rank 1 is told to stop, and asks for a save then; which snapshot that became."""
+    model, optimizer, loader = parts(rank, 2)
+    pending = None
+    with Checkpointer(
+        place, model=model, optimizer=optimizer, loader=loader, every="never", on_stop="return"
+    ) as ckpt:
+        for _ in ckpt.epochs(3):
+            for number, (x,) in enumerate(ckpt.batches()):
+                if rank == 1 and pending is None and number == 4:
+                    ckpt._watch.watcher.request(Notice("test", mode=mode))
+                    pending = ckpt.save(tag="best-of-1")
+                model(x).sum().backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return pending and pending.wait("local", 60).snapshot

@@ -368,7 +368,7 @@ def _departure(crew: Crew, saver: Saver, log: AttemptLog) -> Departure:
     on_one_host = len(hosts) == 1 and isinstance(crew.tier, LocalTier)
     if on_one_host and isinstance(crew.tier, LocalTier):
         on_one_host = not is_remote(file_system(crew.tier.root))
-    last_save = LastSave(crew.channel, saver, crew.outlook, on_one_host=on_one_host)
+    last_save = LastSave(crew.channel, saver, crew.outlook, crew.requests, on_one_host=on_one_host)
     departure = Departure(
         crew.options, crew.channel, last_save, crew.watch, log, crew.teller, crew.requests,
         crew.loaders, lambda: crew.position.cursor,

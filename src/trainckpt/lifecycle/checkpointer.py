@@ -191,7 +191,7 @@ class Checkpointer(Known, Hooked):
         if self._boundary(closing=True):
             cursor = self._position.cursor
             self._requests.take_put_off(self._attempt.saver, cursor, waits=True)
-            self._attempt.departure.finish(cursor, self._take_last)
+            self._attempt.departure.finish(cursor)
 
     # ---- loops
 
@@ -292,8 +292,10 @@ class Checkpointer(Known, Hooked):
             The handle: `.wait("staged" | "local" | "durable")`.
         """
         attempt = self._must_have_resumed()
-        number, pending = self._requests.ask()
-        self._watch.watcher.request_save(number, check_tag(tag) if tag else None)
+        tag = check_tag(tag) if tag else None
+        number, pending = self._requests.ask(tag)
+        if not pending.ended:  # else all have taken it before this rank asked
+            self._watch.watcher.request_save(number, tag)
         if attempt.departure.left or self._watch.watcher.lost:
             self._requests.fail_waiting("ended" if attempt.departure.left else "lost its store")
         return pending.wait(wait) if wait else pending
@@ -327,7 +329,7 @@ class Checkpointer(Known, Hooked):
             if due.action == "save":
                 self._requests.take(attempt.saver, position.cursor, due)
                 self._agreement.close_round(due.round)
-            elif not attempt.departure.stop(position.cursor, due, self._take_last):
+            elif not attempt.departure.stop(position.cursor, due):
                 return False
             self._pace.leave(time.monotonic())
         if self._agreement.has_skipped():
@@ -374,10 +376,6 @@ class Checkpointer(Known, Hooked):
                 self._attempt.departure.exit_now()
             return False
         return True
-
-    def _take_last(self, cursor: Cursor, reason: str, **how: bool) -> PendingSave:
-        attempt = self._must_have_resumed()
-        return attempt.saver.save(cursor, reason, (), PendingSave(), **how)
 
     # ---- small things
 

@@ -49,6 +49,7 @@ class PendingSave:
         self._training_thread = training_thread or threading.get_ident()
         self._reached = REQUESTED
         self._for_good = False
+        self._others: list[PendingSave] = []
         self._changed = threading.Condition()
 
     def wait(self, moment: str = "durable", timeout_s: float | None = None) -> PendingSave:
@@ -130,6 +131,8 @@ class PendingSave:
             self._reached, self.put_off = max(self._reached, state), ""
             self.snapshot = snapshot or self.snapshot
             self._changed.notify_all()
+            for other in self._others:
+                other.reach(state, snapshot)
 
     def protect(self, why_not: str = "") -> None:
         """Other hosts hold it too, or why they will not."""
@@ -148,6 +151,17 @@ class PendingSave:
         with self._changed:
             self.not_durable, self._for_good = error, for_good
             self._changed.notify_all()
+            for other in self._others:
+                other.fail_durable(error, for_good=for_good)
+
+    def also(self, other: PendingSave) -> None:
+        """This save, which is committed, is `other` too: that one reaches what it reaches."""
+        with self._changed:
+            self._others.append(other)
+            other.unprotected = self.unprotected
+            other.reach(self._reached, self.snapshot)
+            if self.not_durable is not None:
+                other.fail_durable(self.not_durable, for_good=self._for_good)
 
     def _settle(self, timeout_s: float | None) -> None:
         """Training stands still from here on, if it does: who only looks does not wait."""

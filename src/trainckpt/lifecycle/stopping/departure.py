@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.run.told import Teller
     from trainckpt.lifecycle.saving.requests import Requests
     from trainckpt.lifecycle.stopping.deadline import Deadline
-    from trainckpt.lifecycle.stopping.last_save import LastSave, Take
+    from trainckpt.lifecycle.stopping.last_save import LastSave
     from trainckpt.lifecycle.stopping.rest import Rest
     from trainckpt.lifecycle.stopping.survival import Survival
     from trainckpt.lifecycle.stopping.watch import Watch
@@ -125,7 +125,7 @@ class Departure:
         self._is_resumed = snapshot is not None
         self._last_save.parent = (snapshot, cursor) if snapshot else None
 
-    def stop(self, cursor: Cursor, due: Due, take: Take) -> bool:
+    def stop(self, cursor: Cursor, due: Due) -> bool:
         """All ranks stop here. Raises `Stopped`, or returns False with `on_stop="return"`.
 
         Returns True where the processes were dumped here, and have come back: training goes on.
@@ -133,7 +133,7 @@ class Departure:
         reason, may_rest = due.reason, self.rest is not None and self.rest.is_asked
         if not may_rest:
             self._survived()
-        self._last_save.take(cursor, reason, take, self._watch.deadline, stops=True)
+        self._last_save.take(cursor, reason, self._watch.deadline, stops=True)
         snapshot, lost = self._last_save.standing(cursor)
         if self.rest is not None and self.rest.here(due.round, None if lost else snapshot):
             self._channel = self._last_save.go_on(self._channel)
@@ -160,14 +160,14 @@ class Departure:
         exit_soon(self._code, EXIT_AFTER_S)
         raise Stopped(self._code, snapshot, reason)
 
-    def finish(self, cursor: Cursor, take: Take) -> None:
+    def finish(self, cursor: Cursor) -> None:
         """The script is done.
 
         Raises:
             SaveFailed: the final snapshot did not commit; said after all ranks have left in order.
         """
         self._survived()
-        failure = self._last_save.take(cursor, "final", take, self._watch.deadline)
+        failure = self._last_save.take(cursor, "final", self._watch.deadline)
         self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
         self._watch.deadline.met()
         self._barrier("finished")

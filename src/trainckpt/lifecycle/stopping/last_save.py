@@ -3,7 +3,7 @@
 All ranks bring what they can do, and read one answer from it:
 
     a save in flight did not end in time      nothing is started: its writing thread is busy
-    the newest commit is of this very place   nothing to do
+    the newest commit is of this very place   nothing to do, unless a save was asked for
     it would miss the deadline                to memory, where that fits and outlives the cause
                                               (`stop_tier`); else not started, the older one stands
     else                                      taken, and waited for until the deadline
@@ -12,7 +12,8 @@ All ranks bring what they can do, and read one answer from it:
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.lifecycle.deciding import stop_tier
@@ -21,6 +22,8 @@ from trainckpt.lifecycle.deciding.stop_plan import Offer, why_not_save
 from trainckpt.lifecycle.deciding.stop_tier import MEMORY, PARTNER
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.options import LOCAL
+from trainckpt.lifecycle.run.pending import PendingSave
+from trainckpt.lifecycle.saving.requests import merged, tags_of
 from trainckpt.state.stage import TensorsChanged
 
 if TYPE_CHECKING:
@@ -28,16 +31,10 @@ if TYPE_CHECKING:
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.lifecycle.deciding.outlook import Outlook
-    from trainckpt.lifecycle.run.pending import PendingSave
+    from trainckpt.lifecycle.saving.requests import Asked, Requests
     from trainckpt.lifecycle.saving.saver import Saver
     from trainckpt.lifecycle.stopping.deadline import Deadline
     from trainckpt.ranks.channel import Channel
-
-    class Take(Protocol):
-        """Takes a snapshot of this cursor, for this reason; `how` as `Saver.save` has it."""
-
-        def __call__(self, cursor: Cursor, reason: str, **how: bool) -> PendingSave:
-            """Returns when it is under way."""
 
 
 RANKS_TIMEOUT_S = 600.0
@@ -58,8 +55,9 @@ class LastSave:
     """
 
     def __init__(
-        self, channel: Channel, saver: Saver, outlook: Outlook, *, on_one_host: bool = False
-    ) -> None:
+        self, channel: Channel, saver: Saver, outlook: Outlook, requests: Requests, *,
+        on_one_host: bool = False,
+    ) -> None:  # fmt: skip
         """`on_one_host`: the run's place is lost with this machine."""
         self._on_one_host = on_one_host
         self.goes_here: Callable[[], bool] = lambda: False
@@ -69,7 +67,7 @@ class LastSave:
         self._kept: tuple[str, Cursor] | None = None  # in memory alone
         self._channel = channel
         self._saver = saver
-        self._outlook = outlook
+        self._outlook, self._requests = outlook, requests
 
     def wait(self, limit_s: float) -> None:
         """Return when no save is in flight, or after `limit_s` seconds."""
@@ -112,57 +110,78 @@ class LastSave:
         )
 
     def take(
-        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *, stops: bool = False
+        self, cursor: Cursor, reason: str, deadline: Deadline, *, stops: bool = False
     ) -> SaveFailed | None:
         """Every rank calls it at the same boundary. Returns why there is no snapshot of it.
 
         `stops`: the run goes on later, so the save may stay where the next attempt finds it.
         """
-        failure = self._take_or_skip(cursor, reason, take, deadline, stops=stops)
+        failure = self._take_or_skip(_End(cursor, reason, deadline, stops=stops))
         left_s = _within(deadline)
         self._saver.join(left_s)
         self._saver.tidy(TIDY_WITHIN_S if left_s is None else min(left_s, TIDY_WITHIN_S))
         return failure
 
-    def _take_or_skip(
-        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *, stops: bool
-    ) -> SaveFailed | None:
+    def _take_or_skip(self, end: _End) -> SaveFailed | None:
         self._saver.protecting.give_way()
-        self._wait(deadline)
+        self._wait(end.deadline)
         in_flight = self._saver.busy
-        snapshot, lost = self.standing(cursor)
-        left_s = _within(deadline)
+        snapshot, lost = self.standing(end.cursor)
+        left_s = _within(end.deadline)
         offer = Offer(left_s, self._outlook.save_s(), fallback=snapshot is not None)
         mine = {"stands": bool(snapshot) and not lost, "in_flight": in_flight, **vars(offer)}
-        mine |= self._means(reason) if stops and not in_flight else {}
+        mine["asked"] = self._requests.waiting()
+        mine |= self._means(end.reason) if end.stops and not in_flight else {}
         try:
             everyone = self._channel.gather("last save", mine, _limit(left_s))
         except NoAgreement as error:
-            return self._skip(cursor, offer, f"not all ranks got here in time: {error.message}")
-        if everyone[0]["stands"]:  # it commits, so its word counts
+            return self._skip(end, offer, f"not all ranks got here in time: {error.message}")
+        asked = merged(each["asked"] for each in everyone)
+        stands = everyone[0]["stands"]  # it commits, so its word counts
+        if stands and not asked:
             return None
-        why = IN_FLIGHT if any(other["in_flight"] for other in everyone) else ""
-        stays = not why and stops and self._choose(everyone) != LOCAL
+        end = replace(end, stands=stands, tags=tags_of(asked))
+        failure = self._take_agreed(end, offer, mine, everyone)
+        self._settle(asked, failure)
+        return None if stands else failure
+
+    def _take_agreed(
+        self, end: _End, offer: Offer, mine: dict[str, Any], everyone: Sequence[dict[str, Any]]
+    ) -> SaveFailed | None:
+        """All ranks alike, from what everyone can do. What stands is not taken to memory again."""
+        why = _in_flight(everyone)
+        stays = not why and end.stops and not end.stands and self._choose(everyone) != LOCAL
         if stays:
-            if self._keep(cursor, reason, take, deadline):
+            if self._keep(end):
                 return None
-            left_s = _within(deadline)
+            left_s = _within(end.deadline)
             mine |= {"left_s": left_s, "in_flight": self._saver.busy}
             try:
                 everyone = self._channel.gather("not kept", mine, _limit(left_s))
             except NoAgreement as error:
-                return self._skip(cursor, offer, f"not all ranks got on in time: {error.message}")
-            why = IN_FLIGHT if any(other["in_flight"] for other in everyone) else ""
+                return self._skip(end, offer, f"not all ranks got on in time: {error.message}")
+            why = _in_flight(everyone)
         why = why or why_not_save([_offer(other) for other in everyone])
         if why:
-            return self._skip(cursor, offer, why)
-        pending = self._take(cursor, reason, take, deadline)
+            return self._skip(end, offer, why)
+        pending = self._take(end)
         if isinstance(pending.error, TensorsChanged):
             logger.warning("%s: taken again, copied first", pending.error.message)
-            pending = self._take(cursor, reason, take, deadline, copied=True)
+            pending = self._take(end, copied=True)
         if not pending.ended:
-            return self._skip(cursor, offer, "it was not committed when the time was over")
+            return self._skip(end, offer, "it was not committed when the time was over")
         return pending.error
+
+    def _settle(self, asked: Sequence[Asked], failure: SaveFailed | None) -> None:
+        """What had been asked for before became this save, or nothing did."""
+        says, kept = self._channel.world.rank == 0, self._kept
+        if failure is not None:
+            self._requests.give_up(asked, failure.message, says=says)
+        elif kept is not None and self.chosen is not None:  # with its tags: nobody need be warned
+            why = f"{kept[0]} is in {self.chosen['tier']}, and is committed by whoever comes next"
+            self._requests.give_up(asked, why, says=False)
+        elif self._saver.in_flight is not None:
+            self._requests.taken(asked, self._saver.in_flight)
 
     def _means(self, reason: str) -> dict[str, Any]:
         """What this rank can do besides saving to the run's place."""
@@ -193,13 +212,13 @@ class LastSave:
             logger.info("the last save goes to %s%s: %s", choice.tier, took, choice.why)
         return choice.tier if choice.tier in (MEMORY, PARTNER) else LOCAL
 
-    def _keep(self, cursor: Cursor, reason: str, take: Take, deadline: Deadline) -> bool:
+    def _keep(self, end: _End) -> bool:
         """Take it to memory; False: it is not there, on any rank."""
         assert self.chosen is not None
         self._saver.protecting.prepare_last(others=self.chosen["tier"] == PARTNER)
-        pending = self._take(cursor, reason, take, deadline, in_memory=True)
+        pending = self._take(end, in_memory=True)
         if pending.error is None and pending.unprotected == "" and pending.snapshot is not None:
-            self._kept = pending.snapshot, cursor
+            self._kept = pending.snapshot, end.cursor
             return True
         if self._channel.world.rank == 0:
             why = pending.error.message if pending.error else "too late"
@@ -214,13 +233,12 @@ class LastSave:
         self._channel = channel.scoped("went on")
         return self._channel
 
-    def _take(
-        self, cursor: Cursor, reason: str, take: Take, deadline: Deadline, *,
-        copied: bool = False, in_memory: bool = False,
-    ) -> PendingSave:  # fmt: skip
-        pending = take(cursor, reason, last=not copied, in_memory=in_memory)
+    def _take(self, end: _End, *, copied: bool = False, in_memory: bool = False) -> PendingSave:
+        pending = self._saver.save(
+            end.cursor, end.reason, end.tags, PendingSave(), last=not copied, in_memory=in_memory
+        )
         try:
-            self._wait(deadline)
+            self._wait(end.deadline)
         finally:  # also when an alarm's exception ends the wait: the script may go on and write
             if not pending.ended and pending.unprotected is None:
                 self._saver.give_up()
@@ -235,16 +253,34 @@ class LastSave:
             self._saver.join(LOOK_AGAIN_S if left_s is None else min(left_s, LOOK_AGAIN_S))
         self._saver.join()
 
-    def _skip(self, cursor: Cursor, offer: Offer, why: str) -> SaveFailed:
+    def _skip(self, end: _End, offer: Offer, why: str) -> SaveFailed:
+        if end.stands:  # all that is not there is a tag of its own
+            return SaveFailed(why)
         self.skipped = {
-            "cursor": cursor.to_json(),
+            "cursor": end.cursor.to_json(),
             "why": why,
             "predicted_s": round(offer.save_s, 3),
             "seconds_left": None if offer.left_s is None else round(offer.left_s, 3),
         }
         if self._channel.world.rank == 0:
-            logger.warning("no snapshot at %s: %s", cursor, why)
-        return SaveFailed(f"no snapshot at {cursor}: {why}")
+            logger.warning("no snapshot at %s: %s", end.cursor, why)
+        return SaveFailed(f"no snapshot at {end.cursor}: {why}")
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where and why the attempt ends. `stands`: a snapshot of this place is committed already."""
+
+    cursor: Cursor
+    reason: str
+    deadline: Deadline
+    stops: bool
+    stands: bool = False
+    tags: tuple[str, ...] = ()
+
+
+def _in_flight(everyone: Sequence[dict[str, Any]]) -> str:
+    return IN_FLIGHT if any(each["in_flight"] for each in everyone) else ""
 
 
 def _within(deadline: Deadline) -> float | None:
