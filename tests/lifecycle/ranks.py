@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
 from trainckpt.lifecycle.resuming import fetch_together, read_shares
 from trainckpt.preemption.notice import Notice
-from trainckpt.snapshot import blocks, shares
+from trainckpt.snapshot import blocks, flush, shares
 from trainckpt.snapshot.taker import Taker
 from trainckpt.tiers import other_memory
 from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
@@ -229,3 +230,23 @@ def asks_alone_at_a_stop(rank, place, mode):
                     optimizer.step()
                     optimizer.zero_grad()
     return pending and pending.wait("local", 60).snapshot
+
+
+def told_to_leave_late(rank, place, slow):
+    """Copies to the slower tier hang on every rank; then rank 1 gets a SIGTERM."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hang(*_):
+        begun.set()
+        over.wait(60)
+
+    def tell():
+        begun.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    flush.copy_missing = hang
+    if rank == 1:
+        threading.Thread(target=tell, daemon=True).start()
+    train(rank, place, 2, 1, tiers=[slow], every="never", grace="2 s")
+    over.set()
+    return "left"

@@ -17,6 +17,7 @@ from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.lifecycle.flushing import flusher as flushers
 from trainckpt.lifecycle.flushing import orders
+from trainckpt.lifecycle.flushing.drain import Drain
 from trainckpt.lifecycle.flushing.flush_work import Near, Work
 from trainckpt.lifecycle.flushing.flusher import Flusher
 from trainckpt.lifecycle.flushing.orders import ENDS_WITHIN_S, HANGS_AFTER_S, Orders, Signs
@@ -227,7 +228,7 @@ def test_a_last_copy_whose_end_takes_long_on_some_rank_is_waited_for(
         for each in ranks:
             offered(each, manifest)
         assert disk.begun.wait(WITHIN_S)
-        drains = [threading.Thread(target=each.drain, args=(WITHIN_S,)) for each in ranks]
+        drains = [threading.Thread(target=each.drain, args=(Drain(WITHIN_S),)) for each in ranks]
         for drain in drains:
             drain.start()
         drains[0].join(2.5)
@@ -256,9 +257,9 @@ def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
     with flushing(place, tiers) as ranks:
         for each in ranks:
             offered(each, manifest)
-        others = threading.Thread(target=ranks[1].drain, args=(WITHIN_S,))
+        others = threading.Thread(target=ranks[1].drain, args=(Drain(WITHIN_S),))
         others.start()
-        ranks[0].drain(WITHIN_S)
+        ranks[0].drain(Drain(WITHIN_S))
         others.join(WITHIN_S)
     assert flush.holds(tiers[0], manifest.name)
 
@@ -272,7 +273,7 @@ def test_a_last_copy_that_nobody_gets_on_with_is_given_up(place, manifest, tmp_p
         for each in ranks:
             offered(each, manifest)
         assert disk.begun.wait(WITHIN_S)
-        ranks[0].drain(1e6)  # for ever, if it were not given up
-        ranks[1].drain(WITHIN_S)
+        ranks[0].drain(Drain(1e6))  # for ever, if it were not given up
+        ranks[1].drain(Drain(WITHIN_S))
         assert not flush.holds(tiers[0], manifest.name)
         disk.may_end.set()

@@ -20,8 +20,9 @@ from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError, Unusab
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.lifecycle.deciding.tier_interval import LastCopy
+from trainckpt.lifecycle.flushing.drain import LOOK_S
 from trainckpt.lifecycle.flushing.flush_queue import Queue
-from trainckpt.lifecycle.flushing.orders import Orders, Signs, failure
+from trainckpt.lifecycle.flushing.orders import Orders, Signs, await_end, failure
 from trainckpt.lifecycle.flushing.tidy import Tidy
 from trainckpt.lifecycle.places.slower import COMMITS, TROUBLE
 from trainckpt.lifecycle.run.log import logger
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.manifest import Manifest
+    from trainckpt.lifecycle.flushing.drain import Drain
     from trainckpt.lifecycle.flushing.flush_work import Work
     from trainckpt.lifecycle.run.options import Every
     from trainckpt.lifecycle.run.pending import PendingSave
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S, MOST_RETRY_S = 15.0, 600.0
 STOPPED_WITHIN_S = 2.0
+LEFT_BEHIND = (
+    "%s: leaving; the next start of the run, or `trainckpt flush` copies to %s what it lacks"
+)
 
 
 class GivenUp(Exception):
@@ -125,21 +130,24 @@ class Flusher:
         if self._is_durable:  # so it was copied
             self._settle(pending, name, last)
 
-    def drain(self, limit_s: float) -> None:
+    def drain(self, drain: Drain) -> None:
         """Copy what waits, but try nothing twice; every rank. Rank 0 decides when it is over."""
         with self._changed:
             self._draining, self._retry_s = True, 0.0
             self._changed.notify_all()
         if self._rank:
-            self._left.wait("left", limit_s)
+            await_end(self._left, drain)
         else:
-            signs, until_s = Signs(self._left), time.monotonic() + limit_s
-            while self._thread.is_alive() and (now_s := time.monotonic()) < until_s:
-                if signs.stop_at(now_s):
+            signs = Signs(self._left)
+            while self._thread.is_alive() and drain.left_s() > 0:
+                if signs.stop_at(time.monotonic()):
                     self._warn("it hangs")
                     break
-                self._thread.join(min(until_s - now_s, 1.0))
+                drain.look(signs.hurry())
+                self._thread.join(min(drain.left_s(), LOOK_S))
             self._left.put("left", True)
+            if drain.hurried and self._thread.is_alive():
+                logger.warning(LEFT_BEHIND, drain.hurried, self.tier.name)
         self.stop()
 
     def predicted_s(self) -> float | None:

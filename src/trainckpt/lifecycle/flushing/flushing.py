@@ -6,7 +6,6 @@ training thread   leave       at the end: what is not copied yet is copied, as f
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.deciding.flush_plan import Leaving, flush_limit_s
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainckpt.format.manifest import Manifest
+    from trainckpt.lifecycle.flushing.drain import Drain
     from trainckpt.lifecycle.flushing.flusher import Flusher
     from trainckpt.lifecycle.run.pending import PendingSave
 
@@ -78,11 +78,10 @@ class Flushing:
         )  # fmt: skip
         return flush_limit_s(leaving)
 
-    def leave(self, limit_s: float) -> None:
+    def leave(self, drain: Drain) -> None:
         """The attempt ends: copy what waits, for so long at most. Every rank; then it is over."""
-        until_s = time.monotonic() + limit_s
         for flusher in self.flushers:
-            flusher.drain(max(until_s - time.monotonic(), 0.0))
+            flusher.drain(drain)
 
     def give_up(self) -> None:
         """The process ends: whatever is under way is left."""

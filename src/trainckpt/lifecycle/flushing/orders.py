@@ -5,6 +5,8 @@
     <n>/report/<r>  rank r to rank 0: how its share went
     <n>/verdict     rank 0 to all
     signs, ending   counters, all to rank 0: blocks go on; so many ranks make a file durable
+    left            rank 0 to all, at the end: it is over
+    hurry           any rank to rank 0, at the end: it was asked to leave
 
 The store keeps a key until it is deleted, and a run copies for weeks. Who has reported has read the
 order, and the verdict before it.
@@ -17,22 +19,33 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import NoAgreement, UnusableSnapshot
+from trainckpt.lifecycle.flushing.drain import LOOK_S
 from trainckpt.ranks.channel import DAY_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trainckpt.lifecycle.flushing.drain import Drain
     from trainckpt.ranks.channel import Channel
 
 SIGN_S = 30.0
 HANGS_AFTER_S, ENDS_WITHIN_S = 300.0, 3600.0  # without a sign; of a file that is made durable
-_SIGNS, _ENDING = "signs", "ending"
+_SIGNS, _ENDING, _HURRY = "signs", "ending", "hurry"
 
 
 def failure(error: Exception, rank: int) -> dict[str, Any]:
     """A report or verdict; `lost`: there is nothing left to try again with."""
     message = getattr(error, "message", None) or str(error) or repr(error)
     return {"error": f"rank {rank}: {message}", "lost": isinstance(error, UnusableSnapshot)}
+
+
+def await_end(channel: Channel, drain: Drain) -> None:
+    """Any other rank, at the end: until rank 0 says that it is over. It hears of who asks here."""
+    told = False
+    while not channel.wait("left", min(drain.left_s(), LOOK_S)) and drain.left_s() > 0:
+        if not told and (asked := drain.asked()) is not None:
+            told = True
+            channel.put(_HURRY, list(asked))
 
 
 class Orders:
@@ -118,6 +131,13 @@ class Signs:
         self._channel = channel
         self._heard = 0, 0
         self._since_s: float | None = None
+
+    def hurry(self) -> list[Any] | None:
+        """What another rank was told that it is to leave for; None: nothing."""
+        with contextlib.suppress(NoAgreement):
+            told: list[Any] | None = self._channel.peek(_HURRY)
+            return told
+        return None
 
     def stop_at(self, now_s: float) -> bool:
         """Whether it hangs: there was no sign for too long. Asked again and again."""

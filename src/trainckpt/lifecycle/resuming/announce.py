@@ -6,6 +6,8 @@ the second one leaves at once, unsaved.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.resuming.still_alive import still_alive
@@ -21,8 +23,18 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 
+STOPPING = "stopping at the next boundary that all ranks reach"
+LATE = "training has ended already, and is saved"
+
+
 class Announced:
-    """Passes every call on to `source`; logs each reason once. Watcher thread."""
+    """Passes every call on to `source`; logs each reason once. Watcher thread.
+
+    Attributes:
+        asked: The reason that it gave and when the process has to be gone, by the monotonic
+            clock (inf: nobody said); None: there was none.
+        is_late: Training has ended, so nobody looks for a boundary.
+    """
 
     def __init__(
         self, source: NoticeSource, on_notice: Callable[[], object] = lambda: None
@@ -30,6 +42,8 @@ class Announced:
         self._source = source
         self._on_notice = on_notice
         self._said: set[str] = set()
+        self.asked: tuple[str, float] | None = None
+        self.is_late = False
 
     def start(self) -> None:
         """See `NoticeSource`."""
@@ -43,10 +57,14 @@ class Announced:
         """What came since the last call."""
         notices = self._source.poll()
         for notice in notices:
+            left_s = math.inf if notice.seconds_left is None else notice.seconds_left
+            ends_s = time.monotonic() + left_s
+            if self.asked is None or ends_s < self.asked[1]:
+                self.asked = notice.reason, ends_s
             if notice.reason not in self._said:
                 self._said.add(notice.reason)
                 self._on_notice()
-                logger.info("%s: stopping at the next boundary that all ranks reach", notice.reason)
+                logger.info("%s: %s", notice.reason, LATE if self.is_late else STOPPING)
         return notices
 
     @property
@@ -56,7 +74,7 @@ class Announced:
 
     def forget(self) -> None:
         """What was stopped for is undone: the same reason is said again. Any thread."""
-        self._said = set()
+        self._said, self.asked = set(), None
 
     def stop(self) -> None:
         """See `NoticeSource`."""

@@ -2,7 +2,8 @@
 
     stop      all ranks agreed: snapshot; the processes may be dumped here, and go on later
               (`rest`); else record, barrier, workers killed, `Stopped`
-    finish    the script is done: final snapshot, barrier, record
+    finish    the script is done: final snapshot, barrier, record; then copies to slower tiers, as
+              long as nobody asks it to leave
     abandon   an exception: the final count is published, so that others need not wait for this
               rank; record. No barrier, no snapshot: the state may be anything
     cut short the ranks could not agree, or a deadline has come: record, and out, from any thread
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.run.options import Options
     from trainckpt.lifecycle.run.told import Teller
     from trainckpt.lifecycle.saving.requests import Requests
-    from trainckpt.lifecycle.stopping.deadline import Deadline
     from trainckpt.lifecycle.stopping.last_save import LastSave
     from trainckpt.lifecycle.stopping.rest import Rest
     from trainckpt.lifecycle.stopping.survival import Survival
@@ -149,7 +149,8 @@ class Departure:
         self._barrier("stopped")
         for _, loader in self._loaders:
             loader.shutdown()
-        self._flush(cursor, reason, self._watch.deadline)
+        self._last_save.flush(reason, self._watch.deadline)
+        self._note_tiers(cursor)
         self._last_save.release_memory(keep=True)
         self._ask_to_be_queued_again(reason)
         leaves = self._options.on_stop == "exit"
@@ -168,12 +169,12 @@ class Departure:
         """
         self._survived()
         failure = self._last_save.take(cursor, "final", self._watch.deadline)
-        self._watch.watcher.publish_final()  # committed: whatever is decided from now on is ignored
-        self._watch.deadline.met()
+        self._watch.finishes()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
-        self._flush(cursor, "final", None)
+        self._last_save.flush_all(self._watch.asked_to_leave)
+        self._note_tiers(cursor)
         self._last_save.release_memory(keep=failure is not None)
         self._stop_watching()
         if failure:
@@ -254,9 +255,8 @@ class Departure:
         kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
 
-    def _flush(self, cursor: Cursor, reason: str, deadline: Deadline | None) -> None:
-        """Copy to slower tiers what is not there yet, and let the record say where it is."""
-        self._last_save.flush(reason, deadline)
+    def _note_tiers(self, cursor: Cursor) -> None:
+        """What was not there yet is copied: the record says where it is."""
         snapshot, _ = self._last_save.standing(cursor)
         tiers, outcome = self._last_save.holding(snapshot), self.log.record.outcome
         if outcome is not None and tiers != outcome["tiers"]:

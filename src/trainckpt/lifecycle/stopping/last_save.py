@@ -20,6 +20,7 @@ from trainckpt.lifecycle.deciding import stop_tier
 from trainckpt.lifecycle.deciding.flush_plan import UNLIMITED_S
 from trainckpt.lifecycle.deciding.stop_plan import Offer, why_not_save
 from trainckpt.lifecycle.deciding.stop_tier import MEMORY, PARTNER
+from trainckpt.lifecycle.flushing.drain import Drain
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.options import LOCAL
 from trainckpt.lifecycle.run.pending import PendingSave
@@ -77,17 +78,26 @@ class LastSave:
         """The attempt is over; `keep` what is in shared memory for the next one."""
         self._saver.close(keep=keep)
 
-    def flush(self, reason: str, deadline: Deadline | None) -> None:
-        """Copy to slower tiers what is not there yet, as far as time allows. Every rank.
+    def flush(self, reason: str, deadline: Deadline) -> None:
+        """At a stop: copy to slower tiers what is not there yet, as far as time allows. Every rank.
 
         Args:
             reason: Of the stop.
-            deadline: To keep; None: the run is finished, and this is what is left to do.
+            deadline: To keep.
         """
-        flushing, limit_s = self._saver.flushing, UNLIMITED_S
-        if deadline is not None and self._channel.world.rank == 0:  # it decides for all
-            limit_s = flushing.limit_s(reason, _within(deadline), on_this_host=self._on_one_host)
-        flushing.leave(limit_s)
+        limit_s = UNLIMITED_S
+        if self._channel.world.rank == 0:  # it decides for all
+            limit_s = self._may_flush_s(reason, _within(deadline))
+        self._saver.flushing.leave(Drain(limit_s))
+
+    def flush_all(self, asked: Callable[[], tuple[str, float | None] | None]) -> None:
+        """The run is finished, and this is what is left to do. Every rank; as long as nobody asks
+        it to leave: then as at a stop."""
+        self._saver.flushing.leave(Drain(UNLIMITED_S, asked, self._may_flush_s))
+
+    def _may_flush_s(self, reason: str, left_s: float | None) -> float:
+        on_this_host = self._on_one_host
+        return self._saver.flushing.limit_s(reason, left_s, on_this_host=on_this_host)
 
     def give_up_flushing(self) -> None:
         """Leave what is being copied."""

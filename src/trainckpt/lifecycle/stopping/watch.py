@@ -8,6 +8,7 @@ end         the final count is published, threads and handlers are taken down
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import socket
@@ -24,7 +25,7 @@ from trainckpt.lifecycle.resuming.announce import Announced
 from trainckpt.lifecycle.run.heartbeat import Heartbeat
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.told import LEFT
-from trainckpt.lifecycle.stopping.deadline import Deadline, granted_s
+from trainckpt.lifecycle.stopping.deadline import Deadline, granted_s, margin_s
 from trainckpt.lifecycle.stopping.notice_sources import check_notices, further_sources
 from trainckpt.lifecycle.stopping.pace_told import PaceTeller
 from trainckpt.preemption.notice import Notice
@@ -123,6 +124,24 @@ class Watch:
     def machine_goes(self) -> bool:
         """Whether this host itself was told that it goes; others hear only why all stop."""
         return any(source.says_machine_goes for source in self._sources)
+
+    def finishes(self) -> None:
+        """The last snapshot is committed: nothing is stopped any more, and no deadline ends this
+        process. What is asked for, `asked_to_leave` tells."""
+        for source in self._sources:
+            source.is_late = True
+        self.watcher.publish_final()
+        self.deadline.met()
+
+    def asked_to_leave(self) -> tuple[str, float | None] | None:
+        """Why this rank was asked to leave and what is left until it has to be gone; None: it was
+        not. Of several, the first to come."""
+        asked = [each for source in self._sources if (each := source.asked) is not None]
+        if not asked:
+            return None
+        reason, ends_s = min(asked, key=lambda each: each[1])
+        left_s = ends_s - time.monotonic()
+        return reason, None if left_s == math.inf else max(left_s - margin_s(left_s), 0.0)
 
     def check(self) -> None:
         """At each boundary: put the signals' descriptor back if somebody took it."""
