@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests import warm
+from trainckpt.lifecycle.run.uncaught import code_of
 
 SCRIPT = """
 import atexit, logging, sys
@@ -16,6 +20,17 @@ atexit.register(lambda: print("the script's own atexit"))
 logging.getLogger("x").addHandler(logging.StreamHandler())
 {last}
 """
+
+
+@pytest.mark.parametrize(
+    "code", [None, 0, 3, 75, 255, 256, -1, -2, -(2**40) - 2, 2**70, True, False, "told", 2.5, ()]
+)
+def test_what_a_script_exits_with_is_known_as_the_system_tells_it(code):
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.exit({code!r})"], check=False,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert code_of(SystemExit(code)) == done.returncode
 
 
 @pytest.mark.parametrize(

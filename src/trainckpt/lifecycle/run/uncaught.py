@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 _installed: list[bool] = []
 
 
+def code_of(error: SystemExit) -> int:
+    """What the process ends with, as its parent sees it: one byte, as Python makes it."""
+    code = error.code
+    if code is None:
+        return 0
+    if not isinstance(code, int):
+        return 1  # it is printed
+    return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+
+
 def install() -> None:
     """From now on; once a process."""
     if _installed:

@@ -26,6 +26,7 @@ from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.lifecycle.run.fingerprint import EXACT, INEXACT
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.told import LEFT, RETURNED
+from trainckpt.lifecycle.run.uncaught import code_of
 from trainckpt.lifecycle.stopping.requeue import LINGER_S, Requeue
 from trainckpt.lifecycle.stopping.stopped import Stopped
 from trainckpt.preemption import kubernetes
@@ -189,13 +190,12 @@ class Departure:
             self.survival.close(left=False)
         with contextlib.suppress(NoAgreement):
             self._watch.watcher.publish_final()
-        code = error.code if isinstance(error, SystemExit) else 1
+        code = code_of(error) if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
         self._last_save.wait(SAVE_IN_FLIGHT_S)
         self._last_save.give_up_flushing()
         self._last_save.release_memory(keep=True)
-        code = 0 if code is None else code
-        self._end(FAILED, cursor, code if isinstance(code, int) else 1, repr(error)[:500])
+        self._end(FAILED, cursor, code, repr(error)[:500])
         if code == 0 and self._channel.world.rank == 0:
             self._say_what_is_lost(cursor)
         self._watch.end()
