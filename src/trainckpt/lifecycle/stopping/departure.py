@@ -66,7 +66,6 @@ class Departure:
     """Ends one attempt, once.
 
     Attributes:
-        left: True once the attempt has ended, in whatever way.
         stopped: True if it ended by an agreed stop.
         exactness: Of the resume this attempt began with, for the record.
         survival: Told that the attempt ends: whoever leaves in order is not lost.
@@ -86,7 +85,8 @@ class Departure:
         loaders: Sequence[tuple[object, TrackedLoader]],
         where: Callable[[], Cursor],
     ) -> None:
-        self.left = self.stopped = False
+        self._left = self.stopped = False
+        self._pid = os.getpid()
         self.exactness = EXACT
         self.survival: Survival | None = None
         self.rest: Rest | None = None
@@ -105,6 +105,12 @@ class Departure:
         self._is_resumed = self._keeps_workers = False
         hear_of_births(self._born_untracked)
         self._code = options.exit_code
+
+    @property
+    def left(self) -> bool:
+        """Whether the attempt has ended, in whatever way; for a process that the script has forked,
+        which is no part of it, it always has."""
+        return self._left or os.getpid() != self._pid
 
     def not_as_saved(self, reasons: Sequence[str]) -> None:
         """Why the resume was none to the bit, as was seen only when training went on."""
@@ -230,7 +236,7 @@ class Departure:
         with self._ending:
             if self.left:
                 return
-            self.left, self._code = True, code
+            self._left, self._code = True, code
         self._requests.fail_waiting(how)
         snapshot, lost = self._last_save.standing(cursor)
         outcome: dict[str, Any] = {
