@@ -186,6 +186,29 @@ def test_the_end_of_a_job_is_told_when_the_lead_is_reached_and_the_limit_was_not
     source.stop()
 
 
+@pytest.mark.parametrize("end", ["Unknown", str(10**10)])
+def test_a_limit_that_is_lifted_while_the_job_runs_is_no_end_any_more(end):
+    clock, jobs = Clock(), [Job("RUNNING", False, 1000.0, 2000.0)]
+    source = JobEnd(lambda: jobs[-1], lambda whole_s: whole_s / 10, clock=clock, date=clock)
+    source.start()
+    assert answered(source) == []
+    lifted = parse_job(SHOWN.format(state="RUNNING", end=end, preempt="None"))
+    jobs.append(lifted)
+    clock.now = 1901.0
+    assert [answered(source) for _ in range(4)] == [[]] * 4
+
+
+def test_an_end_stands_while_the_controller_does_not_know_the_job():
+    clock, jobs = Clock(), [Job("RUNNING", False, 1000.0, 2000.0)]
+    source = JobEnd(lambda: jobs[-1], lambda whole_s: whole_s / 10, clock=clock, date=clock)
+    source.start()
+    assert answered(source) == []
+    jobs.append(Job(UNKNOWN))
+    clock.now = 1901.0
+    assert answered(source) == []
+    assert answered(source) == [Notice("wall time", seconds_left=99.0)]
+
+
 def test_a_controller_that_is_busy_is_asked_again_a_few_times():
     clock, asked, jobs = Clock(), [], [None, None, Job("RUNNING", False, 1000.0, 1500.0)]
 

@@ -229,7 +229,7 @@ class JobEnd:
     """The end of the job as a notice, where no variable tells it; a `NoticeSource`.
 
     Slurm's controller is asked at the start, a few times if it does not answer, and once more when
-    the time has come, since a limit can be raised. For one rank: a thousand would be too many.
+    the time has come: a limit can be raised or lifted. For one rank: a thousand would be too many.
     """
 
     def __init__(
@@ -296,7 +296,12 @@ class JobEnd:
     def _look(self) -> None:
         job, date_s = self._show(), self._date()
         self._has_answered = self._has_answered or job is not None
-        if job is None or job.ends_at is None or not 0 < job.ends_at - date_s <= MOST_S:
+        if job is None or job.state == UNKNOWN:
+            return
+        if job.ends_at is not None and job.ends_at <= date_s:
+            return
+        if job.ends_at is None or job.ends_at - date_s > MOST_S:
+            self._ends_s = None  # also where it had one, and its limit was lifted
             return
         self._lead_s = self._lead_of(job.ends_at - (job.starts_at or date_s))
         self._ends_s = self._clock() + job.ends_at - date_s
