@@ -27,7 +27,10 @@ shell's background job) stays ignored.
 
 A forked child shares the socket, so its signals would arrive here. The signals are blocked
 around every fork until the child has dropped handlers and descriptor. (Python's hooks do not run
-for a child that is forked from C; the window until its exec remains.)
+for a child that is forked from C; the window until its exec remains.) Workers of a pool that is
+forked while somebody listens ignore Ctrl-C, which a terminal sends to all: the task of one that
+dies of it never returns, and main, which trains on to the boundary, would wait for it for ever.
+SIGTERM is left to them: it is how a pool ends them.
 
 Floor 1. Uses: preemption.notice. Used by: lifecycle.
 """
@@ -36,6 +39,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -301,6 +306,7 @@ def _cover_forks(source: SignalSource) -> None:
     _live.add(source)
     if not _hooked and hasattr(os, "register_at_fork"):
         _hooked = True
+        multiprocessing.util.register_after_fork(_children, _Children.spare)
         os.register_at_fork(
             before=_block_signals,
             after_in_parent=_unblock_signals,
@@ -318,7 +324,25 @@ def _unblock_signals() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
 
 
+class _Children:
+    """What multiprocessing calls, in a child that it has forked."""
+
+    was_listening = False
+
+    def spare(self) -> None:
+        process = multiprocessing.current_process()
+        target = getattr(process, "_target", None)
+        is_worker = process.daemon or getattr(target, "__module__", "") == _EXECUTOR
+        if self.was_listening and is_worker:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+_EXECUTOR = "concurrent.futures.process"
+_children = _Children()
+
+
 def _forget_in_child() -> None:
+    _children.was_listening = bool(_live)
     for source in tuple(_live):
         source._forget_in_child()
     _live.clear()

@@ -137,6 +137,7 @@ class Departure:
 
         Returns True where the processes were dumped here, and have come back: training goes on.
         """
+        self._watch.reached()
         reason, may_rest = due.reason, self.rest is not None and self.rest.is_asked
         if not may_rest:
             self._survived()

@@ -12,6 +12,7 @@ import math
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 EARLY_LOOK_S = 0.05
 EARLY_LIMIT_S = 30.0
+WAITS_S = 5.0  # after a stop was agreed, nothing is said of a boundary that is not reached
 
 
 class Watch:
@@ -82,6 +84,7 @@ class Watch:
         )
         self._early.start()
         self._started = False
+        self._waits, self._reached = threading.Event(), threading.Event()
         self._sources: list[Announced] = []
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
@@ -128,6 +131,7 @@ class Watch:
     def finishes(self) -> None:
         """The last snapshot is committed: nothing is stopped any more, and no deadline ends this
         process. What is asked for, `asked_to_leave` tells."""
+        self.reached()
         for source in self._sources:
             source.is_late = True
         self.watcher.publish_final()
@@ -150,6 +154,7 @@ class Watch:
     def forget_stop(self, round_: int) -> None:
         """The stop of this round was undone, on all ranks: the processes have come back there."""
         self.deadline.forget()
+        self._waits, self._reached = threading.Event(), threading.Event()
         for source in self._sources:
             source.forget()
         self.watcher.forget_stop(round_)
@@ -186,12 +191,26 @@ class Watch:
     def _stop_agreed(self, seconds_left: float | None) -> None:
         """Watcher thread: from now on the deadline is kept."""
         self.deadline.tighten(seconds_left)
+        self._wait_for_boundary()
         left_s = self.deadline.left_s()
         if left_s is not None:
             within_s = self._outlook.tighten_after_s(left_s)
             timer = threading.Timer(within_s, self._settle_for_less)
             timer.daemon = True
             timer.start()
+
+    def _wait_for_boundary(self) -> None:
+        """Once the ranks have agreed: say so if main waits for processes that the signal may have
+        ended."""
+        if not self._waits.is_set():
+            self._waits.set()
+            timer = threading.Timer(WAITS_S, _say_for_what_main_waits, [self._reached.is_set])
+            timer.daemon = True
+            timer.start()
+
+    def reached(self) -> None:
+        """Main has come to the boundary of the stop, or to the end."""
+        self._reached.set()
 
     def _settle_for_less(self) -> None:
         """The window's end would come too late by now: a micro-batch has to do."""
@@ -239,6 +258,21 @@ class _EarlyEars(threading.Thread):
         self._waker.close()
         self._woken.close()
         return [_aged(notice, time.monotonic() - at_s) for at_s, notice in self._notices]
+
+
+def _say_for_what_main_waits(is_over: Callable[[], bool]) -> None:
+    """A task of a pool whose worker has died never returns; plain Python would have died too."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not is_over():
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(("multiprocessing.", "concurrent.futures")):
+            logger.warning(
+                "the boundary is not reached yet: the training thread waits in %s. A signal to the "
+                "whole process group, such as SIGTERM, ends such processes too, and what they were "
+                "at never comes", module,
+            )  # fmt: skip
+            return
+        frame = frame.f_back
 
 
 def _leave_early(teller: Teller, code: int, reason: str) -> None:
