@@ -226,6 +226,13 @@ def test_tiers_that_cannot_be_are_refused_before_anything_is_claimed(
     assert not (tmp_path / "run/attempts").exists()
 
 
+def test_a_link_to_the_run_s_own_place_is_no_tier(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="by another name: it would hold no copy"):
+        attempt(tmp_path / "run", tiers=str(tmp_path / "link"))
+    assert not (tmp_path / "run/attempts").exists()
+
+
 def test_a_tier_is_where_its_path_led_when_the_checkpointer_was_made_as_the_run_is(
     tmp_path, monkeypatch
 ):

@@ -7,6 +7,7 @@ whether it holds the run, unless an older one is accepted.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot import attempts as attempt_records
 from trainckpt.snapshot import catalog, flush
 from trainckpt.snapshot.opened import Opener
+from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.patience import answer_within
 
 if TYPE_CHECKING:
@@ -112,6 +114,9 @@ class Reach:
 
         Returns:
             Name and URL of each; the URL is "" if the options name it.
+
+        Raises:
+            ConfigurationError: one that the options name is the run's place, by a link or a mount.
         """
         self.answering, self.empty, told = [], [], []
         also, unknown = recorded(records, self.place, self.slower.tiers)
@@ -119,6 +124,8 @@ class Reach:
             self.silent[name] = f"the URL of the tier {name} holds a secret that was not stored"
         for tier in (*self.slower.tiers, *also):
             there = self._look(tier)
+            if there == run and self._is_the_place(tier):
+                continue
             if there == run:
                 self.answering.append(tier)
                 told.append([tier.name, "" if tier in self.slower.tiers else tier.url])
@@ -195,6 +202,21 @@ class Reach:
         except TrainckptError as error:
             self.silent[tier.name] = error.message
             return None
+
+    def _is_the_place(self, tier: Tier) -> bool:
+        """Whether both are one folder, whatever they are called: no copy of anything."""
+        if not (isinstance(tier, LocalTier) and isinstance(self.place, LocalTier)):
+            return False
+        ours, theirs, same = self.place.root, tier.root, False
+        with contextlib.suppress(OSError, TrainckptError):
+            same = answer_within(tier.url, lambda: theirs.samefile(ours))
+        if same and tier in self.slower.tiers:
+            raise ConfigurationError(
+                f"the tier {tier.name} at {tier.url} is {self.place.url} by another name: it "
+                "would hold no copy",
+                hint="name another place, and not the run's own",
+            )
+        return same
 
     def _leave_out(self, error: TierUnavailable) -> bool:
         """A tier stopped answering between two looks; whether one is left out now."""
