@@ -32,6 +32,7 @@ from trainckpt.format.names import check_tag
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
 from trainckpt.lifecycle.deciding.outlook import Outlook
 from trainckpt.lifecycle.deciding.pace import Pace
+from trainckpt.lifecycle.deciding.proven_files import tracked_files
 from trainckpt.lifecycle.known import Known
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.places.slower import open_slower
@@ -48,7 +49,6 @@ from trainckpt.lifecycle.run.pending import PendingSave
 from trainckpt.lifecycle.run.position import Position
 from trainckpt.lifecycle.run.slips import Slips
 from trainckpt.lifecycle.run.told import Teller
-from trainckpt.lifecycle.run.tracked_files import TrackedFiles
 from trainckpt.lifecycle.saving.requests import Requests
 from trainckpt.lifecycle.stopping.watch import Watch
 from trainckpt.preemption.notice import Notice
@@ -104,7 +104,7 @@ class Checkpointer(Known, Hooked):
         self._registry = registry = Registry(has_peers=has_peers)
         self._hooks, self._pace, self._requests = Hooks(), Pace(), Requests()
         self._outlook = Outlook(self.options, registry, self._position, self._pace)
-        self._files, self._arrival = TrackedFiles(registry), Arrival(registry, self._position)
+        self._files, self._arrival = tracked_files(registry, run), Arrival(registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, registry)
         self._first, self._problems = True, list[str]()
         self._loaders: list[tuple[Any, TrackedLoader]] = []

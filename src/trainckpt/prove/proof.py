@@ -7,7 +7,8 @@
     4  doubt         if they do not: straight once more. Two straight runs that differ mean the
                      script itself is not deterministic, and that is said instead
 
-The user's own run is left alone: both runs keep their snapshots in a folder of the proof's.
+The user's own run is left alone: both runs keep their snapshots in a folder of the proof's, and
+what tracked files held before is put back, however the proof ends.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.lifecycle.deciding import proven_files
 from trainckpt.lifecycle.places.place import PROVE_VARIABLE
 from trainckpt.prove import naming
 from trainckpt.prove.compare import (
@@ -130,13 +133,24 @@ def prove(
     if stops < 1:
         raise ConfigurationError("a proof needs at least one stop", hint="--stops 1 or more")
     folder = _folder(keep)
-    runs = _Runs(folder, command, nproc, say, launch)
+    try:
+        return _prove(folder, stops, keep, _Runs(folder, command, nproc, say, launch), say)
+    finally:
+        for told in proven_files.put_back(folder / proven_files.FOLDER):
+            say(told)
+        with suppress(OSError):
+            (folder / proven_files.FOLDER).rmdir()
+        with suppress(OSError):  # one that holds logs stays
+            folder.rmdir()
+
+
+def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) -> Proof:
     straight = runs.finish("straight")
     cursors = boundaries(straight)
     last = cursors[-1]["micro_batches"] if cursors else 0
     if last < 2:
         if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         raise ConfigurationError(
             f"the script passed {len(cursors)} boundaries of a Checkpointer; too few to stop at",
             hint="let it train some micro-batches inside `with trainckpt.Checkpointer(...)`",
@@ -159,11 +173,18 @@ def prove(
             difference, deterministic = again, False
     exact = difference is None
     if exact and not keep:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     kept = "" if exact and not keep else str(folder)
     return Proof(
         exact, last, len(straight), tuple(planned), difference, deterministic, never_seeded, kept
     )
+
+
+def _remove(folder: Path) -> None:
+    """All but the notes of what has to be put back, which are read after this."""
+    for path in folder.iterdir():
+        if path.name != proven_files.FOLDER:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _folder(keep: str | None) -> Path:
@@ -265,7 +286,10 @@ class _Runs:
     def _launch(self, run: str, attempt: str, stop: Stop | None) -> tuple[Ended, Any]:
         folder = self._folder / run / attempt
         folder.mkdir(parents=True, exist_ok=True)
-        plan: dict[str, Any] = {"dir": str(folder), "place": str(self._folder / run / "run")}
+        plan: dict[str, Any] = {
+            "dir": str(folder), "place": str(self._folder / run / "run"),
+            proven_files.FOLDER: str(self._folder / proven_files.FOLDER),
+        }  # fmt: skip
         if stop is not None:
             plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}
 

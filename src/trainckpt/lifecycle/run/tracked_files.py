@@ -16,16 +16,25 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.state.kinds import tracked_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from trainckpt.state.captured import Saved
     from trainckpt.state.kinds.tracked_file import TrackedFile
     from trainckpt.state.registry import Registry
 
 
 class TrackedFiles:
-    """The files of this rank."""
+    """The files of this rank.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: Of what is tracked.
+        keep: Called in a proof, with the path of each file before anything is done to it.
+    """
+
+    def __init__(self, registry: Registry, keep: Callable[[Path], None] | None = None) -> None:
         self._registry = registry
+        self._keep = keep
         self._saved: Saved | None = None
         self._attempt = 0
 
@@ -33,10 +42,12 @@ class TrackedFiles:
         """Track a file by its path, or as `open(path, "a")` returned it.
 
         Raises:
-            ConfigurationError: it has no path.
+            ConfigurationError: it has no path; or a proof must not write to it.
             StateMismatch: it is shorter than it was when the snapshot was taken.
         """
         tracked = self._registry.add_file(file)
+        if self._keep is not None:
+            self._keep(tracked.path)
         if self._saved is not None:
             differences = tracked.differences(self._saved)
             if differences:
@@ -69,7 +80,8 @@ class TrackedFiles:
     def _cut_back(self, file: TrackedFile) -> None:
         assert self._saved is not None
         try:
-            done = file.cut_back(self._saved, self._attempt)
+            aside = 0 if self._keep is not None else self._attempt
+            done = file.cut_back(self._saved, aside)
         except OSError as error:
             raise TierUnavailable(
                 f"{file.name} cannot be cut back: {error.strerror or error}",

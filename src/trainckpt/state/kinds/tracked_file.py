@@ -67,17 +67,22 @@ class TrackedFile:
         return [f"{self.name} {what}, and had {then} when the snapshot was taken; {cure}"]
 
     def cut_back(self, saved: Saved, attempt: int) -> str:
-        """Make it as long as it was, the rest copied aside; says what was done, "" for nothing."""
+        """Make it as long as it was, the rest copied aside; says what was done, "" for nothing.
+
+        Args:
+            saved: The snapshot.
+            attempt: Whose copy it is; 0 copies nothing aside: a proof wrote it.
+        """
         then = lengths(saved).get(self.name)
         now = self.length()
         if then is None or now <= then:
             return ""
-        aside = self._copy_aside(then, attempt)
+        where = f"are in {self._copy_aside(then, attempt)}" if attempt else "are not kept"
         os.truncate(self.path, then)
         _sync(self.path)
         return (
             f"{self.name} is cut back to the {then} bytes it had at the snapshot; the {now - then} "
-            f"bytes after them are in {aside}"
+            f"bytes after them {where}"
         )
 
     def _copy_aside(self, first_byte: int, attempt: int) -> Path:
