@@ -84,7 +84,7 @@ class Watch:
         )
         self._early.start()
         self._started = False
-        self._waits, self._reached = threading.Event(), threading.Event()
+        self._patience = _Patience()
         self._sources: list[Announced] = []
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
@@ -154,7 +154,7 @@ class Watch:
     def forget_stop(self, round_: int) -> None:
         """The stop of this round was undone, on all ranks: the processes have come back there."""
         self.deadline.forget()
-        self._waits, self._reached = threading.Event(), threading.Event()
+        self._patience = _Patience()
         for source in self._sources:
             source.forget()
         self.watcher.forget_stop(round_)
@@ -170,6 +170,7 @@ class Watch:
             _stop_listening(self._early, self._signals)
             return
         self.deadline.met()
+        self.reached()
         self.watcher.publish_final()
         self.watcher.stop()
         if self._heartbeat is not None:
@@ -191,7 +192,7 @@ class Watch:
     def _stop_agreed(self, seconds_left: float | None) -> None:
         """Watcher thread: from now on the deadline is kept."""
         self.deadline.tighten(seconds_left)
-        self._wait_for_boundary()
+        self._patience.begin()
         left_s = self.deadline.left_s()
         if left_s is not None:
             within_s = self._outlook.tighten_after_s(left_s)
@@ -199,18 +200,9 @@ class Watch:
             timer.daemon = True
             timer.start()
 
-    def _wait_for_boundary(self) -> None:
-        """Once the ranks have agreed: say so if main waits for processes that the signal may have
-        ended."""
-        if not self._waits.is_set():
-            self._waits.set()
-            timer = threading.Timer(WAITS_S, _say_for_what_main_waits, [self._reached.is_set])
-            timer.daemon = True
-            timer.start()
-
     def reached(self) -> None:
         """Main has come to the boundary of the stop, or to the end."""
-        self._reached.set()
+        self._patience.end()
 
     def _settle_for_less(self) -> None:
         """The window's end would come too late by now: a micro-batch has to do."""
@@ -260,10 +252,36 @@ class _EarlyEars(threading.Thread):
         return [_aged(notice, time.monotonic() - at_s) for at_s, notice in self._notices]
 
 
-def _say_for_what_main_waits(is_over: Callable[[], bool]) -> None:
+class _Patience:
+    """Once the ranks have agreed on a stop: it is said if main still waits, a while later, for
+    processes that the signal may have ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._over = False
+
+    def begin(self) -> None:
+        """The first of several counts."""
+        with self._lock:
+            if self._timer is None and not self._over:
+                self._timer = threading.Timer(WAITS_S, _say_for_what_main_waits)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def end(self) -> None:
+        """May be repeated; no thread of it is left then."""
+        with self._lock:
+            self._over, timer = True, self._timer
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+
+
+def _say_for_what_main_waits() -> None:
     """A task of a pool whose worker has died never returns; plain Python would have died too."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not is_over():
+    while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.startswith(("multiprocessing.", "concurrent.futures")):
             logger.warning(
