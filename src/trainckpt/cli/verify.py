@@ -21,7 +21,7 @@ from trainckpt.snapshot.verify import Copy
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
     from trainckpt.format.files import FileEntry
     from trainckpt.lifecycle.places.everywhere import Everywhere
@@ -39,9 +39,10 @@ def execute(arguments: argparse.Namespace) -> int:
     run, wanted = split_target(arguments.target)
     everywhere = open_everywhere(run)
     dump = DumpName.parse(wanted or "")
-    copies = [] if dump is not None else _check(everywhere, _named(everywhere, wanted))
+    candidates = everywhere.candidates() if dump is None else ()
+    copies = _check(everywhere, _named(everywhere, candidates, wanted)) if dump is None else []
     copies += _check_dumps(everywhere, dump) if dump is not None or not wanted else []
-    copies += _lost(everywhere) if not wanted else []
+    copies += _lost(everywhere, candidates) if not wanted else []
     silent = [
         Copy("", tier, "", ok=False, reason=f"does not answer: {why}")
         for tier, why in everywhere.silent.items()
@@ -59,20 +60,19 @@ def execute(arguments: argparse.Namespace) -> int:
     return TierUnavailable.exit_code if silent else 0
 
 
-def _named(everywhere: Everywhere, wanted: str | None) -> set[str]:
-    candidates = everywhere.candidates()
+def _named(everywhere: Everywhere, candidates: Sequence[Candidate], wanted: str | None) -> set[str]:
     chosen = (catalog.find(candidates, wanted, everywhere.place.url),) if wanted else candidates
     return {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
 
 
-def _lost(everywhere: Everywhere) -> list[Copy]:
+def _lost(everywhere: Everywhere, candidates: Sequence[Candidate]) -> list[Copy]:
     """The newest commit that an attempt has recorded, if no tier has it, or a newer one, any more.
 
     Where a tier does not answer it may be there.
     """
     told = (SnapshotName.parse(r.newest_commit or "") for r in everywhere.records.values())
     newest = max((name for name in told if name is not None), default=None)
-    there = [c.name for c in everywhere.candidates() if c.reason != catalog.NOT_COMMITTED]
+    there = [c.name for c in candidates if c.reason != catalog.NOT_COMMITTED]
     if newest is None or everywhere.silent or any(name >= newest for name in there):
         return []
     why = f"attempt {newest.attempt} has committed it, and it is not there"
