@@ -12,7 +12,6 @@ another one's launch asks by itself.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +25,7 @@ from trainckpt.supervisor import recorded_options
 from trainckpt.supervisor.command import likely_run
 from trainckpt.supervisor.supervise import TOO_EARLY, Ended
 from trainckpt.supervisor.verdict import INTERRUPTED
-from trainckpt.tiers.patience import answer_within
+from trainckpt.tiers.patience import answer_within, aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,24 +59,10 @@ def unless_signalled(look: Callable[[], Result], inbox: Inbox) -> Result | None:
 
     A place that does not answer holds it up for a minute. It is left behind then: the process ends.
     """
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(look())
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="trainckpt-look", daemon=True)
-    thread.start()
-    while thread.is_alive() and not inbox.signalled:
-        thread.join(NOTICE_S)
-    if inbox.signalled:
-        return None
-    if errors:
-        raise errors[0]
-    return results[0]
+    ended = aside(look)
+    while (result := ended(NOTICE_S)) is None and not inbox.signalled:
+        pass  # it is waited for above
+    return None if result is None or inbox.signalled else result()
 
 
 def before_launch(inbox: Inbox) -> Ended:

@@ -27,6 +27,22 @@ MOMENT_S = 1.0  # for what can as well be done another time
 def answer_within(url: str, call: Callable[[], Result], limit_s: float | None = None) -> Result:
     """The result of `call`, or its error; `TierUnavailable` naming `url` if it hangs."""
     limit_s = ANSWER_WITHIN_S if limit_s is None else limit_s
+    ended = aside(call)
+    if (result := ended(limit_s)) is None:
+        raise TierUnavailable(
+            f"{url} did not answer within {limit_s:g} s",
+            hint="see whether its file system is mounted and its server is up, then start again",
+        )
+    return result()
+
+
+def aside(call: Callable[[], Result]) -> Callable[[float], Callable[[], Result] | None]:
+    """Begin `call` on a thread that may be left behind.
+
+    Returns:
+        Waits for so many seconds; None if it has not ended then, else what returns its result or
+        raises its error.
+    """
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -36,17 +52,19 @@ def answer_within(url: str, call: Callable[[], Result], limit_s: float | None = 
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
             errors.append(error)
 
+    def result() -> Result:
+        if errors:
+            raise errors[0]
+        return results[0]
+
     thread = threading.Thread(target=work, name="trainckpt-look", daemon=True)
     thread.start()
-    thread.join(limit_s)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TierUnavailable(
-            f"{url} did not answer within {limit_s:g} s",
-            hint="see whether its file system is mounted and its server is up, then start again",
-        )
-    return results[0]
+
+    def ended(within_s: float) -> Callable[[], Result] | None:
+        thread.join(within_s)
+        return result if results or errors else None
+
+    return ended
 
 
 def those_that_answer(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Result]:
