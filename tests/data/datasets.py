@@ -416,9 +416,9 @@ class Run:
                 sampler.set_epoch(self.epoch)
 
 
-def straight(make, epochs: int = 3, limit: int | None = None) -> list:
+def straight(make, epochs: int = 3, limit: int | None = None, seed: int = 7) -> list:
     """Return the rows of the plain DataLoader, untracked."""
-    seed_all(7)
+    seed_all(seed)
     loader = make()
     rows = Run(loader, limit=limit).train(loader, epochs)
     loader._iterator = None  # persistent workers end here, not when the collector comes by

@@ -84,3 +84,11 @@ def test_a_changed_torch_is_named(monkeypatch):
     monkeypatch.setattr(iterators, "_RELIED_ON", gone)
     with pytest.raises(ConfigurationError, match=r"DataLoader\.__len__ no longer uses _new_name"):
         tracked()
+
+
+@pytest.mark.parametrize(
+    "order", [[[0, 2], [1]], ((0, 2), (1,)), range(2)], ids=["list", "tuple", "range"]
+)
+def test_a_list_is_not_said_to_be_assumed(order):
+    option = {"sampler": order} if isinstance(order, range) else {"batch_sampler": order}
+    assert tracked(**option).problems() == []

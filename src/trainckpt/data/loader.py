@@ -90,7 +90,11 @@ class TrackedLoader:
         self._skips_next_pass = False
         self._samples_before = 0
         self._source = source_of(loader, name)
-        self._facts = self._source.facts()
+        facts = self._source.facts()
+        # Lengths may depend on what a pass leaves over, or on the epoch: what is compared are those
+        # of loaders that have just been made.
+        self._lengths = {key: value for key, value in facts.items() if key.endswith("length")}
+        self._facts = facts
         self._pending: dict[str, Any] | None = None
         self._mark: Mark | dict[str, Any] | None = None  # a dict if it was loaded
         self._turn: object = None  # the ticket of the iterator whose pass it is; keeps none alive
@@ -217,7 +221,7 @@ class TrackedLoader:
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Return what makes a saved state not exactly loadable here, one sentence each."""
-        return compare.differences(self.name, state, self._source.kind, self._source.facts())
+        return compare.differences(self.name, state, self._source.kind, self._current_facts())
 
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""
@@ -280,7 +284,7 @@ class TrackedLoader:
         self._pending = None
         self._samples_before = self.samples
         if not going_on:
-            self._facts = self._source.facts()
+            self._facts = self._current_facts()
             self.batches, self.exhausted = 0, False
             self.passes_started += 1
             if self._mark is not None and self._source.deal is not None:
@@ -300,6 +304,9 @@ class TrackedLoader:
             return self._source.resume(saved)
         finally:
             set_main_rng(here)
+
+    def _current_facts(self) -> dict[str, Any]:
+        return {**self._source.facts(), **self._lengths}
 
     def _described(self, *, between: bool = False) -> dict[str, Any]:
         return {
