@@ -33,6 +33,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     `loaders_to_come` says which are still missing.
     """
     live = {*registry.names(), *(m.name for m in registry.models)}
+    live -= {o.name for o in registry.optimizers if o.implied and o.name not in saved.values}
     then = {name for name in saved.values if name not in OWN} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
@@ -194,8 +195,9 @@ def _optimizers(registry: Registry, saved: Saved) -> None:
     names = registry.parameter_names()
     parameters = registry.model_parameters()
     for optimizer in registry.optimizers:
-        optimizer.add_groups(saved, parameters)
-        optimizer.apply(saved, names)
+        if optimizer.name in saved.values:
+            optimizer.add_groups(saved, parameters)
+            optimizer.apply(saved, names)
 
 
 def _generics(registry: Registry, saved: Saved) -> None:
@@ -235,8 +237,8 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     ("parameters", _parameters),
     ("buffers", _buffers),
     ("DDP forward sync", _forward_sync),
+    ("objects", _generics),  # some load the optimizer that they hold, which casts its moments
     ("optimizers", _optimizers),
-    ("objects", _generics),
     ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),
     ("FSDP2's gradients", _outside_gradients),

@@ -15,11 +15,11 @@ from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
 from trainckpt.state.kinds.model import ModelState, keeps_own_state
-from trainckpt.state.kinds.optimizer import OptimizerState
+from trainckpt.state.kinds.optimizer import OptimizerState, inner_optimizers
 from trainckpt.state.kinds.refused import refuse
 from trainckpt.state.kinds.tracked_file import PART as FILES
 from trainckpt.state.kinds.tracked_file import TrackedFile
-from trainckpt.state.kinds.wrappers import unwrap
+from trainckpt.state.kinds.wrappers import inner_optimizer, unwrap, unwrap_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -62,6 +62,8 @@ class Registry:
                 self.add(f"{name}.{i}", item)
             return
         refuse(value, name)
+        value = unwrap_optimizer(value)
+        refuse(value, name)
         self._claim(name, value)
         if isinstance(value, nn.Module) and not _is_like_a_metric(value):
             model = ModelState(name, value)
@@ -82,6 +84,27 @@ class Registry:
                 hint=f"loader={name}" if is_loader
                 else "check the keyword's spelling, or give the object both methods",
             )  # fmt: skip
+
+    def add_inner_optimizers(self) -> None:
+        """Track what tracked objects step by and the script did not name, as `<name>.<attribute>`.
+
+        SAM and Lookahead hold an optimizer, and so do objects of a script's own whose
+        `load_state_dict` casts its moments: those are put back after.
+        """
+        for generic in self.generics:
+            inner = inner_optimizer(generic.target)
+            if inner is not None:
+                self._imply(f"{generic.name}.optimizer", inner)
+        for outer in self.optimizers:  # those that are added meanwhile too
+            for attribute, inner in inner_optimizers(outer.optimizer):
+                if inner.state is not outer.optimizer.state:
+                    self._imply(f"{outer.name}.{attribute}", inner)
+
+    def _imply(self, name: str, inner: torch.optim.Optimizer) -> None:
+        if not self.tracks(inner):
+            refuse(inner, name)
+            self._claim(name, inner)
+            self.optimizers.append(OptimizerState(name, inner, implied=True))
 
     def problems(self) -> list[str]:
         """What of the models and optimizers cannot be put back as it was, one sentence each."""
@@ -191,7 +214,8 @@ class Registry:
 
     @staticmethod
     def _identity(value: object) -> int:
-        return id(unwrap(value)) if isinstance(value, nn.Module) else id(value)
+        value = unwrap(value) if isinstance(value, nn.Module) else unwrap_optimizer(value)
+        return id(value)
 
 
 def _is_like_a_metric(module: nn.Module) -> bool:

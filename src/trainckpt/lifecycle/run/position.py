@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.cursor import Cursor
-from trainckpt.state.kinds.optimizer import counts_steps
+from trainckpt.state.kinds.optimizer import counted_optimizer
 from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class Position:
                 self.watch_scaler(scaler)
                 return ""
         for first in registry.optimizers[:1]:
-            if counts_steps(first.optimizer):
-                self.watch_optimizer(first.optimizer)
+            counted = counted_optimizer(first.optimizer)
+            if counted is not None:
+                self.watch_optimizer(counted)
             elif not self._counts_steps_itself:
                 kind = type(first.optimizer).__name__
                 return (

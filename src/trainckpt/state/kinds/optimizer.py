@@ -32,11 +32,16 @@ class OptimizerState:
 
     Attributes:
         added: Groups that a resume added, as the saved run had.
+        implied: Tracked because another tracked object steps by it. Snapshots of older releases
+            lack it.
     """
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, *, implied: bool = False
+    ) -> None:
         self.name = name
         self.optimizer = optimizer
+        self.implied = implied
         self.added = 0
         self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
 
@@ -49,18 +54,13 @@ class OptimizerState:
 
         `tracks`: whether an object is tracked.
         """
-        optimizer, kind = self.optimizer, type(self.optimizer)
-        found = [
-            f"{self.name} (a {kind.__name__}) steps by an optimizer of its own, {attribute}, whose "
-            f"state is not kept; track that too: optimizer=[opt, opt.{attribute}]"
-            for attribute, inner in _inner(optimizer)
-            if inner.state is not optimizer.state and not tracks(inner)
-        ]
+        optimizer = self.optimizer
         # What steps on its state is seen with it, unless it is tracked and so seen by itself.
         parts = [(self.name, optimizer)]
-        parts += [(f"{self.name}.{attribute}", inner) for attribute, inner in _inner(optimizer)
-                  if inner.state is optimizer.state and not tracks(inner)]  # fmt: skip
-        return found + [
+        for attribute, inner in inner_optimizers(optimizer):
+            if inner.state is optimizer.state and not tracks(inner):
+                parts.append((f"{self.name}.{attribute}", inner))
+        return [
             f"{name} (a {type(part).__name__}) has a state_dict of its own; only its state and "
             "param_groups are kept"
             for name, part in parts
@@ -69,6 +69,8 @@ class OptimizerState:
 
     def lost(self, saved: Saved) -> list[str]:
         """What a snapshot of an older release lacks, one sentence each."""
+        if self.implied and self.name not in saved.values:
+            return [f"the state of {self.name} is not in the snapshot"]
         if _number(self.optimizer) is None or "number" in saved.values[self.name]:
             return []
         owner, name = _NUMBERS[_defined_in(self.optimizer)]
@@ -269,9 +271,14 @@ class OptimizerState:
         return known
 
 
-def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks of its steps are called: torch sees to that when the optimizer is made."""
-    return hasattr(type(optimizer).step, "hooked")
+def counted_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer whose step hooks count its steps: itself, or one that it steps by.
+
+    Torch sees to the hooks in `Optimizer.__init__`, which some wrappers leave out. None: of neither
+    they are called.
+    """
+    tried = (optimizer, *(inner for _, inner in inner_optimizers(optimizer)))
+    return next((one for one in tried if hasattr(type(one).step, "hooked")), None)
 
 
 def _tells_more(optimizer: torch.optim.Optimizer) -> bool:
@@ -291,8 +298,10 @@ def _number(optimizer: torch.optim.Optimizer) -> tuple[Any, str] | None:
     return None if where is None else (getattr(optimizer, where[0]), where[1])
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers that it holds, by the attribute; of a list or dict, by attribute and key."""
+def inner_optimizers(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers that it holds, by the attribute, or by attribute and key."""
     for name, value in vars(optimizer).items():
         items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
         items = enumerate(value) if isinstance(value, (list, tuple)) else items

@@ -1,4 +1,7 @@
-"""Wrappers: which live DDP a module trains in, whoever holds it.
+"""Wrappers: what a script's object is inside, and which live DDP a module trains in.
+
+Fabric and Accelerate hand a script thin wrappers, of modules and of optimizers, whose state is that
+of the object inside. What is tracked, counted and named is the object inside.
 
 Scripts track the module inside as well, wrap it after the Checkpointer was made, and wrap it again
 once they have unfrozen parameters. So DDP modules are noted as they are made (torch calls a hook
@@ -12,6 +15,7 @@ import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -27,14 +31,43 @@ _watching: list[Any] = []
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, DataParallel and torch.compile wrappers."""
+    """The user's own module inside DDP, DataParallel, torch.compile and Fabric wrappers."""
     wrappers: tuple[Any, ...] = (DistributedDataParallel, nn.DataParallel)
     while True:
         inner = module.module if isinstance(module, wrappers) else None
         inner = inner or getattr(module, "_orig_mod", None)
+        if type(module).__name__ == "_FabricModule":
+            inner = inner or getattr(module, "_forward_module", None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def unwrap_optimizer(value: Any) -> Any:
+    """Return the optimizer whose groups and state a wrapper shows as its own, or `value` itself.
+
+    Fabric's and Accelerate's wrappers are of that kind. An optimizer that steps by another one and
+    has state beside it (SAM, Lookahead) is not.
+    """
+    inner = inner_optimizer(value)
+    while inner is not None and _shows(value, inner):
+        value, inner = inner, inner_optimizer(inner)
+    return value
+
+
+def inner_optimizer(value: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that an object holds as `.optimizer` and steps by, or None.
+
+    Schedulers hold one too, but they zero no gradients.
+    """
+    inner = getattr(value, "optimizer", None) if hasattr(value, "zero_grad") else None
+    is_one = isinstance(inner, torch.optim.Optimizer) and not isinstance(value, nn.Module)
+    return inner if is_one and inner is not value else None
+
+
+def _shows(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    groups, state = getattr(wrapper, "param_groups", None), getattr(wrapper, "state", None)
+    return groups is inner.param_groups and state is inner.state
 
 
 def newest(module: nn.Module) -> DistributedDataParallel | None:
