@@ -250,3 +250,21 @@ def told_to_leave_late(rank, place, slow):
     train(rank, place, 2, 1, tiers=[slow], every="never", grace="2 s")
     over.set()
     return "left"
+
+
+def count_uneven(rank, place, until, epochs=2):
+    """Batches of one sample on rank 0, of two on rank 1; micro-batches -> samples so far."""
+    torch.set_num_threads(1)
+    model = nn.Linear(1, 1)
+    batches = [[i] * (1 + rank) for i in range(4)]
+    loader = DataLoader(torch.arange(4.0), batch_sampler=batches)
+    counted = {}
+    with Checkpointer(place, model=model, loader=loader, accumulate=1) as ckpt:
+        for _ in ckpt.epochs(epochs):
+            for _ in ckpt.batches():
+                counted[ckpt.cursor.micro_batches] = ckpt.cursor.samples
+                if ckpt.cursor.micro_batches == until:
+                    break
+            if ckpt.cursor.micro_batches == until:
+                break
+    return counted

@@ -159,3 +159,12 @@ def test_a_rank_that_cannot_capture_fails_the_save_for_all_and_not_the_next(tmp_
     assert one == two
     assert "rank 1: fragile.x is a builtins.object" in one[0]
     assert one[1].startswith("s")
+
+
+@pytest.mark.parametrize("until", [2, 4, 5])
+def test_each_rank_goes_on_counting_its_own_samples(tmp_path, until):
+    straight = run_ranks(ranks.count_uneven, 2, str(tmp_path / "straight"), 99)
+    first = run_ranks(ranks.count_uneven, 2, str(tmp_path / "run"), until)
+    second = run_ranks(ranks.count_uneven, 2, str(tmp_path / "run"), 99)
+    assert straight[1] == {number: 2 * number for number in range(8)}
+    assert [one | two for one, two in zip(first, second, strict=True)] == straight

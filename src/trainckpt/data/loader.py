@@ -85,6 +85,8 @@ class TrackedLoader:
         self.exhausted = False
         self.passes_started = 0
         self.total_batches = self.total_samples = 0
+        # Of this rank since the run began, less `total_samples`; None: a loaded state did not say.
+        self._earlier_samples: int | None = 0
         self.after_fetch: Callable[[Any], None] | None = None
         self.loaded_pass = LoadedPass()
         self._skips_next_pass = False
@@ -161,6 +163,8 @@ class TrackedLoader:
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
         self._pending, self._mark = dict(state), state.get("window")
+        earlier = state.get("run_samples")
+        self._earlier_samples = None if earlier is None else earlier - self.total_samples
         self.loaded_pass.load(self)
 
     def mark_window(self) -> None:
@@ -200,8 +204,19 @@ class TrackedLoader:
         self._dealing_source().load_elsewhere(mark)
         self.batches, self.passes_started = mark["batches"], mark["passes_started"]
         self.in_pass, self.exhausted = mark["in_pass"], mark["exhausted"]
+        self._earlier_samples = None  # another rank's
         self._pending = {**self._described(between=True), "elsewhere": True}
         self.loaded_pass.load(self)
+
+    def run_samples(self, otherwise: int) -> int:
+        """Return this rank's samples since the run began.
+
+        Args:
+            otherwise: What they are if the loaded state is of an older release or another world.
+        """
+        if self._earlier_samples is None:
+            self._earlier_samples = otherwise - self.total_samples
+        return self._earlier_samples + self.total_samples
 
     def differences_elsewhere(
         self, state: dict[str, Any], processes: tuple[int, int] | None = None
@@ -309,11 +324,13 @@ class TrackedLoader:
         return {**self._source.facts(), **self._lengths}
 
     def _described(self, *, between: bool = False) -> dict[str, Any]:
+        earlier = self._earlier_samples
         return {
             "kind": self._source.kind,
             "facts": self._facts,
             "batches": self.batches,
             "samples": self.samples,
+            "run_samples": None if earlier is None else earlier + self.total_samples,
             "in_pass": self.in_pass,
             "exhausted": self.exhausted,
             "passes_started": self.passes_started,

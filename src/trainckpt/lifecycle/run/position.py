@@ -133,6 +133,8 @@ class Position:
         self._epoch, self._batches = cursor.epoch, cursor.batches
         self._evaluations = cursor.evaluations if arrived else 0
         self._micro_batches, self._samples = cursor.micro_batches, cursor.samples
+        if self._loader is not None:  # the cursor is rank 0's, and ranks may differ
+            self._samples = self._loader.run_samples(cursor.samples)
         self.step = self._step_at_boundary = cursor.step
         self.micro = cursor.micro
         self._epoch_is_fresh = not cursor.batches  # the loader may still show the epoch before
