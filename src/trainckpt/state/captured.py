@@ -16,7 +16,7 @@ import torch.distributed
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
-from trainckpt.state import sharded, values
+from trainckpt.state import sharded, subclasses, values
 from trainckpt.state.copies import as_copied
 from trainckpt.state.given import Proofs, has_memory
 
@@ -66,8 +66,11 @@ class Captured:
         Raises:
             values.UnknownValue: the tensor is of a kind that cannot be captured, by name.
         """
-        if sharded.is_sharded(tensor):
-            return self._add_sharded(name, tensor, group)
+        if type(tensor) not in sharded.PLAIN:
+            if sharded.is_sharded(tensor):
+                return self._add_sharded(name, tensor, group)
+            if (flat := subclasses.flatten(tensor)) is not None:
+                return self._add_subclass(name, tensor, flat, group)
         if tensor.layout is torch.sparse_coo and type(tensor) is torch.Tensor:
             indices = self.add(f"{name}/indices", tensor._indices(), group)
             values_ = self.add(f"{name}/values", tensor._values(), group)
@@ -102,7 +105,37 @@ class Captured:
             found[name] = met[key]
         return found
 
+    def _add_subclass(
+        self, name: str, tensor: torch.Tensor, flat: subclasses.Flat, group: str
+    ) -> dict[str, Any]:
+        kind = type(tensor)
+        if not hasattr(kind, subclasses.UNFLATTEN):
+            raise values.UnknownValue(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that cannot "
+                "be put together again",
+                hint=f"give the class {subclasses.UNFLATTEN}",
+            )
+        for attribute, part in flat.inner.items():
+            if sharded.is_sharded(part):
+                raise values.UnknownValue(f"{name}#{attribute} is a DTensor inside another tensor")
+        inner = {key: self.add(f"{name}#{key}", each, group) for key, each in flat.inner.items()}
+        return {
+            "$tensor": name,
+            "subclass": subclasses.name_of(kind),
+            "inner": inner,
+            "parts": [part for node in inner.values() for part in parts_of(node)],
+            "context": values.encode(flat.context, f"{name}#context", subclasses.refuse_tensor),
+            "size": values.encode(list(tensor.shape), f"{name}#size", subclasses.refuse_tensor),
+            "stride": values.encode(
+                list(tensor.stride()), f"{name}#stride", subclasses.refuse_tensor
+            ),
+        }
+
     def _add_sharded(self, name: str, tensor: torch.Tensor, group: str) -> dict[str, Any]:
+        if subclasses.flatten(sharded.local(tensor)) is not None:
+            raise values.UnknownValue(
+                f"{name} is a DTensor whose local part is a tensor subclass, which cannot be stored"
+            )
         layout = sharded.layout_of(tensor)
         node = self.add(name, sharded.local(tensor), group if layout else "")
         if layout is not None:
@@ -174,6 +207,12 @@ class Saved:
     def tensor(self, node: Any, device: torch.device | None = None) -> torch.Tensor:
         """The tensor that a `{"$tensor": ...}` node stands for, as a fresh copy."""
         target = device if device is not None and node.get("device") != "cpu" else None
+        if "subclass" in node:
+            inner = {key: self.tensor(each, device) for key, each in node["inner"].items()}
+            context = values.decode(node["context"], values.no_tensor)
+            return subclasses.rebuild(
+                node["subclass"], inner, context, node["size"], node["stride"]
+            )
         if "sparse" in node:
             shape, coalesced = node["sparse"]
             parts = [self._fresh(name, target) for name in node["parts"]]
@@ -222,7 +261,11 @@ class Saved:
     def _plain(self, tree: Any) -> str | None:
         """The name of the tensor that a tree stands for, if nothing is to be done to it."""
         name = tree.get("$tensor") if isinstance(tree, dict) else None
-        if not isinstance(name, str) or name in self.wraps or {"sparse", "order"} & tree.keys():
+        if (
+            not isinstance(name, str)
+            or name in self.wraps
+            or {"sparse", "order", "subclass"} & tree.keys()
+        ):
             return None
         return name if name in self.tensors and self.tensors[name].is_contiguous() else None
 
@@ -249,7 +292,8 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise values.UnknownValue(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, a tensor subclass "
             "that does not show its inner tensors",
-            hint="give the class __tensor_flatten__, or keep the tensor out of what is tracked",
+            hint="give the class __tensor_flatten__ and __tensor_unflatten__, or keep the tensor "
+            "out of what is tracked",
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
@@ -289,11 +333,16 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     """The tensors that make up `tensor`: itself, sharded or not, or those inside a subclass."""
     if sharded.is_sharded(tensor):
         return {name: tensor.detach()}
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    flat = subclasses.flatten(tensor)
+    if flat is None:
         return {name: dense(tensor, name)}
     found: dict[str, torch.Tensor] = {}
-    attributes, _ = flatten()
-    for attribute in attributes:
-        found.update(inner_tensors(getattr(tensor, attribute), f"{name}#{attribute}"))
+    for attribute, inner in flat.inner.items():
+        found.update(inner_tensors(inner, f"{name}#{attribute}"))
     return found
+
+
+def parts_of(node: dict[str, Any]) -> list[str]:
+    """The names of the stored tensors that a node stands for."""
+    parts: list[str] = node.get("parts", [node["$tensor"]])
+    return parts

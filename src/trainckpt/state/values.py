@@ -103,7 +103,7 @@ def leaves(tree: JSON, path: str = "") -> Mapping[str, str]:
         if "$" not in tree:
             pairs = list(tree.items())
         elif tree["$"] == "dict":
-            pairs = [(str(decode(k, _no_tensor)), v) for k, v in tree["of"]]
+            pairs = [(str(decode(k, no_tensor)), v) for k, v in tree["of"]]
         elif isinstance(tree.get("of"), list):
             pairs = [(str(i), v) for i, v in enumerate(tree["of"])]
         else:
@@ -120,7 +120,8 @@ def leaves(tree: JSON, path: str = "") -> Mapping[str, str]:
     return found
 
 
-def _no_tensor(_: JSON) -> torch.Tensor:
+def no_tensor(_: JSON) -> torch.Tensor:
+    """Refuse a tensor, for `decode`."""
     raise UnusableSnapshot("a tensor stands where none can")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from trainckpt.state import sharded
+from trainckpt.state import sharded, subclasses
 from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
 from trainckpt.state.copies import Copies
 from trainckpt.state.kinds import ddp, frozen, fsdp, wrappers
@@ -146,6 +146,8 @@ class ModelState:
         out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
         out.values[self.name]["orders"] = orders
         out.values[self.name][frozen.KEY] = frozen.capture(parameters)
+        if found := self._subclasses():
+            out.values[self.name]["subclasses"] = found
         if self.excluded:
             out.values[self.name]["excluded"] = sorted(self.excluded)
 
@@ -157,6 +159,15 @@ class ModelState:
             return
         for inner, part in inner_tensors(tensor, name).items():
             out.add(inner, part, group)
+
+    def _subclasses(self) -> dict[str, Any]:
+        """Full name -> class and context of each tensor subclass; a restore changes neither."""
+        named = (*self.parameters(), *self._buffers())
+        return {
+            name: described
+            for name, tensor in named
+            if (described := subclasses.describe(tensor)) is not None
+        }
 
     def problems(self) -> list[str]:
         """What may be lost, one sentence each: state only the module's own `state_dict` knows."""
@@ -188,6 +199,10 @@ class ModelState:
         found = compare(live, stored - made.keys() - unknown, saved)
         found += [f"{name} is gone: only the snapshot has it; if a forward makes it, register that "
                   "buffer before, as None or not persistent" for name in unknown]  # fmt: skip
+        of_subclasses = self._subclasses()
+        for name, then in saved.values[self.name].get("subclasses", {}).items():
+            if name in of_subclasses and name not in saved.left and of_subclasses[name] != then:
+                found.append(f"{name} was {then}, is {of_subclasses[name]}")
         extra_then = saved.values[self.name]["extra"].keys()
         for path in extra_then ^ self._with_extra().keys():
             when = "in the snapshot only" if path in extra_then else "now only"
