@@ -197,6 +197,55 @@ class StaysLoaded(BeginsAnew):
             yield torch.tensor(self.at - 1)
 
 
+class Peeked(StaysLoaded):
+    """A sample of it was looked at before training, so its state is not that of its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        next(iter(self))
+
+
+class Wrapping(IterableDataset):
+    """Hands its state on to another one, which stays where it was loaded."""
+
+    def __init__(self) -> None:
+        self.inner = StaysLoaded()
+
+    def __iter__(self):
+        return (sample + 100 for sample in self.inner)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.inner.load_state_dict(state["inner"])
+
+
+class StaysInEpoch(StaysLoaded):
+    """Begins where it was loaded in that epoch, as datasets of Hugging Face do; else at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = self.loaded_epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.at = self.loaded if self.epoch == self.loaded_epoch else 0
+        order = list(range(LENGTH))
+        random.Random(self.epoch).shuffle(order)
+        while self.at < LENGTH:
+            self.at += 1
+            yield torch.tensor(order[self.at - 1])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded, self.loaded_epoch = state["at"], state["epoch"]
+
+
 class OtherOrders(BeginsAnew):
     """Each pass has an order of its own, drawn from a state that each pass turns on."""
 
@@ -249,6 +298,21 @@ class StaysLoadedLate(StaysLoaded):
 
     def __init__(self) -> None:
         self.loaded = 0
+
+
+class StaysLoadedInside(StaysLoadedLate):
+    """As StaysLoadedLate, and nobody sees what a load assigns."""
+
+    def __init__(self) -> None:
+        self.held = {"loaded": 0}
+
+    @property
+    def loaded(self) -> int:
+        return self.held["loaded"]
+
+    @loaded.setter
+    def loaded(self, value: int) -> None:
+        self.held["loaded"] = value
 
 
 class TurnsWhenLoaded(OtherOrders):
@@ -411,7 +475,9 @@ class Run:
         return self.rows
 
     def set_epoch(self) -> None:
-        for sampler in (self.plain.sampler, getattr(self.plain.batch_sampler, "sampler", None)):
+        batch_sampler = getattr(self.plain, "batch_sampler", None)
+        samplers = (getattr(self.plain, "sampler", None), getattr(batch_sampler, "sampler", None))
+        for sampler in (getattr(self.plain, "dataset", None), *samplers):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
 

@@ -246,6 +246,7 @@ def test_an_object_with_its_own_state_is_used_through_it():
 
 
 STREAMS = [d.StatefulStream, d.GoesOn, d.CountsPasses, d.BeginsAnew, d.BeginsLate, d.OtherOrders]
+STREAMS += [d.StaysLoaded, d.StaysLoadedLate, d.Peeked, d.Wrapping, d.StaysInEpoch]
 
 
 @pytest.mark.parametrize("limit", [None, 2], ids=["run out", "left"])
@@ -269,15 +270,6 @@ def test_a_stream_resumed_at_the_end_of_a_pass_can_be_stopped_again_before_the_n
 
 
 @pytest.mark.parametrize(
-    ("limit", "stops"), [(None, (8, 15)), (2, (3, 5))], ids=["run out", "left"]
-)
-def test_a_stream_that_begins_every_pass_where_it_was_loaded_begins_anew_between_passes(
-    limit, stops
-):
-    assert_exact(lambda: DataLoader(d.StaysLoaded(), batch_size=4), stops, limit=limit)
-
-
-@pytest.mark.parametrize(
     ("dataset", "doubt"),
     [(d.TurnsWhenLoaded, "no way that was tried"), (d.OnePass, "LookupError: load a state first")],
 )
@@ -293,10 +285,10 @@ def test_a_stream_whose_place_between_passes_cannot_be_found_goes_on_with_a_warn
 
 def test_a_stream_that_would_have_to_begin_where_no_state_is_known_says_what_to_change():
     """Its passes would all be empty: that is not gone on with."""
-    first = d.Run(DataLoader(d.StaysLoadedLate(), batch_size=4), stop=8)
+    first = d.Run(DataLoader(d.StaysLoadedInside(), batch_size=4), stop=8)
     with pytest.raises(d.StoppedError):
         first.train()
-    second = d.Run(DataLoader(d.StaysLoadedLate(), batch_size=4)).load(first.saved)
+    second = d.Run(DataLoader(d.StaysLoadedInside(), batch_size=4)).load(first.saved)
     with pytest.raises(ConfigurationError, match="begins at the state that was loaded") as error:
         second.train()
     assert "from __init__ on" in str(error.value)

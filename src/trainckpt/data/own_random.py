@@ -86,9 +86,27 @@ def unpack(packed: bytes) -> dict[str, bytes]:
     return {path: base64.b64decode(state) for path, state in text.items()}
 
 
+def namespaces(root: Any) -> list[dict[str, Any]]:
+    """Return the live `__dict__` of an object and of each that it holds, as deep as `capture`."""
+    found = []
+    for _, value in _walk({"": root}):
+        try:
+            found.append(object.__getattribute__(value, "__dict__"))
+        except (AttributeError, TypeError):
+            continue
+    return found
+
+
 def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    kinds, shared = _kinds(), _global_ones()
+    for path, value in _walk(roots):
+        if _is(value, kinds) and not any(value is one for one in shared):
+            yield path, value
+
+
+def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is reachable, the nearest first, each once."""
     kinds = _kinds()
-    shared = _global_ones()
     seen: dict[int, Any] = {}  # the values too: an address is not given to another meanwhile
     ahead = deque((name, root, 0) for name, root in roots.items())
     while ahead and len(seen) < OBJECTS:
@@ -96,10 +114,8 @@ def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if _is(value, kinds):
-            if not any(value is one for one in shared):
-                yield path, value
-        elif depth < DEPTH and len(ahead) < OBJECTS:
+        yield path, value
+        if not _is(value, kinds) and depth < DEPTH and len(ahead) < OBJECTS:
             ahead.extend(
                 (path + step, part, depth + 1)
                 for step, part in _parts(value)

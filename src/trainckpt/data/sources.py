@@ -40,6 +40,7 @@ from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.data.sampler import has_state, length
 from trainckpt.data.shield import kill_workers
 from trainckpt.data.stateful import StatefulSource
+from trainckpt.data.streams import Stream
 from trainckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def source_of(loader: Iterable[Any], name: str) -> Source:
         source: Source = own(loader, name)
         return source
     if has_state(loader) and not _is_torch_method(loader, "state_dict"):
-        return StatefulSource(loader)
+        return StatefulSource(loader, name)
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
             f"{name}: a {type(loader).__qualname__} is neither a torch DataLoader nor has "
@@ -105,7 +106,9 @@ class LoaderSource:
         self._base_seed: int | None = None
         self._reused = False
         self._made = False  # an iterator, ever
-        self._ended: tuple[Any, bool] | None = None  # loaded: the dataset's state after a pass
+        self._stream: Stream | None = None  # an IterableDataset by whose own state it goes on
+        if self.kind == "iterable" and not loader.num_workers and has_state(loader.dataset):
+            self._stream = Stream(name, loader.dataset)
         self.dealer = dealer_of(loader)
         self.deal: Deal | None = None
         self._ids: list[int] | None = None  # in a pass that the loader's own sampler does not deal
@@ -118,10 +121,8 @@ class LoaderSource:
 
     def start(self) -> Any:
         """Begin a pass at its first batch, drawing exactly what a plain DataLoader draws."""
-        if self._ended is not None:
-            own, exhausted = self._ended
-            streams.begin_next_pass(self._name, self._loader.dataset, own, exhausted=exhausted)
-            self._ended = None
+        if self._stream is not None:
+            self._stream.begin_pass()
         self._rng_before = main_rng()
         self._before = self._captured()
         self._data_before = self._data_generators()
@@ -149,9 +150,12 @@ class LoaderSource:
         if self.kind == "map":
             iterator = self._make(skip=saved["position"])
         elif saved.get("ran_out"):  # with its last batch: what is loaded now would begin a pass
-            self._ended, iterator = (saved["own"], True), iter(())
+            assert self._stream is not None
+            self._stream.resume_between(saved["own"], exhausted=True)
+            iterator = iter(())
         else:
-            self._put_dataset_state(saved)
+            if self._stream is not None and saved["own"] is not None:
+                self._stream.resume_pass(saved["own"])
             iterator = self._make(skip=0)
         self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         if replay:
@@ -178,11 +182,16 @@ class LoaderSource:
         """A pass was left in its middle: learn the generators its workers end up with."""
         if self._live is not None:
             self._live.drain()
-        self.finish()
+        self._end(exhausted=False)
         self.progress = Progress(workers=self.progress.workers)
 
     def finish(self) -> None:
-        """A pass is over, by its end or by being left."""
+        """A pass has run out."""
+        self._end(exhausted=True)
+
+    def _end(self, *, exhausted: bool) -> None:
+        if self._stream is not None:
+            self._stream.end_pass(exhausted=exhausted)
         self._rng_before = self._before = None
         if not self._persistent:
             self.progress.workers = {}
@@ -203,10 +212,8 @@ class LoaderSource:
             "own": None,
             "deal": None if self.deal is None or self.deal.plain else self.deal._asdict(),
         }
-        if self._ended is not None:  # a resumed pass's end: the dataset is not there yet
-            state["own"] = self._ended[0]
-        elif self.kind == "iterable" and not self._replays() and self._made:
-            state["own"] = self._loader.dataset.state_dict()  # type: ignore[attr-defined]
+        if self._stream is not None and (self._made or self._stream.is_between):
+            state["own"] = self._stream.state
             state["ran_out"] = in_pass and has_run_out(self._latest())
         return state
 
@@ -217,12 +224,11 @@ class LoaderSource:
         self._base_seed = saved["base_seed"]
         self._carried = saved["reused"] and self._persistent
         self._take_deal(saved)
-        self._ended = None
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
             self._put_data_generators(saved.get("data now", {}))
-            if saved["own"] is not None and not self._replays():
-                self._ended = saved["own"], saved["exhausted"]
+            if saved["own"] is not None and self._stream is not None:
+                self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
     def put_back_last(self, saved: dict[str, Any]) -> None:
         """The pass after a state between passes begins: what was drawn since it was loaded is
@@ -340,10 +346,4 @@ class LoaderSource:
         return found
 
     def _replays(self) -> bool:
-        if self.kind == "map":
-            return False
-        return self._loader.num_workers > 0 or not has_state(self._loader.dataset)
-
-    def _put_dataset_state(self, saved: dict[str, Any]) -> None:
-        if saved["own"] is not None and not self._replays():
-            streams.load(self._loader.dataset, saved["own"])
+        return self.kind == "iterable" and self._stream is None

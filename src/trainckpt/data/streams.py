@@ -1,31 +1,36 @@
-"""Where a new pass over an IterableDataset with a state of its own begins, after a resume.
+"""Streams with a state of their own, and where a new pass over one begins after a resume.
 
 Datasets differ in that: one goes on where the last pass ended, another begins anew, a third has a
 new order for each pass; and what is loaded may hold for one pass, or for all. Which kind a dataset
-is cannot be read off its state. So it is tried:
+is cannot be read off its state. So it is tried, at the first pass that begins after a state was
+loaded, whether in the pass before that one or between the two:
 
     the pass had run out    Load its state and ask for a sample. None comes: that was the pass's
-                            end once more. One comes: the next pass goes on from that state.
-    it was left             Begin a pass, leave it, and look at the next one. The way back to there
-                            is the one after which the same samples come, and the same state:
-                            the state is loaded; or the dataset is put back to how it was made; or
-                            the pass that was left is begun again, and left.
+                            end once more. One comes: the next pass goes on from that state. None
+                            comes at the second try either: what is loaded sticks, and is undone.
+    it was left             Undo what was loaded, begin a pass, leave it, and look at the next one.
+                            The way back to there is the one after which the same samples come, and
+                            the same state: the state is loaded; or what was loaded is undone; or
+                            the state from before the first pass is loaded; or the pass that was
+                            left is begun again, and left.
 
 Some ten samples are loaded for that and not used. If no way is seen to lead there, the most likely
-one is taken, with a warning. A dataset need not have a state before its first pass; where it had to
-be put back to that one, the error says so.
+one is taken, with a warning. Undone is what `load_state_dict` assigned; where that does not help,
+the state from before the first pass is loaded, if there was one.
 
-Used by: sources.py; `load` by stateful.py.
+Used by: sources.py, stateful.py.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainckpt.data import own_random
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.errors import ConfigurationError
 
@@ -40,39 +45,245 @@ class Seen(NamedTuple):
     state: Any
 
 
-def begin_next_pass(name: str, dataset: Any, ended: Any, *, exhausted: bool) -> None:
-    """Bring a dataset to where it was between two passes; the main randomness stays as it is.
+class Stream:
+    """An iterable with state_dict and load_state_dict.
 
     Args:
-        name: What messages call the loader.
-        dataset: As it was made: the next `iter` of it begins the next pass.
-        ended: Its state when the last pass had ended.
-        exhausted: That pass had run out; else it was left in its middle.
-
-    Raises:
-        ConfigurationError: it has to be put back to how it was made, and had no state then.
+        name: What messages call its loader.
+        target: The iterable, as the script made it.
+        iterate: Begins a pass, where more than `iter(target)` is to be done.
+        generators: Reads, and puts back, the random generators that a pass draws from.
+        asks: Ask for its state before its first pass; some begin a pass when they are asked.
     """
-    before = main_rng()
-    made = _as_made(dataset)
-    begun, doubt = True, ""
+
+    def __init__(
+        self,
+        name: str,
+        target: Any,
+        *,
+        iterate: Callable[[], Iterator[Any]] | None = None,
+        generators: tuple[Callable[[], Any], Callable[[Any], None]] = (main_rng, set_main_rng),
+        asks: bool = True,
+    ) -> None:
+        self.name = name
+        self.target = target
+        self._iterate = iterate or functools.partial(iter, target)
+        self._read_rng, self._write_rng = generators
+        self._asks = asks
+        self._made: _AsMade | None = None
+        self._way: Callable[[], Any] = lambda: None  # leads to the pass that `begin_pass` begins
+        self._resumed = False  # the running pass is one that a state was loaded in the middle of
+        self._between: tuple[Any, bool] | None = None  # the last pass's end, and whether it ran out
+
+    @property
+    def is_between(self) -> bool:
+        """A resume leads to between two passes, and the next one has not begun."""
+        return self._between is not None
+
+    @property
+    def ended_here(self) -> bool:
+        """The pass before was resumed, and has ended in this process."""
+        return self._resumed
+
+    def stay(self) -> None:
+        """Let the next pass begin as it does by itself."""
+        self._resumed, self._between = False, None
+
+    @property
+    def state(self) -> Any:
+        """Its own state; that of the last pass's end until the next one begins after a resume."""
+        return self.target.state_dict() if self._between is None else self._between[0]
+
+    def resume_pass(self, state: Any) -> None:
+        """Let the next `iter` go on in the middle of a pass."""
+        self._load(state)
+        self._resumed, self._between = True, None
+
+    def resume_between(self, state: Any, *, exhausted: bool) -> None:
+        """Let `begin_pass` begin the pass after one that ended at this state.
+
+        Args:
+            state: Its own when the last pass had ended.
+            exhausted: That pass had run out; else it was left in its middle.
+        """
+        self._resumed, self._between = False, (state, exhausted)
+
+    def end_pass(self, *, exhausted: bool) -> None:
+        """A pass is over: after one that was resumed, what was loaded may have to be undone."""
+        if self._resumed:
+            self._between = copy.deepcopy(self.target.state_dict()), exhausted
+
+    def begin_pass(self) -> None:
+        """Let the next `iter` begin a pass as in the uninterrupted run; keeps the randomness.
+
+        Raises:
+            ConfigurationError: it has to be put back to how it was made, and that is not known.
+        """
+        if self._between is None:
+            return
+        ended, exhausted = self._between
+        self.stay()
+        before, begun, doubt = self._read_rng(), True, ""
+        try:
+            if exhausted:
+                begun = self._run_out(ended)
+            elif not self._left(ended):
+                doubt = "no way that was tried leads to what a pass has after one that was left"
+        except Exception as error:  # noqa: BLE001 - a dataset may raise anything
+            self._go(self._load, ended)
+            doubt = f"what a new pass has could not be tried: {type(error).__name__}: {error}"
+        finally:
+            self._write_rng(before)
+        if not begun:
+            self._go(self._put_back, ended)
+            self._write_rng(before)
+        if doubt:
+            warnings.warn(
+                f"{self.name}: the place of {type(self.target).__qualname__} between two passes is "
+                f"inferred ({doubt}); data may differ from the uninterrupted run",
+                stacklevel=5,
+            )
+
+    def draws(self) -> tuple[Any, Any]:
+        """Return the generators after the first sample of the pass that `begin_pass` led to.
+
+        And those after the first sample of another pass, begun under the same randomness.
+        """
+        rng, found = self._read_rng(), []
+        for _ in range(2):
+            self._write_rng(rng)
+            self._draw(1)
+            found.append(self._read_rng())
+        self._way()
+        self._write_rng(rng)
+        return found[0], found[1]
+
+    def leave_last(self) -> None:
+        """Go to the next pass by going on in the last one, and leaving that."""
+        rng = self._read_rng()
+        self._way()
+        self._draw(1)
+        self._write_rng(rng)
+
+    def _go(self, way: Callable[[Any], Any], ended: Any) -> None:
+        self._way = functools.partial(way, ended)
+        self._way()
+
+    def _load(self, state: Any) -> None:
+        if self._made is None:
+            self._made = _AsMade(self.target, asks=self._asks)
+        with self._made.noting():
+            load(self.target, state)
+
+    def _put_back(self, ended: Any) -> None:
+        made = self._undo(ended)
+        if self._draw(1):
+            return
+        made.put_back(all_of_it=True)
+        if self._draw(1):
+            made.put_back(all_of_it=True)
+            return
+        if made.state is None:
+            kind = type(self.target).__qualname__
+            raise ConfigurationError(
+                f"{self.name}: every pass over {kind} begins at the state that was loaded, here at "
+                "a pass's end, so it was to be put back to its beginning; its state from before "
+                "the first pass is not known",
+                hint=f"let {kind} have its position from __init__ on, and resume again",
+            )
+        self._load(made.state)
+
+    def _undo(self, ended: Any) -> _AsMade:
+        """Put back what loading a state assigns."""
+        self._load(ended)
+        assert self._made is not None
+        self._made.put_back()
+        return self._made
+
+    def _run_out(self, ended: Any) -> bool:
+        """False: it would stay at its end for ever."""
+        if self._begin_and_leave(ended):
+            self._go(self._load, ended)
+            return True
+        if not self._draw(1):
+            return False
+        self._go(self._begin_and_leave, ended)
+        return True
+
+    def _left(self, ended: Any) -> bool:
+        """Whether what brought it there was seen to lead to the same samples and the same state."""
+        made, rng = self._undo(ended), self._read_rng()
+        self._draw(1)
+        left = copy.deepcopy(self.target.state_dict())
+        want = self._look(rng)
+        ways: list[Callable[[Any], Any]] = [self._load, self._undo, self._begin_and_leave]
+        if made.state is not None:
+            ways.insert(1, lambda _: self._load(made.state))
+        best, most = ways[-1], 0
+        for way in ways:
+            with suppress(Exception):  # a way that fails is none
+                way(left)
+                matches = _matches(self._look(rng), want)
+                if matches >= most:  # of two that are equally near the later one
+                    best, most = way, matches
+            if most == _ALL:
+                break
+        self._go(best, ended)
+        return most == _ALL
+
+    def _look(self, rng: Any) -> Seen:
+        """Begin a pass and leave it, always under the same randomness."""
+        self._write_rng(rng)
+        samples = self._draw(2)
+        return Seen(samples, copy.deepcopy(self.target.state_dict()))
+
+    def _begin_and_leave(self, state: Any) -> list[Any]:
+        self._load(state)
+        return self._draw(1)
+
+    def _draw(self, number: int) -> list[Any]:
+        """Load so many samples with a new iterator; fewer come if it runs out."""
+        iterator = self._iterate()
+        came = [_copied(sample) for _, sample in zip(range(number), iterator, strict=False)]
+        if hasattr(iterator, "close"):  # what it does when it is left is done before another load
+            iterator.close()
+        return came
+
+
+class _AsMade:
+    """An object before a state was first loaded into it.
+
+    Attributes:
+        state: Its own then; None if it has none until its first pass.
+    """
+
+    def __init__(self, target: Any, *, asks: bool) -> None:
+        self.state = _state_of(target) if asks else None
+        # Of it and of each object it holds: attributes, those as made, what a load has assigned.
+        self._held = [(names, dict(names), set[str]()) for names in own_random.namespaces(target)]
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what load_state_dict assigns."""
+        before = [dict(names) for names, _, _ in self._held]
+        yield
+        for (names, _, assigned), old in zip(self._held, before, strict=True):
+            assigned.update(key for key in names if old.get(key, self) is not names[key])
+
+    def put_back(self, *, all_of_it: bool = False) -> None:
+        """Put back what loads have assigned; or all, what passes change included."""
+        for names, made, assigned in self._held:
+            for key in {*names, *made} if all_of_it else assigned:
+                names.pop(key, None)
+                names.update({key: made[key]} if key in made else {})
+
+
+def _state_of(target: Any) -> Any:
+    """Its state before the first pass; None if it has none until then."""
     try:
-        if exhausted:
-            begun = _run_out(dataset, ended)
-        elif not _left(dataset, ended, made):
-            doubt = "no way that was tried leads to what a pass has after one that was left"
-    except Exception as error:  # noqa: BLE001 - a dataset may raise anything
-        load(dataset, ended)
-        doubt = f"what a new pass has could not be tried: {type(error).__name__}: {error}"
-    finally:
-        set_main_rng(before)
-    if not begun:
-        _put_back(name, dataset, made)
-    if doubt:
-        warnings.warn(
-            f"{name}: the place of {type(dataset).__qualname__} between two passes is inferred "
-            f"({doubt}); data may differ from the uninterrupted run",
-            stacklevel=5,
-        )
+        return copy.deepcopy(target.state_dict())
+    except Exception:  # noqa: BLE001 - as above
+        return None
 
 
 def replay(name: str, iterator: Iterator[Any], batches: int) -> None:
@@ -86,86 +297,12 @@ def replay(name: str, iterator: Iterator[Any], batches: int) -> None:
         next(iterator)
 
 
-def _as_made(dataset: Any) -> Any:
-    """Its state before the first pass; None if it has none until then."""
-    try:
-        return copy.deepcopy(dataset.state_dict())
-    except Exception:  # noqa: BLE001 - as above
-        return None
-
-
-def _put_back(name: str, dataset: Any, made: Any) -> None:
-    if made is None:
-        kind = type(dataset).__qualname__
-        raise ConfigurationError(
-            f"{name}: every pass over {kind} begins at the state that was loaded, here at a pass's "
-            "end, so it was to be put back to its beginning; its state_dict() fails before the "
-            "first pass, so that is not known",
-            hint=f"let {kind} have its position from __init__ on, and resume again",
-        )
-    load(dataset, made)
-
-
-def _run_out(dataset: Any, ended: Any) -> bool:
-    """False: it would stay at its end for ever."""
-    if _begin_and_leave(dataset, ended):
-        load(dataset, ended)
-        return True
-    if not _draw(dataset, 1):
-        return False
-    _begin_and_leave(dataset, ended)
-    return True
-
-
-def _left(dataset: Any, ended: Any, made: Any) -> bool:
-    """Whether what brought it there was seen to lead to the same samples and the same state."""
-    rng = main_rng()
-    _draw(dataset, 1)
-    left = copy.deepcopy(dataset.state_dict())
-    want = _look(dataset, rng)
-    ways: list[Callable[[Any, Any], Any]] = [load, _begin_and_leave]
-    if made is not None:
-        ways.insert(1, lambda dataset, _: load(dataset, made))
-    best, most = ways[-1], 0
-    for way in ways:
-        with suppress(Exception):  # a way that fails is none
-            way(dataset, left)
-            matches = _matches(_look(dataset, rng), want)
-            if matches >= most:  # of two that are equally near the later one
-                best, most = way, matches
-        if most == _ALL:
-            break
-    best(dataset, ended)
-    return most == _ALL
-
-
-def _look(dataset: Any, rng: Any) -> Seen:
-    """Begin a pass and leave it, always under the same main randomness."""
-    set_main_rng(rng)
-    samples = _draw(dataset, 2)
-    return Seen(samples, copy.deepcopy(dataset.state_dict()))
-
-
 _SAMPLES, _STATE, _ALL = 1, 2, 3
 
 
 def _matches(seen: Seen, want: Seen) -> int:
     found = _SAMPLES if _equal(seen.samples, want.samples) else 0
     return found + (_STATE if _equal(seen.state, want.state) else 0)
-
-
-def _begin_and_leave(dataset: Any, state: Any) -> list[Any]:
-    load(dataset, state)
-    return _draw(dataset, 1)
-
-
-def _draw(dataset: Any, number: int) -> list[Any]:
-    """Load so many samples with a new iterator; fewer come if it runs out."""
-    iterator = iter(dataset)
-    came = [_copied(sample) for _, sample in zip(range(number), iterator, strict=False)]
-    if hasattr(iterator, "close"):  # what it does when it is left is done before another load
-        iterator.close()
-    return came
 
 
 def _copied(sample: Any) -> Any:
