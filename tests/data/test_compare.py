@@ -92,3 +92,51 @@ def test_a_changed_torch_is_named(monkeypatch):
 def test_a_list_is_not_said_to_be_assumed(order):
     option = {"sampler": order} if isinstance(order, range) else {"batch_sampler": order}
     assert tracked(**option).problems() == []
+
+
+class NeedsArguments(d.Stream):
+    """As the streams of litdata and mosaicml: only their own loaders know what was yielded."""
+
+    def state_dict(self, num_samples, *, from_beginning):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class LoadsWithArguments(d.StatefulSampler):
+    def load_state_dict(self, state, epoch):
+        pass
+
+
+class Loader(DataLoader):
+    def state_dict(self, number):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: DataLoader(NeedsArguments()),
+            "train: NeedsArguments.state_dict cannot be called without num_samples and from_begin",
+        ),
+        (
+            lambda: DataLoader(d.Plain(), sampler=LoadsWithArguments()),
+            "train: LoadsWithArguments.load_state_dict cannot be called without epoch, so every",
+        ),
+        (lambda: Loader(d.Plain()), "train: Loader.state_dict cannot be called without number"),
+    ],
+    ids=["stream", "sampler", "loader"],
+)
+def test_a_state_that_needs_arguments_is_refused_before_training(make, said):
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        TrackedLoader(make(), name="train")
+    assert "use the loader that" in str(refused.value)
+
+
+def test_a_stream_in_workers_is_not_asked_for_its_state():
+    TrackedLoader(DataLoader(NeedsArguments(), num_workers=2), name="train")

@@ -7,6 +7,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from tests.data import datasets as d
+from trainckpt.data.loader import TrackedLoader
+from trainckpt.errors import ConfigurationError
 
 STOPS = range(1, 19)  # passes of five batches
 
@@ -121,3 +123,11 @@ def test_a_stateful_loader_over_a_stream_of_datasets_begins_each_pass_at_its_beg
         return stateful.StatefulDataLoader(streams(hf)["plain"](), batch_size=4, collate_fn=column)
 
     assert_exact(make)
+
+
+def test_a_stream_of_litdata_in_a_plain_loader_is_refused_with_the_loader_to_use():
+    litdata = pytest.importorskip("litdata")
+    stream = object.__new__(litdata.StreamingDataset)  # which needs files otherwise
+    with pytest.raises(ConfigurationError, match="without num_samples_yielded and nu") as refused:
+        TrackedLoader(DataLoader(stream), name="train")
+    assert "use litdata.StreamingDataLoader" in str(refused.value)

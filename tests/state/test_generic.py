@@ -128,6 +128,18 @@ def test_an_object_without_the_two_methods_is_refused():
         registry(keep_lats=3)
 
 
+class NeedsArguments(Own):
+    def state_dict(self, epoch):
+        return {}
+
+
+def test_an_object_whose_state_needs_arguments_is_refused():
+    with pytest.raises(
+        ConfigurationError, match=r"own: NeedsArguments\.state_dict cannot be called w"
+    ):
+        registry(own=NeedsArguments())
+
+
 def test_an_object_registered_twice_is_refused_by_both_names():
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigurationError, match="again and model are the same object"):

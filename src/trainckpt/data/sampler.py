@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler
 
+from trainckpt.data.own_state import has_state
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -106,13 +108,6 @@ def _is_known(kind: type[Any]) -> bool:
         return True
     module = kind.__module__
     return module.startswith("torch.") or f"{module}.{kind.__qualname__}" in _PURE
-
-
-def has_state(thing: Any) -> bool:
-    """Tell whether an object saves and loads its own state."""
-    return callable(getattr(thing, "state_dict", None)) and callable(
-        getattr(thing, "load_state_dict", None)
-    )
 
 
 def length(thing: Any) -> int | None:

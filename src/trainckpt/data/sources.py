@@ -36,8 +36,9 @@ from trainckpt.data.iterators import (
     make_iterator,
     self_test,
 )
+from trainckpt.data.own_state import has_state, refuse_arguments
 from trainckpt.data.randomness import main_rng, set_main_rng
-from trainckpt.data.sampler import has_state, length
+from trainckpt.data.sampler import length
 from trainckpt.data.shield import kill_workers
 from trainckpt.data.stateful import StatefulSource
 from trainckpt.data.streams import Stream
@@ -58,6 +59,7 @@ def source_of(loader: Iterable[Any], name: str) -> Source:
         source: Source = own(loader, name)
         return source
     if has_state(loader) and not _is_torch_method(loader, "state_dict"):
+        refuse_arguments(loader, name)
         return StatefulSource(loader, name)
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
@@ -73,6 +75,9 @@ def source_of(loader: Iterable[Any], name: str) -> Source:
                 hint="track the DataLoader inside it, or give the class a state_dict",
             )
     self_test()
+    for _, asked in sampler.samplers_of(loader):
+        if has_state(asked):
+            refuse_arguments(asked, name)
     return LoaderSource(loader, name)
 
 
@@ -108,6 +113,7 @@ class LoaderSource:
         self._made = False  # an iterator, ever
         self._stream: Stream | None = None  # an IterableDataset by whose own state it goes on
         if self.kind == "iterable" and not loader.num_workers and has_state(loader.dataset):
+            refuse_arguments(loader.dataset, name)
             self._stream = Stream(name, loader.dataset)
         self.dealer = dealer_of(loader)
         self.deal: Deal | None = None

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
+from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import select
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
@@ -75,6 +76,7 @@ class Registry:
         elif callable(getattr(value, "state_dict", None)) and callable(
             getattr(value, "load_state_dict", None)
         ):
+            refuse_arguments(value, name)
             self.generics.append(GenericState(name, value))
         else:
             is_loader = isinstance(value, torch.utils.data.DataLoader)
