@@ -9,12 +9,15 @@ import threading
 
 import pytest
 import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 
 from tests.lifecycle.training import ACCUMULATE, ITEMS, Crash, Parts, record, usable
 from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.lifecycle.run.position import Position
 from trainckpt.preemption.notice import Notice
+from trainckpt.state.registry import Registry
 
 EPOCH = 5  # micro-batches
 
@@ -335,6 +338,20 @@ def test_a_save_asked_for_after_the_end_fails_at_once(tmp_path):
         for batch in ckpt.batches():
             loop.train(batch)
     assert ckpt.save().error is not None
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """As scripts make them."""
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler, ShardedGradScaler])
+def test_the_updates_of_a_scaler_are_counted_whatever_its_class(kind):
+    parts, position, registry = Parts(), Position(), Registry()
+    registry.add("optimizer", parts.optimizer)
+    registry.add("scaler", kind("cpu"))
+    assert position.watch_steps(registry) == ""
+    parts.optimizer.step()
+    assert position.step == 0, "the scaler may have undone this step"
 
 
 @pytest.mark.parametrize("steps_by", ["the scaler", "the optimizer"])

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainckpt.format.cursor import Cursor
 from trainckpt.state.kinds.optimizer import counted_optimizer
 from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.state.registry import Registry
@@ -82,7 +82,7 @@ class Position:
         for generic in registry.generics:
             scaler = generic.target
             # a disabled one is asked for no update where a script steps past it
-            if type(scaler).__name__ == "GradScaler" and scaler.is_enabled():
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
                 self.watch_scaler(scaler)
                 return ""
         for first in registry.optimizers[:1]:
