@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.lifecycle.training import Parts, attempt
+from tests.preemption.test_nvml import Fake
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.lifecycle.dumping import rest_told
 from trainckpt.lifecycle.dumping.rest_told import RestOrder
@@ -139,6 +141,31 @@ def test_what_comes_back_trains_on_and_what_is_refused_stops(tmp_path, folder):
     last, _ = attempt(run, seen=seen, parts=Parts(width=WIDTH))
     assert last.state() == parts.state()
     assert seen == straight
+
+
+def test_nvml_is_shut_down_while_the_ranks_rest_and_open_after_a_restore(
+    tmp_path, folder, monkeypatch
+):
+    nvml, at_rest, after = Fake(), [], []
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("TRAINCKPT_NOTICES", "nvml")
+
+    def await_open():
+        until = time.monotonic() + LIMIT_S
+        while not nvml.num_open and time.monotonic() < until:
+            time.sleep(0.001)
+        return nvml.num_open
+
+    def restore(supervisor):
+        at_rest.append(nvml.num_open)
+        supervisor.restore()
+
+    def order():
+        assert await_open() == 1
+        Supervisor(folder, tmp_path / "run", restore)
+
+    trained(tmp_path / "run", {}, {3: order}, after_restore=lambda: after.append(await_open()))
+    assert (at_rest, after) == ([0], [1])
 
 
 def test_nothing_is_done_before_all_processes_were_let_go(tmp_path, folder):

@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from trainckpt.preemption.background import Unanswered
-from trainckpt.preemption.nvml import Gpus
+from trainckpt.preemption.nvml import Gpus, open_again, shut_down
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Fake:
     rows: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     registered: dict[int, int] = field(default_factory=dict)
     broken: int | None = None
+    num_open: int = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(
@@ -32,6 +33,14 @@ class Fake:
     def nvmlInit(self) -> None:
         if self.broken is not None:
             raise pynvml.NVMLError(self.broken)
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:
+        assert self.num_open > 0
+        self.num_open -= 1
+
+    def nvmlEventSetFree(self, events: str) -> None:
+        assert events == "set"
 
     def nvmlDeviceGetCount(self) -> int:
         return 2
@@ -148,6 +157,54 @@ def test_a_driver_that_does_not_work_is_told_as_an_unanswered_question():
         gpus()
     fake.broken = None
     assert reasons(gpus) == []
+
+
+def test_nvml_that_was_closed_is_opened_by_the_next_question():
+    fake = Fake()
+    gpus = Gpus(fake)
+    gpus.close()
+    assert reasons(gpus) == []
+    assert fake.num_open == 1
+    gpus.close()
+    assert fake.num_open == 0
+    fake.events.append((1, XID, 94))
+    assert reasons(gpus) == ["GPU 1: Xid 94, a contained memory error"]
+    assert fake.num_open == 1
+
+
+def test_a_beginning_that_fails_half_way_opens_nvml_once():
+    fake = Fake()
+    gpus = Gpus(fake, visible="GPU-none")
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            gpus()
+    assert fake.num_open == 1
+    gpus.close()
+    assert fake.num_open == 0
+
+
+class Library:
+    """NVML's C library, which counts how often it was opened."""
+
+    num_open = 3
+
+    def nvmlShutdown(self) -> int:
+        if self.num_open == 0:
+            return int(pynvml.NVML_ERROR_UNINITIALIZED)
+        self.num_open -= 1
+        return 0
+
+    def nvmlInit_v2(self) -> int:
+        self.num_open += 1
+        return 0
+
+
+def test_nvml_is_shut_down_as_often_as_it_was_opened_and_opened_as_often_again():
+    library = Library()
+    assert shut_down(library) == 3
+    assert library.num_open == 0
+    open_again(3, library)
+    assert library.num_open == 3
 
 
 @pytest.mark.gpu

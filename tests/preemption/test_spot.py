@@ -234,3 +234,37 @@ def test_a_source_that_is_stopped_asks_no_more():
     source.stop()
     source._thread.join(60)
     assert not source._thread.is_alive()
+
+
+def test_a_source_that_is_suspended_asks_nothing_and_keeps_nothing_open():
+    """Also one whose questions a notice has ended: it asks again when it is resumed."""
+    asked, answer, closed = threading.Semaphore(0), threading.Semaphore(0), []
+    notices: list[Notice] = []
+
+    def ask():
+        asked.release()
+        assert answer.acquire(timeout=60)
+        return notices
+
+    source = Background(ask, 0.001, close=lambda: closed.append(asked._value))
+    source.start()
+    asked.acquire()
+    suspending = threading.Thread(target=source.suspend)
+    suspending.start()
+    suspending.join(0.02)
+    assert closed == [], "a question is under way"
+    answer.release()
+    suspending.join(60)
+    assert closed == [0]
+    assert not asked.acquire(timeout=0.02)
+    notices.append(Notice("AWS spot stop"))
+    source.resume()
+    for _ in range(2):
+        assert asked.acquire(timeout=60)
+        answer.release()
+        source._thread.join(60)
+        assert source.poll() == notices
+        source.suspend()
+        source.resume()
+    source.stop()
+    answer.release()

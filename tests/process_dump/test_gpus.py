@@ -187,7 +187,6 @@ def test_what_forbids_it_is_said_before_anything_is_touched():
         (replace(MACHINE, devices=(Device("H200", "GPU-1", divided=True),)), fine, ["(MIG)"]),
         (replace(MACHINE, shared=(7,)), fine, ["process 7 uses its GPU through MPS"]),
         (MACHINE, replace(fine, nccl=True), ["process 7 has a live NCCL communicator"]),
-        (MACHINE, replace(fine, managed=True), ["managed memory"]),
         (MACHINE, replace(fine, stopped=True), ["stopped by a signal"]),
     ]
     for machine, signs, why in cases:
@@ -221,13 +220,30 @@ def test_signs_of_a_gpu_are_read_from_proc(tmp_path, monkeypatch):
     (fds / "3").symlink_to("/dev/nvidiactl")
     (tmp_path / "7" / "stat").write_text("7 (py (x) T) T 1")
     line = "7f00-7f01 rw-s 0 00:05 1    "
-    maps = [f"{line}/dev/nvidia-uvm", f"{line}/home/dev/nvidia0", f"{line}/dev/nvidia-uvm"]
+    maps = [f"{line}/home/dev/nvidia0", f"{line}/dev/nvidia-uvm", f"{line}/dev/nvidia-uvm"]
     (tmp_path / "7" / "maps").write_text("\n".join(maps))
     monkeypatch.setattr(gpu_signs, "PROC", tmp_path)
-    assert gpu_signs.of(7) == Signs(7, holds=True, managed=True, nccl=True, stopped=True)
+    assert gpu_signs.of(7) == Signs(7, holds=True, nccl=True, stopped=True)
     assert gpu_signs.look([7, 8]) == [gpu_signs.of(7)]
     assert gpu_signs.holders([7, 8]) == [7]
     assert gpu_signs.gone([7, 8]) == [8]
+
+
+def test_many_mappings_of_uvm_are_those_of_any_process_that_uses_cuda(tmp_path, monkeypatch):
+    (tmp_path / "7").mkdir()
+    lines = [f"7f{at:02}-7f{at + 1:02} rw-s 0 00:05 1    /dev/nvidia-uvm" for at in range(40)]
+    (tmp_path / "7" / "maps").write_text("\n".join(lines))
+    monkeypatch.setattr(gpu_signs, "PROC", tmp_path)
+    assert gpus.why_not(MACHINE, gpu_signs.look([7])) == []
+
+
+def test_managed_memory_is_refused_by_the_driver_and_all_go_on():
+    machine = running(2)
+    machine.refuses["checkpoint", max(machine.states)] = "CUDA_ERROR_NOT_SUPPORTED"
+    with pytest.raises(SaveFailed, match="does not set aside managed memory") as refused:
+        set_aside(machine)
+    assert refused.value.hint == gpus.ONLY_SNAPSHOTS
+    assert not_running(machine) == set()
 
 
 def test_this_process_has_no_gpu_so_nobody_is_asked():

@@ -3,6 +3,8 @@
     start   main thread   starts the thread
     ask     the thread    one question; notices, an error, or nothing; then a pause
     poll    watcher       takes what has come, without waiting
+    suspend main thread   before a process dump: waits for the question under way, then closes
+                          what questions keep open; none is asked until `resume`
     stop    main thread   no more questions; one that is being asked is not waited for
 
 An error, whatever it is, is said once, and the same question is asked again after a longer and
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from trainckpt.preemption.notice import Notice
 
 LONGEST_PAUSE_S = 60.0
+SUSPEND_WITHIN_S = 30.0
 
 
 class Unanswered(Exception):
@@ -37,6 +40,7 @@ class Background:
         pause_s: float,
         say: Callable[[str], object] = lambda _: None,
         name: str = "trainckpt-ask",
+        close: Callable[[], object] = lambda: None,
     ) -> None:
         """Nothing is asked yet.
 
@@ -45,16 +49,41 @@ class Background:
             pause_s: Between two questions.
             say: Told of each new error, in the thread.
             name: Of the thread.
+            close: Closes what `ask` keeps open; the next `ask` opens it again.
         """
-        self._ask, self._pause_s, self._say = ask, pause_s, say
+        self._ask, self._pause_s, self._say, self._close = ask, pause_s, say, close
         self._found: list[Notice] = []
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._may_ask = threading.Event()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
 
     def start(self) -> None:
         """Begin to ask."""
+        self._may_ask.set()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
+
+    def suspend(self) -> None:
+        """Close what is open, and ask nothing until `resume`.
+
+        Raises:
+            TimeoutError: a question was not answered for `SUSPEND_WITHIN_S`.
+        """
+        self._may_ask.clear()
+        if not self._asking.acquire(timeout=SUSPEND_WITHIN_S):
+            raise TimeoutError(f"{self._name} waits for an answer and cannot be suspended")
+        try:
+            self._close()
+        finally:
+            self._asking.release()
+
+    def resume(self) -> None:
+        """Ask again, also if a notice had ended the questions."""
+        self._may_ask.set()
+        if not self._thread.is_alive():
+            self.start()
 
     def fileno(self) -> int | None:
         """None: what has come is looked at once a second."""
@@ -69,12 +98,17 @@ class Background:
     def stop(self) -> None:
         """Ask no more."""
         self._stopping.set()
+        self._may_ask.set()
 
     def _run(self) -> None:
         pause_s, said = self._pause_s, ""
         while not self._stopping.wait(pause_s if said else 0.0):
+            self._may_ask.wait()
             try:
-                notices = self._ask()
+                with self._asking:
+                    if self._stopping.is_set() or not self._may_ask.is_set():
+                        continue
+                    notices = self._ask()
             except Exception as error:  # noqa: BLE001 - a driver's or a server's surprise
                 expected = isinstance(error, (OSError, Unanswered))
                 told = str(error) if expected else f"{type(error).__name__}: {error}"

@@ -13,7 +13,9 @@ Only said, for the log: a fault after which memory may be wrong, or the GPU is g
 the older snapshot stands. Xids that a program's own mistakes cause (13, 31, 43, 45, 68, 109) are
 nobody's fault but the program's and are passed over.
 
-The module is `pynvml`, of the package nvidia-ml-py (extra `gpu`).
+The module is `pynvml`, of the package nvidia-ml-py (extra `gpu`). While NVML is open the process
+holds the driver's device files, which no process dump may contain: `Gpus.close` and `shut_down`
+come before one, `open_again` and the next question after a restore.
 
 Floor 1. Uses: preemption.notice, preemption.background. Used by: lifecycle.
 """
@@ -21,6 +23,8 @@ Floor 1. Uses: preemption.notice, preemption.background. Used by: lifecycle.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.preemption.background import Unanswered
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 DEVICE_FILE = "/dev/nvidiactl"
-WAIT_MS = 5000
+LIBRARY = "libnvidia-ml.so.1"
+WAIT_MS = 1000  # a dump waits for it
 SAVE_ON = {
     63: "a row of memory is set aside",
     64: "a row of memory could not be set aside",
@@ -65,6 +70,7 @@ class Gpus:
         self._nvml, self._visible, self._say = nvml, visible, say
         self._handles: dict[int, Any] = {}
         self._events: Any = None
+        self._is_open = False
         self._errors: dict[int, int] = {}  # GPU -> uncorrected memory errors that were there before
         self._waiting: set[int] = set()  # GPUs whose row waited to be set aside from the start
 
@@ -81,9 +87,22 @@ class Gpus:
         except self._nvml.NVMLError as error:
             raise Unanswered(f"{GPU} health is not watched: {error}") from error
 
+    def close(self) -> None:
+        """Close NVML; the next call opens it again."""
+        nvml = self._nvml
+        if self._events is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlEventSetFree(self._events)
+        if self._is_open:
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+        self._events, self._is_open, self._handles = None, False, {}
+
     def _begin(self) -> None:
         nvml = self._nvml
-        nvml.nvmlInit()
+        if not self._is_open:  # else an earlier try failed behind this line
+            nvml.nvmlInit()
+            self._is_open = True
         handles = self._visible_handles()
         events = nvml.nvmlEventSetCreate()
         wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
@@ -146,3 +165,32 @@ class Gpus:
                 _, _, waits, failed = nvml.nvmlDeviceGetRemappedRows(handle)
                 if waits or failed:
                     yield index
+
+
+def shut_down(library: Any = None) -> int:
+    """Shut NVML down in this process, whoever opened it; returns how often it was open.
+
+    NVML counts how often it is opened. torch opens it to count devices, and leaves it so.
+
+    Args:
+        library: NVML's C library; None: the one that the process has loaded, if any.
+    """
+    library = library or _loaded()
+    times = 0
+    while library is not None and library.nvmlShutdown() == 0:
+        times += 1
+    return times
+
+
+def open_again(times: int, library: Any = None) -> None:
+    """Open NVML as often as `shut_down` has closed it."""
+    library = library or _loaded()
+    for _ in range(times):
+        library.nvmlInit_v2()
+
+
+def _loaded() -> Any:
+    try:
+        return ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD)
+    except (OSError, AttributeError):  # not loaded; a system without that flag
+        return None

@@ -1,6 +1,8 @@
-"""What /proc shows of a process's GPUs: device files, managed memory, NCCL, a signal's stop.
+"""What /proc shows of a process's GPUs: device files, NCCL, a signal's stop.
 
-Signs, not proofs: nothing shows memory that processes share by CUDA's own handles.
+Signs, not proofs. Nothing here shows managed memory: every process that uses CUDA maps
+/dev/nvidia-uvm, once or many times. Nor does it show memory that processes share by CUDA's own
+handles. Both are left to the driver, which refuses to checkpoint them (`gpus.set_aside`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PROC = Path("/proc")
-DEVICES, MANAGED = GPU_FILES, "/dev/nvidia-uvm"
-MOST_MANAGED = 1  # mappings of a process that has none; with managed memory there are more
+DEVICES = GPU_FILES
 # torch gives each process group of NCCL's such a thread, from its making to its end.
 NCCL_THREADS = ("pt_nccl_watchdg", "pt_nccl_heartbt")
 NVLS = "NCCL_NVLS_ENABLE"  # with the NVLink switch in use no dump can be brought back
@@ -32,11 +33,9 @@ def look(pids: Iterable[int]) -> list[Signs]:
 
 def of(pid: int) -> Signs:
     """The signs of one process."""
-    mapped = _mapped(pid)
     return Signs(
         pid,
-        holds=bool(mapped) or _has_open(pid),
-        managed=mapped.count(MANAGED) > MOST_MANAGED,
+        holds=_has_mapped(pid) or _has_open(pid),
         nccl=any(name in NCCL_THREADS for name in _threads(pid)),
         stopped=_state(pid) in STOPPED,
     )
@@ -44,7 +43,7 @@ def of(pid: int) -> Signs:
 
 def holders(pids: Iterable[int]) -> list[int]:
     """Those that have a GPU's device file open or mapped."""
-    return [pid for pid in pids if _has_open(pid) or _mapped(pid)]
+    return [pid for pid in pids if _has_open(pid) or _has_mapped(pid)]
 
 
 def gone(pids: Iterable[int]) -> list[int]:
@@ -62,13 +61,12 @@ def _has_open(pid: int) -> bool:
     return False
 
 
-def _mapped(pid: int) -> list[str]:
-    """The device files that it has mapped, one for each mapping."""
+def _has_mapped(pid: int) -> bool:
     with contextlib.suppress(OSError):
         lines = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
-        names = [line[line.find("/") :] for line in lines.splitlines() if DEVICES in line]
-        return [name for name in names if name.startswith(DEVICES)]
-    return []
+        paths = (line[line.find("/") :] for line in lines.splitlines())
+        return any(path.startswith(DEVICES) for path in paths)
+    return False
 
 
 def _threads(pid: int) -> list[str]:

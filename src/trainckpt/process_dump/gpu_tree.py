@@ -69,8 +69,10 @@ class GpuTree:
     def _must_hold_none(self) -> None:
         if still := self.holders(self.pids):
             raise SaveFailed(
-                f"process {still[0]} still holds a GPU; was it forked from one that does?",
-                hint='DataLoader(multiprocessing_context="spawn")',
+                f"process {still[0]} still holds a GPU; was it forked from one that does, or has "
+                "it NVML open?",
+                hint='DataLoader(multiprocessing_context="spawn"); and a dump at a boundary, '
+                "pause --dump, shuts NVML down before",
             )
 
     def put_back(self, *, together: bool = False) -> None:

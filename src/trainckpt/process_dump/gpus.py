@@ -33,6 +33,7 @@ TRIES = 2  # of an undo: a second one heals what only failed in passing
 LEAST_LOCK_MS = 1  # to the driver 0 means for ever
 LEAST_DRIVER = 570  # since then it has these calls
 MOST_NAMED = 5
+NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
 INSTALL = 'pip install "trainckpt[gpu]"'
 ONLY_SNAPSHOTS = "this run is saved by snapshots"
 
@@ -123,7 +124,11 @@ def set_aside(driver: Driver, pids: Sequence[int], lock_within_s: float) -> None
             _undo(driver, pids)
             raise
     except CallFailed as error:
-        raise SaveFailed(f"the GPU state could not be set aside: {error}") from error
+        why = f"the GPU state could not be set aside: {error}"
+        if error.code == NOT_SUPPORTED:
+            why += (" (the driver does not set aside managed memory, nor memory that processes "
+                    "share by CUDA's handles)")  # fmt: skip
+        raise SaveFailed(why, hint=ONLY_SNAPSHOTS) from error
 
 
 def _undo(driver: Driver, pids: Sequence[int]) -> None:
@@ -193,14 +198,12 @@ class Signs:
 
     Attributes:
         holds: It has a device file of NVIDIA's open or mapped.
-        managed: It seems to use managed memory.
         nccl: It has a communicator of NCCL's, as torch makes them.
         stopped: By a signal, where the driver would wait for ever.
     """
 
     pid: int
     holds: bool = False
-    managed: bool = False
     nccl: bool = False
     stopped: bool = False
 
@@ -269,8 +272,6 @@ def why_not(machine: Machine, signs: Sequence[Signs], *, will_rest: bool = False
         who = f"process {each.pid}"
         if each.nccl and not will_rest:
             found.append(why_not_communicating(each))
-        if each.managed:
-            found.append(f"{who} uses managed memory, which the driver does not set aside")
         if each.stopped:
             found.append(f"{who} is stopped by a signal")
         if each.pid in machine.shared:

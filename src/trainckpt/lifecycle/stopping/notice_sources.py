@@ -85,13 +85,14 @@ def check_notices(wanted: Sequence[str]) -> None:
 def _of_this_host(wanted: Sequence[str], environment: Mapping[str, str]) -> list[NoticeSource]:
     found: list[NoticeSource] = []
     for name in machine_sources(wanted):
-        asks: nvml.Gpus | spot.Cloud
+        thread = f"trainckpt-{name}"
         if name == "nvml":
             visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-            asks = nvml.Gpus(importlib.import_module("pynvml"), visible, logger.warning)
+            gpus = nvml.Gpus(importlib.import_module("pynvml"), visible, logger.warning)
+            found.append(Background(gpus, gpus.pause_s, logger.warning, thread, gpus.close))
         else:
-            asks = spot.CLOUDS[name](spot.metadata_of(name, environment))
-        found.append(Background(asks, asks.pause_s, logger.warning, f"trainckpt-{name}"))
+            cloud = spot.CLOUDS[name](spot.metadata_of(name, environment))
+            found.append(Background(cloud, cloud.pause_s, logger.warning, thread))
     return found
 
 

@@ -2,7 +2,7 @@
 
     every rank, training thread, at the boundary of the stop
     1   was a dump asked for? what rank 0 finds counts                    else: leave
-    2   the script's `before_dump` hooks
+    2   the script's `before_dump` hooks; then NVML is shut down (`Watch.suspend`)
         ALL  each says what went wrong; if anything did, all leave
     3   what the snapshot holds is dropped from memory (`lean`); then process groups are taken down,
         if any rank has one that cannot be in a dump (`communicators`)
@@ -14,7 +14,7 @@
     5   what was dropped is read from the snapshot, and compared with what it was; the process
         groups are made again, and used once
         ALL  each says what went wrong, so that nobody waits for it in what is collective
-    6   the script's `after_restore` hooks
+    6   NVML is opened again; the script's `after_restore` hooks
         ALL  if anything went wrong all end at once, and whoever brought them back goes on from the
              snapshot
     The stop is undone before 5, so that the next one is heard; training goes on.
@@ -188,6 +188,7 @@ class Rest:
 
         def prepare() -> None:
             self._hooks.close_outside()
+            self._watch.suspend()  # after the hooks, which may close an NVML of their own
             if lean is not None:
                 lean.prepare(snapshot or "")
             if apart is not None:
@@ -229,8 +230,12 @@ class Rest:
     def _come_back(self) -> None:
         """5 and 6."""
 
+        def open_again() -> None:
+            self._watch.resume()
+            self._hooks.open_again()
+
         why = self._fill()
-        why = self._agreed("back", why or _try(self._hooks.open_again))
+        why = self._agreed("back", why or _try(open_again))
         if why:
             self._end(f"brought back, but {why}")
 

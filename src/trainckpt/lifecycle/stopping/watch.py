@@ -29,6 +29,8 @@ from trainckpt.lifecycle.run.told import LEFT
 from trainckpt.lifecycle.stopping.deadline import Deadline, granted_s, margin_s
 from trainckpt.lifecycle.stopping.notice_sources import check_notices, further_sources
 from trainckpt.lifecycle.stopping.pace_told import PaceTeller
+from trainckpt.preemption import nvml
+from trainckpt.preemption.background import Background
 from trainckpt.preemption.notice import Notice
 from trainckpt.preemption.signals import SignalSource
 from trainckpt.ranks.watcher import Watcher, end_with_71
@@ -86,6 +88,8 @@ class Watch:
         self._started = False
         self._patience = _Patience()
         self._sources: list[Announced] = []
+        self._polled: list[Background] = []
+        self._nvml_opens = 0
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
     def start(self, attempt: int, *, is_first: bool) -> None:
@@ -96,6 +100,7 @@ class Watch:
             self._tier, attempt, say, is_first_of_host=world.local_rank == 0
         )
         others = further_sources(self._options, self.grace_s, world)
+        self._polled = [source for source in others if isinstance(source, Background)]
         others += [notices] if notices is not None else []
         others += [PaceTeller(self._outlook.pace, world.rank)]
         sources = [self._heard, *(Announced(source, self._was_asked) for source in others)]
@@ -158,6 +163,22 @@ class Watch:
         for source in self._sources:
             source.forget()
         self.watcher.forget_stop(round_)
+
+    def suspend(self) -> None:
+        """Before a process dump: close NVML and the connections that notices come by.
+
+        Raises:
+            TimeoutError: one of them did not answer.
+        """
+        for source in self._polled:
+            source.suspend()
+        self._nvml_opens = nvml.shut_down()
+
+    def resume(self) -> None:
+        """After a restore: open again what `suspend` closed."""
+        nvml.open_again(self._nvml_opens)
+        for source in self._polled:
+            source.resume()
 
     def end(self, *, leaves: bool = False) -> None:
         """Listen no more; no other rank waits for this one. May be repeated.
