@@ -22,20 +22,22 @@ def test_a_small_job_has_a_row_for_each_system_with_floors_and_what_was_restored
     out = tmp_path / "rows.json"
     command = [
         sys.executable, "-m", "benchmarks.compare", "--json", str(out), "--folder", str(tmp_path),
-        "--systems", "trainckpt,torch.save", "--ranks", "1", "--gigabytes", "0.003", "--rounds",
-        "1", "--pairs", "5", "--window", "2", "--compute", "off-cpu", "--step-seconds", "0.001",
-        "--threads", "1",
+        "--systems", "trainckpt-plain,torch.save", "--ranks", "1", "--gigabytes", "0.003",
+        "--rounds", "1", "--pairs", "5", "--window", "2", "--compute", "off-cpu",
+        "--step-seconds", "0.001", "--threads", "1",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())
-    assert [row["system"] for row in rows] == ["trainckpt", "torch.save"], done.stderr
+    assert [row["system"] for row in rows] == ["trainckpt-plain", "torch.save"], done.stderr
     for row in rows:
         assert set(row) >= KEYS
         assert (row["ranks"], row["compute"], row["left_out"]) == (1, "off-cpu", {})
         assert row["bytes"] == pytest.approx(0.003e9, rel=0.2)
         assert all(row[key] > 0 for key in KEYS if key.startswith("floor_"))
         assert all(row[key] > 0 for key in ("durable_s", "restore_cold_s", "slowdown_upper95"))
+        assert row["gpu_save_bytes"] is None
+        assert isinstance(row["host_save_bytes"], int)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
 
 

@@ -12,6 +12,9 @@ floors and with training that saves nothing. Lists with commas run several. What
     restore_cold_s      into a model that was just built, as in a new process: the files' caches
                         are dropped, and memory that was freed is given back
     restore_memory_s    the same, from memory that outlives the process
+    gpu_save_bytes      peak of torch's GPU memory in windows with a save, less that in windows
+                        without; none on a CPU
+    host_save_bytes     host memory that a turn takes at most: pinned, shared, of any process
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.rows import medians, row, table
-from benchmarks.compare.systems import ROOMS
+from benchmarks.compare.systems import DEFAULT, ROOMS
 from benchmarks.machine import words
 
 OFF_CPU, BUSY = "off-cpu", "busy"
@@ -69,11 +72,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", type=listed(int), default=[2])
     parser.add_argument("--gigabytes", type=listed(float), default=[1.2])
     parser.add_argument("--compute", type=listed(str), default=[BUSY])
-    parser.add_argument("--systems", type=listed(str), default=list(ROOMS))
+    parser.add_argument("--systems", type=listed(str), default=list(DEFAULT))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=5, help="pairs of windows in each round")
     parser.add_argument("--window", type=int, default=10, help="steps of a window")
     parser.add_argument("--step-seconds", type=float, help="of a step off the CPU")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a busy step")
     parser.add_argument("--threads", type=int, help="of each rank; the cores are shared out")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where saves go")
@@ -111,8 +115,8 @@ def job_rows(
     given = {
         "--gigabytes": gigabytes, "--compute": compute, "--systems": ",".join(arguments.systems),
         "--rounds": arguments.rounds, "--pairs": arguments.pairs, "--window": arguments.window,
-        "--step-seconds": step_s, "--threads": threads, "--device": arguments.device,
-        "--inside": folder,
+        "--step-seconds": step_s, "--batch": arguments.batch, "--threads": threads,
+        "--device": arguments.device, "--inside": folder,
     }  # fmt: skip
     command = [sys.executable, "-m"]
     if ranks > 1:
@@ -153,6 +157,7 @@ def inside(arguments: argparse.Namespace) -> None:
     plan = Plan(
         arguments.gigabytes[0], arguments.compute[0], arguments.step_seconds, device,
         tuple(arguments.systems), arguments.rounds, arguments.pairs, arguments.window,
+        arguments.batch,
     )  # fmt: skip
     job = Job(plan, arguments.inside)
     job.measure()

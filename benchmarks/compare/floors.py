@@ -63,7 +63,7 @@ class Floors:
         }
         del self._memory, self._touched
         if training.device != "cpu":
-            torch.accelerator.empty_host_cache()  # torch keeps pinned memory for later
+            empty_host_cache()
         return found
 
     def _touch(self, training: Training) -> tuple[mmap.mmap, torch.Tensor]:
@@ -133,6 +133,14 @@ class Floors:
             print(f"no O_DIRECT in {path.parent}: the floors are ordinary I/O", file=sys.stderr)
             self._direct = 0
             return os.open(path, flags, 0o600)
+
+
+def empty_host_cache() -> None:
+    """Free the pinned memory that torch keeps for later."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # torch 2.11 and before
+        torch._C._host_emptyCache()
 
 
 def pieces(training: Training, first: int, end: int) -> Iterator[torch.Tensor]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from benchmarks.compare import systems
 from benchmarks.compare.caches import evict, forget_peak, give_back
 from benchmarks.compare.floors import Floors
+from benchmarks.compare.lowest import LowestAvailable
 from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import Training
 
@@ -39,7 +40,7 @@ WARM_STEPS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What one job measures. `window` counts steps, `pairs` those of one turn."""
+    """Settings of one job: steps of a `window`, `pairs` of them a turn, sequences of a `batch`."""
 
     gigabytes: float
     compute: str
@@ -49,6 +50,7 @@ class Plan:
     rounds: int
     pairs: int
     window: int
+    batch: int = 1
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Samples:
     Attributes:
         plain, saved: Windows without and with a save, until the last step was done.
         settled: Windows with a save, until it was fsynced too, if it was not by then.
+        gpu_plain, gpu_saved: GPU memory that torch allocated at most in such windows, bytes.
+        host: Host memory that a turn took at most, bytes.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -67,6 +71,9 @@ class Samples:
     durable_training: list[float] = field(default_factory=list)
     restore_cold: list[float] = field(default_factory=list)
     restore_memory: list[float] = field(default_factory=list)
+    gpu_plain: list[int] = field(default_factory=list)
+    gpu_saved: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
 
 
 class Job:
@@ -83,7 +90,9 @@ class Job:
 
     def _new(self, *, fresh: bool = False) -> Training:
         plan = self.plan
-        return Training(plan.gigabytes, plan.compute, plan.step_s, plan.device, fresh=fresh)
+        return Training(
+            plan.gigabytes, plan.compute, plan.step_s, plan.device, batch=plan.batch, fresh=fresh
+        )
 
     def measure(self) -> None:
         """All rounds."""
@@ -115,6 +124,14 @@ class Job:
     def _turn(self, system: System, samples: Samples) -> None:
         give_back()
         forget_peak()
+        with LowestAvailable() as available:
+            expected = self._trained(system, samples)
+        samples.host.append(available.taken_bytes)
+        self._restore(system, samples, expected)
+        self._on_rank_0(system.discard)
+
+    def _trained(self, system: System, samples: Samples) -> str:
+        """All of a turn before the restore; the digest of what was saved last."""
         system.begin(self.training)
         self._train(system, WARM_STEPS)
         for _ in range(system.warm_saves):
@@ -131,8 +148,7 @@ class Job:
         samples.durable.append(slowest(pending.wait() - begun))
         expected = self.training.digest()
         system.end()
-        self._restore(system, samples, expected)
-        self._on_rank_0(system.discard)
+        return expected
 
     def _train(self, system: System, steps: int, pending: Pending | None = None) -> None:
         """So many steps; more, if a save that was asked for has not been taken by then."""
@@ -143,9 +159,11 @@ class Job:
         self.training.wait_for_device()
 
     def _window(self, system: System, samples: Samples, *, saves: bool) -> None:
-        """Train one window, and note how long it took."""
+        """Train one window, and note how long it took, and the GPU memory."""
+        self.training.forget_peak()
         if not saves:
             samples.plain.append(timed(lambda: self._train(system, self.plan.window)))
+            samples.gpu_plain.append(self.training.peak_bytes())
             return
         dist.barrier()
         begun = time.perf_counter()
@@ -154,6 +172,7 @@ class Job:
         trained = time.perf_counter()
         durable = pending.wait()
         settled = time.perf_counter()
+        samples.gpu_saved.append(self.training.peak_bytes())
         samples.saved.append(slowest(trained - begun))
         samples.settled.append(slowest(settled - begun))
         samples.durable_training.append(slowest(durable - begun))

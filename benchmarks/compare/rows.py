@@ -45,6 +45,8 @@ def row(
         "slowdown": median(ratios),
         "slowdown_upper95": upper95(ratios),
         "durable_training_s": median(samples["durable_training"]),
+        "gpu_save_bytes": more(samples["gpu_saved"], samples["gpu_plain"]),
+        "host_save_bytes": max(samples["host"], default=None),
         "step_s": median([plain / job["window"] for plain in samples["plain"]]),
         "pairs": len(pairs),
         **{key: job[key] for key in ("rounds", "window", "threads", "device", "machine")},
@@ -61,6 +63,11 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float | None]:
 def median(values: Sequence[float]) -> float | None:
     """To a tenth of a millisecond; None of nothing."""
     return round(statistics.median(values), 4) if values else None
+
+
+def more(with_save: Sequence[int], without: Sequence[int]) -> int | None:
+    """By how much the largest is larger; None where nothing was counted, as on a CPU."""
+    return max(with_save) - max(without) if any(without) and with_save else None
 
 
 def upper95(values: Sequence[float]) -> float | None:

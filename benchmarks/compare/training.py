@@ -84,17 +84,25 @@ class Training:
         gigabytes: State of the model and the optimizer together, 1e9 bytes.
         compute: "busy" or "off-cpu".
         step_s: How long a step waits, off the CPU.
+        batch: Sequences of a busy step.
         fresh: Without optimizer state, as a script is before its first step.
     """
 
     def __init__(
-        self, gigabytes: float, compute: str, step_s: float, device: str, *, fresh: bool = False
+        self,
+        gigabytes: float,
+        compute: str,
+        step_s: float,
+        device: str,
+        *,
+        batch: int = 1,
+        fresh: bool = False,
     ) -> None:
         self.compute, self.step_s, self.device = compute, step_s, device
         torch.manual_seed(1 if fresh else 0)
         with torch.device(device):
             self.plain = GPT(gigabytes * 1e9 / BYTES_PER_PARAMETER)
-            self.ids = torch.randint(VOCABULARY, (1, TOKENS + 1))
+            self.ids = torch.randint(VOCABULARY, (batch, TOKENS + 1))
         ranks = dist.get_world_size()
         self.model: nn.Module = self.plain
         if ranks > 1:
@@ -128,6 +136,15 @@ class Training:
         """Return when everything that was asked of a GPU is done."""
         if self.device != "cpu":
             torch.cuda.synchronize()
+
+    def forget_peak(self) -> None:
+        """Let `peak_bytes` be of what follows."""
+        if self.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Bytes of the GPU's memory that torch had allocated at most; 0 on a CPU."""
+        return 0 if self.device == "cpu" else torch.cuda.max_memory_allocated()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor of the state."""

@@ -1,4 +1,7 @@
-"""One room for each system. `load` finds them by name."""
+"""One room for each system. `load` finds them by name.
+
+`trainckpt-overlap` and `trainckpt-plain` always copy in one of trainckpt's two ways.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ ROOMS = {
     "dcp-async": "dcp_async",
     "torchsnapshot": "torchsnapshot",
     "torch_checkpointing": "torch_checkpointing",
+    "trainckpt-overlap": "trainckpt_overlap",
+    "trainckpt-plain": "trainckpt_plain",
 }
+DEFAULT = tuple(ROOMS)[:6]
 
 
 def load(name: str) -> type[System]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from benchmarks.compare.systems.base import Pending, System
 
 import trainckpt
+from trainckpt.lifecycle.deciding import copy_choice
 from trainckpt.tiers.memory import MemoryPlace, reclaim
 
 if TYPE_CHECKING:
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.run.pending import PendingSave
 
 SPIN_S = 0.001
+CHOOSE = copy_choice.choose
 
 
 class Trainckpt(System):
+    """`copies` fixes the way to copy, PLAIN or OVERLAP; with None trainckpt chooses."""
+
+    copies: str | None = None
     # the first makes the arena, two prove what they copy; then it tries two ways to copy, each
     # twice, and keeps the better one
     warm_saves = 8
@@ -30,6 +35,7 @@ class Trainckpt(System):
 
     def begin(self, training: Training) -> None:
         super().begin(training)
+        copy_choice.choose = CHOOSE if self.copies is None else lambda *_: self.copies
         self.checkpointer = self._attach(training, "never")
         self.checkpointer.resume()
 

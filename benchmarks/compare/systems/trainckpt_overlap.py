@@ -1,0 +1,14 @@
+"""trainckpt, copying every save beside training."""
+
+from __future__ import annotations
+
+from benchmarks.compare.systems.trainckpt import Trainckpt
+
+from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
+
+
+class Overlap(Trainckpt):
+    copies = OVERLAP
+
+
+SYSTEM = Overlap

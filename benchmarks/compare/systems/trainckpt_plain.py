@@ -1,0 +1,14 @@
+"""trainckpt, copying every save while training waits."""
+
+from __future__ import annotations
+
+from benchmarks.compare.systems.trainckpt import Trainckpt
+
+from trainckpt.lifecycle.deciding.copy_choice import PLAIN
+
+
+class Plain(Trainckpt):
+    copies = PLAIN
+
+
+SYSTEM = Plain
