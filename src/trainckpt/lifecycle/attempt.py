@@ -20,6 +20,7 @@ from trainckpt.lifecycle.dumping.lean import Lean
 from trainckpt.lifecycle.flushing.flush_work import Near, Work
 from trainckpt.lifecycle.flushing.flusher import Flusher
 from trainckpt.lifecycle.flushing.flushing import Flushing
+from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.slower import WHERE, Slower, where
 from trainckpt.lifecycle.reading.load import put
@@ -28,7 +29,7 @@ from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.resuming.choice import KEEP_LAST
 from trainckpt.lifecycle.resuming.initial import Initial, read_initial
 from trainckpt.lifecycle.resuming.resume import Beginning, begin, record_parent, record_refusal
-from trainckpt.lifecycle.run import held, launch
+from trainckpt.lifecycle.run import gpu_settings, held, launch
 from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
 from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
@@ -163,7 +164,10 @@ def set_out(crew: Crew, mode: str) -> Attempt:
 
 
 def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
-    here = fingerprint(crew.world.size)
+    devices = crew.registry.devices()
+    own = gpu_settings.describe(gpu_settings.training_devices(devices))
+    everyone = crew.channel.gather("devices", own, RANKS_TIMEOUT_S)
+    here = fingerprint(crew.world.size, devices, everyone)
     parent = str(beginning.manifest.name) if beginning.manifest else None
     log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
     if beginning.manifest is not None:
@@ -197,6 +201,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     if beginning.manifest is not None:
         then = beginning.manifest.fingerprint
         other = other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
+        other += gpu_settings.not_deterministic(here)
         exactness, reasons = compare(then, here, [*crew.problems, *other])
         departure.exactness = exactness
         _refer(saver, seals, beginning)

@@ -21,6 +21,7 @@ from trainckpt.state.kinds.refused import refuse
 from trainckpt.state.kinds.tracked_file import PART as FILES
 from trainckpt.state.kinds.tracked_file import TrackedFile
 from trainckpt.state.kinds.wrappers import inner_optimizer, unwrap, unwrap_optimizer
+from trainckpt.state.sharded import training_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -194,6 +195,10 @@ class Registry:
             yield from (parameter for _, parameter in model.parameters())
         for optimizer in self.optimizers:
             yield from optimizer.parameters()
+
+    def devices(self) -> list[torch.device]:
+        """Return the devices that compute with parameters, in the order of the first on each."""
+        return list(dict.fromkeys(map(training_device, self.all_parameters())))
 
     def names(self) -> Iterator[str]:
         """Names of everything tracked."""

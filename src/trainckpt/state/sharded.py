@@ -43,6 +43,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return held
 
 
+def training_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device that computes with a tensor: of a shard that FSDP2 offloads, its mesh's."""
+    if is_sharded(tensor):
+        kind: str = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+        if tensor.device.type != kind:
+            return torch.device(kind)
+    return tensor.device
+
+
 def layout_of(tensor: torch.Tensor) -> Layout | None:
     """How a DTensor lies over the ranks, in terms of the whole world; None: no layout says it.
 

@@ -1,7 +1,7 @@
 """The fingerprint: what besides the state decides the bits of the next loss.
 
 Recorded in every manifest and compared at resume: no recorded difference reads *bitwise*, any
-other *same data, not bitwise*, with every reason.
+other *same data, not bitwise*, with every reason. What counts only on GPUs is in `gpu_settings`.
 """
 
 from __future__ import annotations
@@ -13,45 +13,93 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.lifecycle.run import gpu_settings
+from trainckpt.lifecycle.run.gpu_settings import fp32_precision
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 EXACT = "bitwise"
 INEXACT = "same data, not bitwise"
+DEVICE, DEVICES = "device", "devices"
+_MKLDNN_MATMUL = "torch.backends.mkldnn.matmul.fp32_precision"
+_CUDA_MATMUL = "torch.backends.cuda.matmul.fp32_precision"
+# What torch.set_float32_matmul_precision sets: of CUDA, of mkldnn.
+_LEGACY_MATMUL = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 
 
-def fingerprint(world: int) -> dict[str, Any]:
-    """Facts of this process, as JSON values."""
-    found: dict[str, Any] = {
+def fingerprint(
+    world: int, devices: Sequence[torch.device] = (), ranks_devices: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return facts of this process, as JSON values.
+
+    Args:
+        world: Ranks.
+        devices: Those of this process that hold tracked state.
+        ranks_devices: Of each rank, as `gpu_settings.describe` has them; none: of this one alone.
+    """
+    own = gpu_settings.training_devices(devices)
+    everyone = list(ranks_devices) or [gpu_settings.describe(own)]
+    mkldnn: Any = torch.backends.mkldnn
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "machine": platform.machine(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "matmul precision": torch.get_float32_matmul_precision(),
+        _MKLDNN_MATMUL: _mkldnn_matmul(mkldnn),
         "default dtype": str(torch.get_default_dtype()),
         "world": world,
         "hash seed": os.environ.get("PYTHONHASHSEED", "random"),
         "numpy": getattr(sys.modules.get("numpy"), "__version__", None),
+        DEVICE: everyone[0] if len(set(everyone)) == 1 else everyone,
+        "collectives": gpu_settings.collectives(own[0].type) if world > 1 else None,
     }
-    if torch.cuda.is_available():
-        found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found["cuda"] = torch.version.cuda
-        found["cudnn benchmark"] = torch.backends.cudnn.benchmark
-        found["cublas workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        found["nccl"] = {k: v for k, v in os.environ.items() if k in ("NCCL_ALGO", "NCCL_PROTO")}
-    return found
+    for kind in ("conv", "rnn"):
+        facts[f"torch.backends.mkldnn.{kind}.fp32_precision"] = fp32_precision(
+            getattr(mkldnn, kind, mkldnn)
+        )
+    if own[0].type == gpu_settings.CUDA:
+        facts |= gpu_settings.gpu_facts(world)
+    return facts
 
 
 def compare(
     then: dict[str, Any], now: dict[str, Any], problems: Sequence[str] = ()
 ) -> tuple[str, list[str]]:
-    """`EXACT` or `INEXACT`, and every difference or known problem as a sentence."""
+    """Return `EXACT` or `INEXACT`, and every difference or known problem as a sentence.
+
+    What only one of the two has is not compared: an older release recorded less, and the
+    settings of GPUs are recorded only where there are any, which `DEVICE` tells.
+    """
+    then = _as_recorded_now(then, now)
     differences = [
-        f"{key} was {then.get(key)!r}, is {now.get(key)!r}"
-        for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key)
+        f"{key} was {then[key]!r}, is {now[key]!r}"
+        for key in sorted(then.keys() & now.keys())
+        if then[key] != now[key]
     ]
     reasons = [*problems, *differences]
     return (INEXACT if reasons else EXACT), reasons
+
+
+def _mkldnn_matmul(mkldnn: Any) -> str:
+    try:
+        return fp32_precision(mkldnn.matmul)
+    except AttributeError:  # before torch 2.9, whose own setting the older question refuses
+        return _LEGACY_MATMUL[torch.get_float32_matmul_precision()][1]
+
+
+def _as_recorded_now(then: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Translate what older releases recorded in other words."""
+    then = dict(then)
+    if "matmul precision" in then:
+        legacy = _LEGACY_MATMUL.get(str(then.pop("matmul precision")), ("?", "?"))
+        then = {_CUDA_MATMUL: legacy[0], _MKLDNN_MATMUL: legacy[1], **then}
+    visible = then.pop(DEVICES, None)
+    if DEVICE not in then and "machine" in then and isinstance(now.get(DEVICE), str):
+        # The names of all visible GPUs, whether the training used them or not.
+        names = ["cpu", *map(str, visible)] if isinstance(visible, list) else ["cpu"]
+        is_one = now[DEVICE].partition(",")[0] in names
+        then[DEVICE] = now[DEVICE] if is_one else " or ".join(dict.fromkeys(names))
+    return then
