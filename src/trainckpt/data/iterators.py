@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import _utils
+from torch.utils.data import IterableDataset, _utils
 from torch.utils.data import dataloader as torch_loader
 
 from trainckpt.data.shield import adopt, kill_workers, shielded
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.utils.data import DataLoader
+
+    from trainckpt.data.carried import Changing, Seen, Watch
 
 _Base = torch_loader._BaseDataLoaderIter
 _Single = torch_loader._SingleProcessDataLoaderIter
@@ -63,28 +65,41 @@ class Progress:
     Attributes:
         position: Index batches consumed, those whose loading raised included.
         samples: Dataset indices in the batches returned.
-        workers: Worker -> its generators as of its last consumed batch.
+        workers: Worker -> its generators as of its last consumed batch, and what its data carries.
+        changing: Attributes of the data that change from batch to batch and are not kept.
     """
 
     position: int = 0
     samples: int = 0
-    workers: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    changing: Changing | None = None
 
     def note(self, batch: Tapped) -> None:
         """Keep what a consumed batch says about its worker's generators."""
         news = batch.changed()
         if news:
             self.workers[batch.worker] = {**self.workers.get(batch.worker, {}), **news}
+        self.note_changes(batch.worker, batch.changes())
+
+    def note_changes(self, worker: int, seen: Seen | None) -> None:
+        """Take which attributes of the data were seen to change."""
+        if self.changing is not None and seen is not None:
+            self.changing.note(worker, seen)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an iterator starts: at the beginning, or `skip` batches in with what was saved."""
+    """How an iterator starts: at the beginning, or `skip` batches in with what was saved.
+
+    Attributes:
+        watch: Looks at the data of an iterator without workers.
+    """
 
     skip: int = 0
-    workers: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
     base_seed: int | None = None
     rewind: Callable[[], None] | None = None
+    watch: Watch | None = None
 
 
 def self_test() -> None:
@@ -104,7 +119,7 @@ def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> An
     if loader.num_workers == 0:
         return InProcessIterator(loader, progress, plan)
     context = loader.multiprocessing_context or torch.multiprocessing
-    tap = Tap(loader.collate_fn)
+    tap = Tap(loader.collate_fn, carries=not isinstance(loader.dataset, IterableDataset))
     loader.worker_init_fn = WorkerStart(loader.worker_init_fn, plan.workers, tap)
     loader.collate_fn = tap
     with shielded(context.get_start_method()):
@@ -137,6 +152,7 @@ class InProcessIterator(_Single):
         super().__init__(loader)
         self.progress = progress
         self._last_size = 0
+        self._watch = plan.watch
         try:
             for _ in range(plan.skip):
                 next(self._sampler_iter)
@@ -152,6 +168,8 @@ class InProcessIterator(_Single):
     def _next_data(self) -> Any:
         data = super()._next_data()  # type: ignore[no-untyped-call]
         self.progress.samples += self._last_size
+        if self._watch is not None:
+            self.progress.note_changes(0, self._watch.look())
         return data
 
 

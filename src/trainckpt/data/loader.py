@@ -238,6 +238,14 @@ class TrackedLoader:
         """Return what makes a saved state not exactly loadable here, one sentence each."""
         return compare.differences(self.name, state, self._source.kind, self._current_facts())
 
+    def not_kept(self, state: dict[str, Any]) -> list[str]:
+        """Return what a saved state lacks to be exact, one sentence each."""
+        paths = state.get("under", state).get("changing", [])
+        said = (
+            f"{self.name}: {', '.join(paths)[:200]} changed from batch to batch, and was not kept"
+        )
+        return [said] if paths else []
+
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""
         found = self._source.problems()

@@ -88,23 +88,27 @@ def unpack(packed: bytes) -> dict[str, bytes]:
 
 def namespaces(root: Any) -> list[dict[str, Any]]:
     """Return the live `__dict__` of an object and of each that it holds, as deep as `capture`."""
-    found = []
-    for _, value in _walk({"": root}):
-        try:
-            found.append(object.__getattribute__(value, "__dict__"))
-        except (AttributeError, TypeError):
-            continue
-    return found
+    found = (names_of(value) for _, value in walk({"": root}))
+    return [names for names in found if names is not None]
+
+
+def names_of(value: Any) -> dict[str, Any] | None:
+    """Return an object's live `__dict__`; runs no code of its class."""
+    try:
+        names: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return names
 
 
 def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     kinds, shared = _kinds(), _global_ones()
-    for path, value in _walk(roots):
+    for path, value in walk(roots):
         if _is(value, kinds) and not any(value is one for one in shared):
             yield path, value
 
 
-def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What is reachable, the nearest first, each once."""
     kinds = _kinds()
     seen: dict[int, Any] = {}  # the values too: an address is not given to another meanwhile

@@ -23,6 +23,13 @@ def has_state(thing: Any) -> bool:
     return all(callable(getattr(thing, method, None)) for method in _METHODS)
 
 
+def asks_nothing(thing: Any) -> bool:
+    """Tell whether it does, and needs no arguments for it."""
+    return has_state(thing) and not any(
+        _required(getattr(thing, method))[given:] for method, given in _METHODS.items()
+    )
+
+
 def refuse_arguments(thing: Any, name: str) -> None:
     """Raise ConfigurationError if its state cannot be asked for, or loaded, without arguments."""
     for method, given in _METHODS.items():

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import own_random, sampler, streams
+from trainckpt.data import carried, own_random, sampler, streams
+from trainckpt.data.carried import Changing, Watch
 from trainckpt.data.dealing import Deal, Dealer, dealer_of
 from trainckpt.data.iterators import (
     Plan,
@@ -98,7 +99,8 @@ class LoaderSource:
 
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         self.kind = "iterable" if isinstance(loader.dataset, IterableDataset) else "map"
-        self.progress = Progress()
+        self._changing = Changing(name)
+        self.progress = self._progress()
         self._loader = loader
         self._name = name
         self._persistent = bool(loader.persistent_workers and loader.num_workers > 0)
@@ -108,6 +110,7 @@ class LoaderSource:
         self._before: dict[str, Any] | None = None
         self._rng_before: dict[str, Any] | None = None
         self._data_before: dict[str, bytes] = {}  # what the workers' own generators begin with
+        self._carried_before: dict[str, Any] = {}
         self._base_seed: int | None = None
         self._reused = False
         self._made = False  # an iterator, ever
@@ -132,9 +135,10 @@ class LoaderSource:
         self._rng_before = main_rng()
         self._before = self._captured()
         self._data_before = self._data_generators()
+        self._carried_before = carried.capture(self._data)
         self._reused = self._live is not None or self._carried
         self._ids, self.deal = None, self._first_deal()
-        self.progress = Progress(workers=self.progress.workers if self._reused else {})
+        self.progress = self._progress(workers=self.progress.workers if self._reused else {})
         if self._live is not None:
             self._live.progress = self.progress
             self._live._index_sampler = self._loader._index_sampler  # not what was dealt elsewhere
@@ -151,7 +155,9 @@ class LoaderSource:
         if replay:
             self.progress.workers = {}  # the workers go through it all again
         self._data_before = saved.get("data before", {})
+        self._carried_before = saved.get("carried before", {})
         self._put_data_generators(self._data_before)
+        carried.restore(self._data, self._carried_before)
         self._rewind()
         if self.kind == "map":
             iterator = self._make(skip=saved["position"])
@@ -169,6 +175,7 @@ class LoaderSource:
             self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         sampler.restore(self._loader, saved["now"])
         self._put_data_generators(saved.get("data now", {}))
+        carried.restore(self._data, saved.get("carried now", {}))
         return iterator
 
     def resume_elsewhere(self, window: dict[str, Any]) -> Iterator[Any]:
@@ -177,7 +184,7 @@ class LoaderSource:
         self._ids = self.the_dealer.ids(self.deal)
         then = self._captured()
         self._rng_before, self._before, self._reused = main_rng(), then, False
-        self.progress = Progress(samples=window["samples"] if window["in_pass"] else 0)
+        self.progress = self._progress(samples=window["samples"] if window["in_pass"] else 0)
         iterator: Iterator[Any] = self._make(skip=position)
         if self.the_dealer.draws:
             sampler.restore(self._loader, then)  # drawing a seed for workers shifts no later epoch
@@ -189,7 +196,7 @@ class LoaderSource:
         if self._live is not None:
             self._live.drain()
         self._end(exhausted=False)
-        self.progress = Progress(workers=self.progress.workers)
+        self.progress = self._progress(workers=self.progress.workers)
 
     def finish(self) -> None:
         """A pass has run out."""
@@ -212,6 +219,9 @@ class LoaderSource:
             "now": self._captured(stateful=not in_pass),
             "data before": self._data_before if in_pass else {},
             "data now": self._data_generators(),
+            "carried before": self._carried_before if in_pass else {},
+            "carried now": carried.capture(self._data),
+            "changing": self._changing.paths,
             "base_seed": self._base_seed if in_pass or has_workers else None,
             "reused": self._reused if in_pass else has_workers,
             "workers": dict(self.progress.workers),
@@ -226,19 +236,23 @@ class LoaderSource:
     def load(self, saved: dict[str, Any]) -> None:
         """Take a saved state; between passes the samplers are put back at once."""
         self.shutdown()
-        self.progress = Progress(saved["position"], saved["samples"], dict(saved["workers"]))
+        self.progress = self._progress(
+            saved["position"], saved["samples"], workers=saved["workers"]
+        )
         self._base_seed = saved["base_seed"]
         self._carried = saved["reused"] and self._persistent
         self._take_deal(saved)
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
             self._put_data_generators(saved.get("data now", {}))
+            carried.restore(self._data, saved.get("carried now", {}))
             if saved["own"] is not None and self._stream is not None:
                 self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
     def put_back_last(self, saved: dict[str, Any]) -> None:
         """The pass after a state between passes begins: what was drawn since it was loaded is
         undone, as it is with the global generators."""
+        carried.restore(self._data, saved.get("carried now", {}))
         self._put_data_generators(saved.get("data now", {}))
 
     def load_elsewhere(self, window: dict[str, Any]) -> None:
@@ -246,7 +260,7 @@ class LoaderSource:
         self.shutdown()
         deal, position = self.the_dealer.deal_again(window)
         self.deal = deal if window["in_pass"] else None
-        self.progress = Progress(position, window["samples"])
+        self.progress = self._progress(position, window["samples"])
         self._base_seed, self._carried = None, False
         self.the_dealer.restore(window["order"])
 
@@ -297,6 +311,9 @@ class LoaderSource:
                 kill_workers(iterator)
         self._live = None
 
+    def _progress(self, position: int = 0, samples: int = 0, workers: Any = ()) -> Progress:
+        return Progress(position, samples, dict(workers), self._changing)
+
     def _first_deal(self) -> Deal | None:
         if isinstance(self.dealer, str) or self._before is None:
             return None
@@ -315,6 +332,7 @@ class LoaderSource:
             workers=self.progress.workers,
             base_seed=self._base_seed if skip or self._reused else None,
             rewind=self._rewind if self._reused else None,
+            watch=None if self._replays() else Watch(self._data),
         )
         loader = copy.copy(self._loader)
         if self._ids is not None:

@@ -22,11 +22,13 @@ def own_objects(crew: Crew) -> list[str]:
 
 
 def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
-    """What an optimizer or an integration's object, given its saved state, says is not exact."""
+    """What an optimizer, a loader or an integration's object says its saved state lacks."""
     found: list[str] = []
     if beginning.saved is not None:
         for optimizer in crew.registry.optimizers:
             found += optimizer.lost(beginning.saved)
+        for loader in crew.registry.loaders:
+            found += loader.not_kept(beginning.saved)
     for generic in crew.registry.generics:
         say = getattr(type(generic.target), "__trainckpt_problems__", None)
         if say is not None and beginning.saved is not None:

@@ -27,6 +27,12 @@ class LoaderState:
             return self.loader.differences(state)
         return self.loader.differences_elsewhere(state, saved.worlds)
 
+    def not_kept(self, saved: Saved) -> list[str]:
+        """What the saved state lacks to be exact, one sentence each."""
+        if self.name not in saved.values:
+            return []
+        return self.loader.not_kept(saved.decode(saved.values[self.name]))
+
     def apply(self, saved: Saved) -> None:
         """Make the loader go on where the saved one was, or at the start of its window."""
         state = saved.decode(saved.values[self.name])
