@@ -85,7 +85,6 @@ def run_environment(data):
         assert end is None or end < MOST_WAIT_S * 2, "an end nobody can wait for"
     launch.evidence_of_restart(found)
     launch.missing_supervisor(found)
-    launch.start_name(found)
     launch.describe([("h", 1)], found)
     command.take_max_restarts([], found)
     own = {k: v for k, v in found.items() if k in ("LOCAL_RANK", "WORLD_SIZE", "TRAINCKPT_STARTED")}

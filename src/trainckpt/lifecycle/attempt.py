@@ -46,6 +46,8 @@ from trainckpt.lifecycle.stopping.departure import Departure
 from trainckpt.lifecycle.stopping.last_save import LastSave
 from trainckpt.lifecycle.stopping.rest import Rest
 from trainckpt.lifecycle.stopping.survival import set_up as survive
+from trainckpt.ranks.channel import connect
+from trainckpt.ranks.start_name import agree_on_name
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.snapshot.opened import Opener
 from trainckpt.state.capture import capture
@@ -92,7 +94,6 @@ class Crew:
     options: Options
     tier: Place
     world: World
-    channel: Channel
     registry: Registry
     position: Position
     pace: Pace
@@ -108,6 +109,11 @@ class Crew:
     hooks: Hooks
     slower: Slower
     data_world: DataWorld | None = None
+
+    @cached_property
+    def channel(self) -> Channel:
+        """Between the ranks, with keys of this start alone. The first use waits for all ranks."""
+        return connect(self.world, agree_on_name(self.world))
 
     @cached_property
     def opener(self) -> Opener:
@@ -300,7 +306,7 @@ def _begin(crew: Crew, mode: str) -> Beginning:
     def claimed(attempt: int) -> None:
         crew.last_words.listen(attempt)
         crew.teller.tell(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
-        crew.watch.start(attempt, is_first=crew.world.rank == 0)
+        crew.watch.start(attempt, crew.channel, is_first=crew.world.rank == 0)
 
     recipients: tuple[str, ...] = ()
     try:

@@ -18,7 +18,6 @@ Everything public is called on the training thread, by all ranks alike; `save` a
 
 from __future__ import annotations
 
-import itertools
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,6 @@ from trainckpt.lifecycle.reading import recorder
 from trainckpt.lifecycle.reasons import seen_since
 from trainckpt.lifecycle.resuming.arrival import Arrival
 from trainckpt.lifecycle.resuming.last_words import LastWords
-from trainckpt.lifecycle.run import launch
 from trainckpt.lifecycle.run.data_world import take_data_world
 from trainckpt.lifecycle.run.hooks import Hooked, Hooks
 from trainckpt.lifecycle.run.log import logger, prepare
@@ -53,7 +51,6 @@ from trainckpt.lifecycle.saving.requests import Requests
 from trainckpt.lifecycle.stopping.watch import Watch
 from trainckpt.preemption.notice import Notice
 from trainckpt.ranks.agreement import Agreement
-from trainckpt.ranks.channel import connect
 from trainckpt.ranks.world import current_world
 from trainckpt.state.registry import Registry
 
@@ -62,8 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.cursor import Cursor
-
-_made = itertools.count(1)  # names the keys of each Checkpointer of a process
 
 
 class Checkpointer(Known, Hooked):
@@ -118,17 +113,14 @@ class Checkpointer(Known, Hooked):
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        channel = connect(self._world, f"{launch.start_name()}/{next(_made)}")
         self._agreement = Agreement()
-        self._watch = Watch(
-            self._agreement, channel, self._tier, self._outlook, self.options, self._teller
-        )
+        self._watch = Watch(self._agreement, self._tier, self._outlook, self.options, self._teller)
         self._teller.tell(
             rank=self._world.rank, host=self._world.host, run=self._tier.url,
             grace_s=self._watch.grace_s,
         )  # fmt: skip
         self._crew = Crew(
-            self.options, self._tier, self._world, channel, self._registry, self._position,
+            self.options, self._tier, self._world, self._registry, self._position,
             self._pace, self._outlook, self._arrival, self._watch, self._teller, self._requests,
             self._loaders, self._problems, LastWords(self._tier, self._world.rank), self._files,
             self._hooks, slower, data_world,

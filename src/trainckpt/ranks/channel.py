@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 DAY_S = 86400.0
 _ARRIVED, _ALL_HERE, _FOLDED = "arrived", "all here", "folded"
+WAITED = "see in their logs where the other ranks are: one of them hangs, or has ended"
 Store = Any  # torch.distributed.Store, which torch does not export to type checkers
 
 
@@ -84,7 +85,10 @@ class Channel(Protocol):
             NoAgreement: it was not there after `timeout_s`.
         """
         if not self.wait(key, timeout_s):
-            raise NoAgreement(f"rank {self.world.rank} waited {timeout_s:g} s for {key!r} in vain")
+            raise NoAgreement(
+                f"rank {self.world.rank} waited {timeout_s:g} s for {key!r}: no rank brought it",
+                hint=WAITED,
+            )
         return self.peek(key)
 
     def gather(self, key: str, value: Any, timeout_s: float) -> list[Any]:
@@ -138,7 +142,8 @@ class Channel(Protocol):
             here = self.peek_all([f"{key}/{rank}" for rank in range(self.world.size)])
             missing = ", ".join(str(rank) for rank, value in enumerate(here) if value is None)
             raise NoAgreement(
-                f"within {timeout_s:g} s nothing came for {key!r} from rank {missing}"
+                f"rank {self.world.rank} waited {timeout_s:g} s for {key!r} from rank {missing}",
+                hint=WAITED,
             )
 
 

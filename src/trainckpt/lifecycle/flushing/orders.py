@@ -80,7 +80,10 @@ class Orders:
 
     def wait(self) -> dict[str, Any] | None:
         """Any other rank: the next order; None: it is over."""
-        order: dict[str, Any] = self._channel.get(f"{self._number + 1}/order", DAY_S)
+        key = f"{self._number + 1}/order"
+        while not self._channel.wait(key, DAY_S):
+            pass  # idle, and no gather: a run may copy less often than once a day
+        order: dict[str, Any] = self._channel.peek(key)
         if "over" in order:
             return None
         self._number += 1

@@ -125,11 +125,13 @@ def begin(
     """
     begun_s = time.monotonic()
     me = [channel.world.host, os.getpid(), own_view()]
-    everyone = channel.gather("who", me, RANKS_TIMEOUT_S)
+    everyone = channel.gather("hosts and processes", me, RANKS_TIMEOUT_S)
     _compare_lengths(channel, registry)
     seats = [Seat(host, view) for host, _, view in everyone]
     reach = reach or Reach(tier)
-    places = channel.gather("places", own_places(tier, reach.slower.tiers), RANKS_TIMEOUT_S)
+    places = channel.gather(
+        "the run's places", own_places(tier, reach.slower.tiers), RANKS_TIMEOUT_S
+    )
     must_be_the_same([f"{seat.host} {seat.view}" for seat in seats], places)
     by_name = bool(os.environ.get(AT_VARIABLE))
     run, can = attach(tier, channel, seats, mode, by_name=by_name, reach=reach)

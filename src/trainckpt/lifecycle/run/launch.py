@@ -200,12 +200,6 @@ def evidence_of_restart(environment: Mapping[str, str] | None = None) -> str:
     return ""
 
 
-def start_name(environment: Mapping[str, str] | None = None) -> str:
-    """Names this start of the processes among all that may share torchrun's store."""
-    environment = os.environ if environment is None else environment
-    return "/".join(environment.get(f"TORCHELASTIC_{n}", "") for n in ("RUN_ID", "RESTART_COUNT"))
-
-
 def recorded_command(facts: Mapping[str, Any]) -> tuple[list[str], str, int]:
     """The recorded command, kind of launch and number of processes, checked.
 

@@ -41,6 +41,7 @@ from trainckpt.lifecycle.saving.stale import Stale
 from trainckpt.lifecycle.saving.writer import RANKS_TIMEOUT_S, Facts, Writer
 from trainckpt.preemption.alarms import raised_by_handler
 from trainckpt.ranks import talking
+from trainckpt.ranks.world import collective_timeout_s
 from trainckpt.state import stage
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
@@ -311,7 +312,9 @@ class Saver:
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
             cause = error
         key = save_keys.groups(self._sequence)
-        agreed = self._channel.fold(key, answer, verdict, RANKS_TIMEOUT_S)
+        # Ranks stand at one boundary, so a collective of training would wait no longer either.
+        limit_s = min(RANKS_TIMEOUT_S, collective_timeout_s())
+        agreed = self._channel.fold(key, answer, verdict, limit_s)
         if agreed["error"]:
             raise SaveFailed(agreed["error"]) from cause
         if agreed["behind"]:

@@ -64,13 +64,17 @@ class Watch:
     watcher: Watcher
 
     def __init__(
-        self, agreement: Agreement, channel: Channel, tier: Place, outlook: Outlook,
-        options: Options, teller: Teller,
-    ) -> None:  # fmt: skip
+        self,
+        agreement: Agreement,
+        tier: Place,
+        outlook: Outlook,
+        options: Options,
+        teller: Teller,
+    ) -> None:
         check_notices(options.notices)
         self.deadline = Deadline(lambda: self._fail("the deadline has come"))
         self.on_failed: Callable[[str], object] = end_with_71
-        self._agreement, self._channel, self._tier = agreement, channel, tier
+        self._agreement, self._tier = agreement, tier
         self._outlook = outlook
         self.grace_s = options.grace or granted_s()
         self._options = options
@@ -92,10 +96,10 @@ class Watch:
         self._nvml_opens = 0
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
-    def start(self, attempt: int, *, is_first: bool) -> None:
+    def start(self, attempt: int, channel: Channel, *, is_first: bool) -> None:
         """Begin to act on notices. Main thread, all ranks; `is_first` on rank 0."""
         say = logger.warning if is_first else _nothing
-        world = self._channel.world
+        world = channel.world
         notices = place.notice_source(
             self._tier, attempt, say, is_first_of_host=world.local_rank == 0
         )
@@ -111,7 +115,7 @@ class Watch:
             weakref.finalize(self, self._heartbeat.stop)
         self.watcher = Watcher(
             self._agreement,
-            self._channel,
+            channel,
             sources,
             mode=self._outlook.mode,
             on_stop=self._stop_agreed,

@@ -109,7 +109,7 @@ class SmallStates:
             old = self._number - 2  # nobody waits for that: all have counted a later one
             self._channel.forget([f"{old}/here", f"{old}/all"] if old > 0 else [])
         else:
-            self._channel.wait(key, DAY_S)
+            self._channel.get(key, DAY_S)
         moment.safe.set()
 
     def _join(self) -> None:
