@@ -6,21 +6,47 @@ and the snapshot that is gone on from knows nothing of it.
 
 from __future__ import annotations
 
+import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from tests.integrations.test_lightning import weights_in
 from tests.integrations.toy_lightning import StopAt, Toy, fit
 from trainckpt.integrations import lightning_files
+from trainckpt.integrations.lightning_hooks import HookState
+from trainckpt.lifecycle.places.place import PROVE_VARIABLE, WORK
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 HOW = {"enable_checkpointing": True, "val_check_interval": 5}
 # An epoch has 10 micro-batches and 3 steps: saved after the 8th, lost with the first epoch's end.
 SAVED = {"a snapshot": {"every": "2 steps"}, "no snapshot": {"every": "1000 steps"}}
+
+
+def test_the_score_that_lightning_does_not_load_is_kept():
+    """It is in ModelCheckpoint's state_dict, and its load_state_dict leaves it out."""
+    one, other = ModelCheckpoint(monitor="loss"), ModelCheckpoint(monitor="loss")
+    one.current_score = torch.tensor(0.5)
+    trainer = {"datamodule": None, "lightning_module": nn.Module(), "current_epoch": 0}
+    saved, loaded = (
+        HookState(SimpleNamespace(**trainer, global_step=0, callbacks=[callback]), None, {})
+        for callback in (one, other)
+    )
+    loaded.load_state_dict(saved.state_dict())
+    assert other.current_score == torch.tensor(0.5)
+
+
+def test_in_a_proof_the_files_lie_in_the_run_s_own_folder(tmp_path, monkeypatch):
+    """Else the next run of the proof finds `last.ckpt`, and writes `last-v1.ckpt`."""
+    callback = ModelCheckpoint(dirpath="/scratch/checkpoints")
+    monkeypatch.setenv(PROVE_VARIABLE, json.dumps({WORK: str(tmp_path)}))
+    lightning_files.redirect_in_proof(SimpleNamespace(callbacks=[callback]))
+    assert callback.dirpath == f"{tmp_path}/scratch/checkpoints"
 
 
 @pytest.fixture(autouse=True, scope="module")

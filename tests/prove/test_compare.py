@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from trainckpt.prove.compare import (
     BATCH,
     Difference,
     boundaries,
     first_difference,
+    num_lost,
     read_records,
+    unrepeated,
     unseeded,
 )
 
@@ -78,8 +82,16 @@ def test_another_batch_is_blamed_on_what_the_next_boundary_shows():
     wrong = {"loader.workers.1.numpy": digest("a"), "gradients/w": "float32[1] " + digest("b")}
     found = compare({0: record(batch(2, "other"), state(3, **wrong)), 1: record()})
     assert found is not None
-    assert found.parts == ("NumPy RNG of worker 1 (new)", BATCH)
+    assert found.parts == (BATCH, "NumPy RNG of worker 1 (new)")
+    assert str(found).endswith(f"on rank 0: {BATCH}; then NumPy RNG of worker 1 (new)")
     assert (found.at, found.step, found.micro) == (2, 0, 2)
+
+
+def test_the_generator_that_follows_from_another_batch_is_not_blamed():
+    """Other samples draw otherwise, and with them the main generator goes another way."""
+    found = compare({0: record(batch(2, "other"), state(3, rng__torch="other")), 1: record()})
+    assert found is not None
+    assert found.parts == (BATCH,)
 
 
 def test_another_batch_without_a_cause_in_the_loader_is_said_to_be_that():
@@ -125,7 +137,22 @@ def test_a_micro_batch_that_no_attempt_trained():
     """The attempts together must be the whole run."""
     found = compare({0: record(end=4), 1: record(end=4)}, {0: record(start=6), 1: record(start=6)})
     assert found is not None
-    assert (found.at, found.parts) == (4, ("a micro-batch that no attempt trained",))
+    lost = "a micro-batch that no attempt trained: its samples are lost"
+    assert (found.at, found.parts) == (4, (lost,))
+    assert num_lost(STRAIGHT, [{0: record(end=4), 1: record(end=4)}]) == 2
+    assert num_lost(STRAIGHT, [{0: record(end=3), 1: record()}, {0: record(start=3)}]) == 0
+
+
+def test_a_pass_that_ends_early_is_named_as_lost_samples():
+    """The next one begins where the straight run still was in this one."""
+    straight = record(state(4, in_pass=False))  # two passes: of 4 and 2 micro-batches
+    early = {**record(end=2), **dict([state(2, in_pass=False), batch(2, "first of the next")])}
+    found = first_difference({0: straight}, [{0: early}])
+    assert found is not None
+    assert found.at == 2
+    assert found.parts == (
+        "the pass over the data ends 2 micro-batches early: their samples are lost",
+    )
 
 
 def test_a_place_that_the_straight_run_never_came_to():
@@ -153,7 +180,7 @@ def test_evaluations_after_equally_many_micro_batches_are_told_apart():
     assert first_difference(straight, [{0: record(first, second)}]) is None
     found = first_difference(straight, [{0: record(first)}])
     assert found is not None
-    assert found.parts == ("a micro-batch that no attempt trained",)
+    assert found.parts == ("a micro-batch that no attempt trained: its samples are lost",)
     assert len(boundaries(straight)) == LAST + 1  # nothing is stopped at an evaluation
 
 
@@ -175,6 +202,45 @@ def test_leaving_out_the_main_generator_does_not_leave_out_the_workers():
     found = compare({0: record(wrong), 1: record()}, leave_out=frozenset({"rng.python"}))
     assert found is not None
     assert found.parts == ("Python RNG of worker 0 (new)",)
+
+
+SECONDS, PATH = "callback.log.0.seconds", "callback.best.last-v2.ckpt"
+
+
+def test_values_that_two_straight_runs_do_not_repeat_are_not_compared():
+    """A time in one entry of a list stands for the times in all: few digits may be alike."""
+    straight = {0: record(state(3, **{SECONDS: "0.1", PATH: "1"}))}
+    again = {0: record(state(3, **{SECONDS: "0.2"}))}
+    left_out = unrepeated(straight, again)
+    assert left_out == {"callback.log.*.seconds", "callback.best.last.ckpt"}
+    assert first_difference(straight, [again], left_out) is None
+    later = {"callback.log.7.seconds": "0.3", "callback.log.7.loss": "9"}
+    found = first_difference(straight, [{0: record(state(3, **later))}], left_out)
+    assert found is not None
+    assert found.parts == ("callback: log.7.loss (new)",)
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["rng/torch", "parameter/model/w", "optimizer.groups.0.options.lr", "loader.batches",
+     "averaged.w", "Adam, which is not tracked"],
+)  # fmt: skip
+def test_what_decides_what_is_trained_is_never_left_out(part):
+    """If that differs between two straight runs, the script is not deterministic."""
+    tensor = "float32[4] " if part == "averaged.w" else ""
+    straight = {0: record(state(3, **{part: tensor + digest("a")}))}
+    again = {0: record(state(3, **{part: tensor + digest("b")}))}
+    assert unrepeated(straight, again) == frozenset()
+
+
+def test_times_and_rates_in_the_log_of_the_trainer_are_not_compared():
+    log = "trainer.state.log_history.0."
+    times = {f"{log}eval_runtime": "0.1", f"{log}eval_samples_per_second": "9"}
+    assert first_difference({0: record()}, [{0: record(state(3, **times))}]) is None
+    wrong = state(3, **times, **{f"{log}eval_loss": "9"})
+    found = first_difference({0: record()}, [{0: record(wrong)}])
+    assert found is not None
+    assert found.parts == ("trainer: state.log_history.0.eval_loss (new)",)
 
 
 def test_records_are_read_back_but_for_a_line_cut_short(tmp_path):

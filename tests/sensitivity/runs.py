@@ -121,7 +121,7 @@ def wait(server: launch.Server, pids: Sequence[int]) -> Sequence[int]:
 def warm(server: launch.Server) -> Callable[..., Ended]:
     """In place of `supervise`: the one process of a proof without torchrun, forked."""
 
-    def run(command: Sequence[str], *, environment: dict, output: Any, watch: Any) -> Ended:
+    def run(command: Sequence[str], *, environment: dict, output: Any, **_: Any) -> Ended:
         script, argv = command[1], list(command[2:])
         answer = server.ask(script=script, argv=argv, log=output.name, ranks=[environment])
         (code,) = wait(server, answer["pids"])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
 from trainckpt.integrations import lightning_launch
-from trainckpt.integrations.lightning_files import CheckpointFiles
+from trainckpt.integrations.lightning_files import CheckpointFiles, redirect_in_proof
 from trainckpt.integrations.lightning_hooks import HookState, modules_of
 from trainckpt.integrations.lightning_needs import (
     check_lightning,
@@ -164,6 +164,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
 
     def _around(self, trainer: Any, stage: Callable[[], Any]) -> Any:
         self._used = True
+        redirect_in_proof(trainer)
         with self._undo:
             self._ckpt = ckpt = Checkpointer(self._run, **self._tracked(trainer), **self._options)
             lightning_launch.take_over_requeue(trainer, self._undo)

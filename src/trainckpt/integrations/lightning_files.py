@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
 from trainckpt.integrations.lightning_needs import is_a
+from trainckpt.lifecycle.places.place import in_proof
 from trainckpt.lifecycle.run.launch import AT_VARIABLE
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot import attempts
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 
 FACT, NAMES = "lightning", "checkpoint_files"
 MOST = 200  # names in a record, the newest; it is written anew with each of them
+
+
+def redirect_in_proof(trainer: Any) -> None:
+    """Let each run of a proof have its own folders, or names of files would differ between them."""
+    for callback in trainer.callbacks:
+        if is_a(callback, "ModelCheckpoint") and callback.dirpath:
+            callback.dirpath = in_proof(str(callback.dirpath))
 
 
 class CheckpointFiles:

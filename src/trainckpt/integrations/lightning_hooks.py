@@ -22,6 +22,7 @@ _FORGOTTEN = {
         "_last_global_step_saved",
         "_last_checkpoint_saved",
         "_defer_save_until_validation",
+        "current_score",  # its state_dict has it, its load_state_dict leaves it
     ),
     "WeightAveraging": ("_latest_update_step", "_latest_update_epoch"),
 }

@@ -19,6 +19,7 @@ from trainckpt.integrations.transformers_needs import look, refuse_trainer, trai
 from trainckpt.integrations.transformers_state import TrainerPart
 from trainckpt.integrations.transformers_window import TrainedLoader, WindowReader
 from trainckpt.lifecycle.checkpointer import Checkpointer
+from trainckpt.lifecycle.places.place import in_proof
 
 if TYPE_CHECKING:
     import os
@@ -91,6 +92,7 @@ class TrainckptCallback(TrainerCallback):
             del told[place]
 
     def _begin(self, trainer: Any, later: list[Any]) -> None:
+        trainer.args.output_dir = in_proof(trainer.args.output_dir)
         shard = trainer.callback_handler.train_dataloader
         refuse_loader(shard, "the training loader")
         part = TrainerPart(trainer, later)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.digest import NUM_HEX
-from trainckpt.prove.naming import LOADER, RNG, blame, blame_order, say
+from trainckpt.prove.naming import LOADER, OBJECT, RNG, blame, blame_order, family, is_clock, say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,10 +46,11 @@ class Difference:
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
-        more = len(self.parts) - 1
+        shown = 2 if self.parts[0] == BATCH else 1  # and what the next boundary shows of the loader
+        more = len(self.parts[shown:])
         others = f" (and {more} other part{'s' if more > 1 else ''})" if more else ""
         place = f"step {self.step} micro-batch {self.micro} on rank {self.rank}"
-        return f"differs first at {place}: {self.parts[0]}{others}"
+        return f"differs first at {place}: {'; then '.join(self.parts[:shown])}{others}"
 
 
 def read_records(folder: Path) -> dict[int, Record]:
@@ -83,13 +84,49 @@ def unseeded(straight: Mapping[int, Record], first: Mapping[int, Record]) -> fro
     return frozenset(part for part in found if blame(part) == RNG)
 
 
+def unrepeated(straight: Mapping[int, Record], again: Mapping[int, Record]) -> frozenset[str]:
+    """Return the families of values that differ between two uninterrupted runs.
+
+    Such as times, rates and paths in a log that a tracked object keeps. Only values of tracked
+    objects: tensors, random generators, batches, loaders, models and optimizers decide what is
+    trained, and a run that does not repeat those is not deterministic.
+    """
+    found: set[str] = set()
+    for rank, record in again.items():
+        for key, entry in record.items():
+            other = straight.get(rank, {}).get(key)
+            if other is None or "parts" not in entry:
+                continue
+            mine, theirs = entry["parts"], other["parts"]
+            for name in _differing(mine, theirs, ()):
+                texts = [parts[name] for parts in (mine, theirs) if name in parts]
+                if blame(name) == OBJECT and not any(map(_TENSOR.fullmatch, texts)):
+                    found.add(family(name))
+    return frozenset(found)
+
+
+def num_lost(straight: Mapping[int, Record], attempts: Sequence[Mapping[int, Record]]) -> int:
+    """Return how many micro-batches of the straight run no attempt came to, on the worst rank."""
+    lost = [0]
+    for rank, record in straight.items():
+        reached = {key[0] for attempt in attempts for key in attempt.get(rank, {})}
+        lost.append(len({key[0] for key in record} - reached))
+    return max(lost)
+
+
 def first_difference(
     straight: Mapping[int, Record],
     attempts: Sequence[Mapping[int, Record]],
     leave_out: frozenset[str] = frozenset(),
 ) -> Difference | None:
-    """The earliest place where any attempt differs from the straight run, or None."""
+    """The earliest place where any attempt differs from the straight run, or None.
+
+    Args:
+        straight, attempts: The records.
+        leave_out: Names of random generators, or families of values, that are not compared.
+    """
     said = {say(part) + when for part in leave_out for when in ("", " before the epoch's iterator")}
+    said |= leave_out
     found = [
         difference
         for attempt in attempts
@@ -114,12 +151,15 @@ def _differences(
         if other is None:
             yield _at(rank, key, entry, straight, ("a micro-batch the straight run does not have",))
             return
+        if short := _short_pass(key, straight, record):
+            yield _at(rank, key, other, straight, (short,))
+            return
         if "batch" not in entry:
             parts = _parts(entry, other, ignored)
         elif entry["batch"] == other["batch"]:
             parts = ()
         else:
-            parts = (*_why_other_batch(key, straight, record, ignored), BATCH)
+            parts = (BATCH, *_why_other_batch(key, straight, record, ignored))
         if parts:
             yield _at(rank, key, entry, straight, parts)
             return
@@ -129,6 +169,19 @@ def _other_pass(key: Key, straight: Record) -> dict[str, Any] | None:
     """The boundary after equally many micro-batches, where only the loader's pass differs."""
     at, in_pass, evaluation, kind = key
     return straight.get((at, not in_pass, evaluation, kind))
+
+
+def _short_pass(key: Key, straight: Record, record: Record) -> str:
+    """If a pass over the data was over here that went on in the straight run: what it lost."""
+    at, in_pass, evaluation, kind = key
+    if in_pass or evaluation or kind != "state" or key in straight:
+        return ""
+    inside: Key = (at, True, 0, "state")
+    if not (inside in record and inside in straight and (at, True, 0, "batch") in straight):
+        return ""  # or it was not restored: then what of the loader differs is named
+    ends = [k[0] for k in straight if k[0] > at and k[1:] == (False, 0, "state")]
+    until = min(ends, default=max(k[0] for k in straight))
+    return f"the pass over the data ends {until - at} micro-batches early: their samples are lost"
 
 
 def _parts(
@@ -151,7 +204,8 @@ def _differing(
         (
             name
             for name in mine.keys() | theirs.keys()
-            if mine.get(name) != theirs.get(name) and say(name) not in ignored
+            if mine.get(name) != theirs.get(name)
+            and not (is_clock(name) or say(name) in ignored or family(name) in ignored)
         ),
         key=blame_order,
     )
@@ -182,7 +236,7 @@ def _why_other_batch(
             dict.fromkeys(
                 say(name) + _how(mine.get(name), theirs.get(name))
                 for name in names
-                if blame(name) <= LOADER
+                if blame(name) <= LOADER and blame(name) != RNG  # that follows from other samples
             )
         )
     return ()
@@ -195,7 +249,7 @@ def _uncovered(
         seen = set().union(*(attempt.get(rank, {}).keys() for attempt in attempts))
         missing = next((key for key in record if key not in seen), None)
         if missing is not None:
-            what = ("a micro-batch that no attempt trained",)
+            what = ("a micro-batch that no attempt trained: its samples are lost",)
             yield _at(rank, missing, record[missing], record, what)
 
 
@@ -211,4 +265,4 @@ def _at(
 
 
 def _severity(difference: Difference) -> int:
-    return int(difference.parts[-1] == BATCH)
+    return int(difference.parts[0] == BATCH)

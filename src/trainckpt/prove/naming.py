@@ -47,6 +47,11 @@ _SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
         (r"(.*)", "{0}", OBJECT),
     )
 )
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|-v\d+")
+# In the Trainer's log: what its speed_metrics() measures.
+_CLOCK = re.compile(
+    r"trainer\.state\.log_history\.\d+\.\w+_(?:runtime|(?:samples|steps|tokens)_per_second)"
+)
 _PROPER = {"numpy": "NumPy", "python": "Python", "torch": "torch"}
 
 
@@ -63,6 +68,19 @@ def blame(part: str) -> int:
 def blame_order(part: str) -> tuple[int, bool, str]:
     """Sort key: causes before effects, the plain name before "... before the epoch's iterator"."""
     return blame(part), "before" in part, part
+
+
+def family(part: str) -> str:
+    """Return the name that all items of a list share, and all versions of a file.
+
+    `trainer.log.3.seconds` -> "trainer.log.*.seconds", `x.last-v2.ckpt` -> "x.last.ckpt".
+    """
+    return _NUMBER.sub(lambda match: "" if match[0].startswith("-") else "*", part)
+
+
+def is_clock(part: str) -> bool:
+    """Return True for a time or rate that is known to be one, and decides nothing."""
+    return _CLOCK.fullmatch(part) is not None
 
 
 def _match(part: str) -> tuple[int, str]:

@@ -4,11 +4,12 @@
     2  interrupted   the script again in another place. At each chosen micro-batch it is stopped:
                      a real SIGTERM that one rank gets, the last time a real SIGKILL of everything
     3  compare       the interrupted attempts must repeat the straight run bit for bit
-    4  doubt         if they do not: straight once more. Two straight runs that differ mean the
-                     script itself is not deterministic, and that is said instead
+    4  doubt         if they do not: straight once more. Values that two straight runs do not
+                     repeat, such as times in a log, are listed and left out; where the training
+                     itself is not repeated, the script is not deterministic, and that is said
 
-The user's own run is left alone: both runs keep their snapshots in a folder of the proof's, and
-what tracked files held before is put back, however the proof ends.
+Each run works in a folder of its own (workspace.py). The user's own run is left alone: its
+snapshots stay as they are, and what tracked files held before is put back, however the proof ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,24 +27,29 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.lifecycle.deciding import proven_files
-from trainckpt.lifecycle.places.place import PROVE_VARIABLE
+from trainckpt.lifecycle.places.place import PROVE_VARIABLE, WORK
+from trainckpt.lifecycle.reading.recorder import FOLDER
+from trainckpt.lifecycle.reading.written_files import read_written
 from trainckpt.prove import naming
 from trainckpt.prove.compare import (
     Difference,
     boundaries,
     first_difference,
+    num_lost,
     read_records,
+    unrepeated,
     unseeded,
 )
+from trainckpt.prove.workspace import Workspace
 from trainckpt.supervisor.supervise import Ended, kill_session, supervise, torchrun_command
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Say = Callable[[str], None]
 
-SHOWN_LOG_LINES = 15
+SHOWN_LOG_LINES, SHOWN_PATHS = 15, 5
 POLL_S = 0.02
 
 
@@ -76,6 +82,9 @@ class Proof:
         difference: Where it differs first, or None.
         deterministic: False if two straight runs differ, whatever resume does.
         unseeded: Random generators that the script never seeded; not compared.
+        unrepeated: Values that two uninterrupted runs do not repeat; not compared.
+        lost: Micro-batches that the interrupted run, which ended early, never trained.
+        outside: Files and folders outside the proof's own that the script wrote.
         folder: Where logs and records were kept, or "".
     """
 
@@ -86,6 +95,9 @@ class Proof:
     difference: Difference | None = None
     deterministic: bool = True
     unseeded: tuple[str, ...] = ()
+    unrepeated: tuple[str, ...] = ()
+    lost: int = 0
+    outside: tuple[str, ...] = ()
     folder: str = ""
 
     def verdict(self) -> str:
@@ -101,7 +113,11 @@ class Proof:
             seeds = f"; never seeded: {', '.join(self.unseeded)}" if self.unseeded else ""
             two = f"two uninterrupted runs {_lower(self.difference)}"
             return f"not deterministic: {two}{seeds}{kept}"
-        return f"not exact: {self.difference}{kept}"
+        early = (
+            f"; the resumed run ended after {self.micro_batches - self.lost} of "
+            f"{self.micro_batches} micro-batches, so the samples of {self.lost} are lost"
+        )
+        return f"not exact: {self.difference}{early if self.lost else ''}{kept}"
 
     def to_json(self) -> dict[str, Any]:
         """As one JSON object."""
@@ -155,28 +171,47 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
             f"the script passed {len(cursors)} boundaries of a Checkpointer; too few to stop at",
             hint="let it train some micro-batches inside `with trainckpt.Checkpointer(...)`",
         )
+    outside = read_written(folder / "straight" / "attempt1")
+    if outside:
+        more = f" and {len(outside) - SHOWN_PATHS} more" if len(outside) > SHOWN_PATHS else ""
+        shown = ", ".join(outside[:SHOWN_PATHS])
+        say(f"written outside the proof's folder, by each run to the same place: {shown}{more}")
     planned = plan_stops(cursors, stops, len(straight))
     if len(planned) < stops:
         say(f"{last} micro-batches have room for {len(planned)} of {stops} stops")
-    attempts = [runs.interrupt(number, stop) for number, stop in enumerate(planned, start=1)]
-    attempts.append(runs.finish("interrupted", f"attempt{len(planned) + 1}"))
+    attempts = runs.interrupted(planned)
     left_out = unseeded(straight, attempts[0])
     never_seeded = tuple(sorted(map(naming.say, left_out)))
     for part in never_seeded:
         say(f"{part}: never seeded by the script, so left out of the comparison")
-    difference = first_difference(straight, attempts, left_out)
-    deterministic = True
+    difference, deterministic = first_difference(straight, attempts, left_out), True
+    values: frozenset[str] = frozenset()
     if difference is not None:
         say(f"{difference}; running it straight again, to see whether it repeats itself")
-        again = first_difference(straight, [runs.finish("again")], left_out)
-        if again is not None:
-            difference, deterministic = again, False
+        again = runs.finish("again")
+        values = unrepeated(straight, again)
+        if found := first_difference(straight, [again], left_out | values):
+            difference, deterministic = found, False
+        else:
+            difference = first_difference(straight, attempts, left_out | values)
+    unlike = tuple(sorted(map(naming.say, values)))
+    for part in unlike:
+        say(f"{part}: two uninterrupted runs differ in it, so left out of the comparison")
     exact = difference is None
     if exact and not keep:
         _remove(folder)
-    kept = "" if exact and not keep else str(folder)
     return Proof(
-        exact, last, len(straight), tuple(planned), difference, deterministic, never_seeded, kept
+        exact,
+        last,
+        len(straight),
+        tuple(planned[: len(attempts) - 1]),
+        difference,
+        deterministic,
+        unseeded=never_seeded,
+        unrepeated=unlike,
+        lost=0 if exact else num_lost(straight, attempts),
+        outside=tuple(outside),
+        folder="" if exact and not keep else str(folder),
     )
 
 
@@ -190,7 +225,7 @@ def _remove(folder: Path) -> None:
 def _folder(keep: str | None) -> Path:
     if keep is None:
         return Path(tempfile.mkdtemp(prefix="trainckpt-prove-"))
-    folder = Path(keep)
+    folder = Path(keep).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -252,44 +287,75 @@ class _Runs:
         launch: Callable[..., Ended],
     ) -> None:
         self._folder = folder
+        self._workspace = Workspace(folder, Path.cwd())
+        self._cwd: str | None = None  # the user's
         self._say = say
         self._run = launch
         self._command = (
             [sys.executable, *command] if nproc is None else torchrun_command(nproc, [], command)
         )
 
-    def finish(self, run: str, attempt: str = "attempt1") -> Any:
+    def finish(self, run: str) -> Any:
         """Run to the end; returns the records."""
+        with self._working_directory(run):
+            return self._finish(run, "attempt1")
+
+    def interrupted(self, planned: Sequence[Stop]) -> list[Any]:
+        """Run, stop as planned and resume to the end; returns the records of each attempt.
+
+        There are fewer where the run ends before it comes to a stop.
+        """
+        run, records = "interrupted", []
+        with self._working_directory(run):
+            for number, stop in enumerate(planned, start=1):
+                ended, found = self._interrupt(run, f"attempt{number}", stop)
+                records.append(found)
+                if ended.exit_code == 0:
+                    if any(stop.at in {key[0] for key in record} for record in found.values()):
+                        self._complain(run, f"attempt{number}", f"was not stopped by {stop.signal}")
+                    self._say(f"{run}: the run ended before it came to that stop")
+                    return records
+            return [*records, self._finish(run, f"attempt{len(planned) + 1}")]
+
+    @contextmanager
+    def _working_directory(self, run: str) -> Iterator[None]:
+        problem = self._workspace.make()
+        self._cwd = None if problem else str(self._workspace.path)
+        if problem:
+            self._say(f"{run}: works in the current folder, as no copy with links can be made of "
+                      f"it: {problem}")  # fmt: skip
+        try:
+            yield
+        finally:
+            self._workspace.move_to(self._folder / run / "work")
+
+    def _finish(self, run: str, attempt: str) -> Any:
         self._say(f"{run}: running to the end")
         ended, records = self._launch(run, attempt, None)
         if ended.exit_code != 0:
             self._complain(run, attempt, f"ended with {ended.exit_code}")
         return records
 
-    def interrupt(self, number: int, stop: Stop) -> Any:
-        """Run until the stop; returns the records up to there."""
-        attempt = f"attempt{number}"
+    def _interrupt(self, run: str, attempt: str, stop: Stop) -> tuple[Ended, Any]:
         where = f"step {stop.step} micro-batch {stop.micro}"
         whom = "everything" if stop.signal == "SIGKILL" else f"rank {stop.rank}"
-        self._say(f"interrupted: {stop.signal} to {whom} at {where}")
-        ended, records = self._launch("interrupted", attempt, stop)
-        if ended.exit_code == 0:
-            self._complain("interrupted", attempt, f"was not stopped by {stop.signal}")
-        if stop.signal == "SIGTERM" and (
-            ended.record is None
-            or not ended.record.outcome
-            or ended.record.outcome.get("outcome") != "stopped"
-        ):
-            self._complain("interrupted", attempt, f"ended with {ended.exit_code}, not stopped")
-        return records
+        self._say(f"{run}: {stop.signal} to {whom} at {where}")
+        ended, records = self._launch(run, attempt, stop)
+        record = ended.record.outcome if ended.record is not None else None
+        is_stopped = record is not None and record.get("outcome") == "stopped"
+        if stop.signal == "SIGTERM" and ended.exit_code != 0 and not is_stopped:
+            self._complain(run, attempt, f"ended with {ended.exit_code}, not stopped")
+        return ended, records
 
     def _launch(self, run: str, attempt: str, stop: Stop | None) -> tuple[Ended, Any]:
         folder = self._folder / run / attempt
         folder.mkdir(parents=True, exist_ok=True)
         plan: dict[str, Any] = {
-            "dir": str(folder), "place": str(self._folder / run / "run"),
+            "dir": str(folder),
+            "place": str(self._folder / run / "run"),
+            FOLDER: str(self._folder),
             proven_files.FOLDER: str(self._folder / proven_files.FOLDER),
-        }  # fmt: skip
+        }
         if stop is not None:
             plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}
 
@@ -299,12 +365,13 @@ class _Runs:
                     kill_session(process)  # what a SIGKILL leaves of a host: nothing
                 time.sleep(POLL_S)
 
+        variables = {}
+        if self._cwd is not None:
+            plan[WORK], variables["PWD"] = str(self._workspace.root), self._cwd
+        variables[PROVE_VARIABLE] = json.dumps(plan)
         with (folder / "log").open("wb") as log:
             ended = self._run(
-                self._command,
-                environment={PROVE_VARIABLE: json.dumps(plan)},
-                output=log,
-                watch=watch,
+                self._command, environment=variables, cwd=self._cwd, output=log, watch=watch
             )
         return ended, read_records(folder)
 

@@ -53,6 +53,7 @@ def _keeper(run: str | os.PathLike[str] | None) -> Callable[[Path], None] | None
     own = run if run is not None else os.environ.get(place.NAME_VARIABLE)
 
     def keep(path: Path) -> None:
+        path = path.resolve()  # the proof works in a folder of links to the user's files
         note = folder / hashlib.sha256(os.fsencode(path)).hexdigest()
         if note.exists():  # an earlier attempt of this proof has
             return

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainckpt.tiers.places import Place
 
 PROVE_VARIABLE = "TRAINCKPT_PROVE"
+WORK = "work"  # of a proof's plan: each run's own copy of the file system, as far as it has one
 NAME_VARIABLE = "TRAINCKPT_RUN"
 
 
@@ -53,6 +54,19 @@ def open_other_place(run: str | os.PathLike[str]) -> Place:
     if not path:
         raise ConfigurationError("the run's place is empty", hint="name a directory")
     return open_directory(path)
+
+
+def in_proof(path: str) -> str:
+    """Return where a run under proof writes what its script has at `path`: in a copy of its own.
+
+    Outside a proof, and of a URL, `path` itself.
+    """
+    root = json.loads(os.environ.get(PROVE_VARIABLE) or "{}").get(WORK)
+    if root is None or "://" in path:
+        return path
+    absolute = Path(path).absolute()
+    is_inside = Path(root) in absolute.parents
+    return str(absolute if is_inside else Path(root, *absolute.parts[1:]))
 
 
 def seen_from(folder: Path, url: str) -> str:

@@ -19,6 +19,7 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format.digest import digest
 from trainckpt.format.strict import canonical
 from trainckpt.lifecycle.places.place import PROVE_VARIABLE
+from trainckpt.lifecycle.reading.written_files import record_writes
 from trainckpt.state import stage, values
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 HOLD_S = 15.0
+FOLDER = "folder"  # the proof's own, in its plan
 
 
 class Recorder:
@@ -87,7 +89,13 @@ class Recorder:
 def recorder_from_environment(rank: int, registry: Registry) -> Recorder | None:
     """A recorder if `prove` launched this process, else None."""
     text = os.environ.get(PROVE_VARIABLE, "")
-    return Recorder(json.loads(text), rank, registry) if text else None
+    if not text:
+        return None
+    plan = json.loads(text)
+    recorder = Recorder(plan, rank, registry)
+    if FOLDER in plan:
+        record_writes(Path(plan["dir"]), Path(plan[FOLDER]))
+    return recorder
 
 
 def state_digests(registry: Registry) -> dict[str, str]:
