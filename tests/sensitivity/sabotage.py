@@ -43,9 +43,9 @@ def without_main_rng(kind: str) -> None:
     """All generators of the main process but one."""
     original = rng.apply
 
-    def but_one(saved: Any) -> None:
+    def but_one(saved: Any, devices: Any) -> None:
         kept = {key: tree for key, tree in saved.values[rng.PART].items() if key != kind}
-        original(replace(saved, values={**saved.values, rng.PART: kept}))
+        original(replace(saved, values={**saved.values, rng.PART: kept}), devices)
 
     rng.apply = but_one
 
@@ -64,10 +64,10 @@ def rng_first() -> None:
     def on_entering(registry: Any, saved: Any) -> None:
         if not came_back:
             came_back.append(True)
-            original(saved)
+            original(saved, registry.devices())
 
     apply.STEPS = (("RNG", on_entering), *apply.STEPS)
-    rng.apply = lambda saved: None
+    rng.apply = lambda saved, devices: None
 
 
 def moments_as_torch_loads_them() -> None:

@@ -22,9 +22,10 @@ def own_objects(crew: Crew) -> list[str]:
 
 
 def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
-    """What an optimizer, a loader or an integration's object says its saved state lacks."""
+    """What an optimizer, a loader, a generator or an integration says its saved state lacks."""
     found: list[str] = []
     if beginning.saved is not None:
+        found += apply.rng_not_put_back(crew.registry, beginning.saved)
         for optimizer in crew.registry.optimizers:
             found += optimizer.lost(beginning.saved)
         for loader in crew.registry.loaders:

@@ -145,14 +145,19 @@ def settled(registry: Registry) -> None:
         optimizer.settled()
 
 
-def apply_rng(saved: Saved) -> None:
+def apply_rng(registry: Registry, saved: Saved) -> None:
     """Put the random generators back: the last act before the first batch.
 
     A rank that the saved run did not have keeps the generators that the script seeded; so do all
     where others trained the same samples then.
     """
     if saved.is_own:
-        rng.apply(saved)
+        rng.apply(saved, registry.devices())
+
+
+def rng_not_put_back(registry: Registry, saved: Saved) -> list[str]:
+    """Return a sentence for each random generator that `apply_rng` cannot put back."""
+    return rng.not_put_back(saved, registry.devices()) if saved.is_own else []
 
 
 def _bucket_order(registry: Registry, saved: Saved) -> None:

@@ -61,6 +61,6 @@ def capture(registry: Registry) -> Captured:
         if outside is not None:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
-    rng.capture(out)
+    rng.capture(out, registry.devices)
     side.finish(out.tensors.values())  # what was made for it, and devices without parameters
     return out

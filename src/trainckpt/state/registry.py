@@ -198,7 +198,10 @@ class Registry:
 
     def devices(self) -> list[torch.device]:
         """Return the devices that compute with parameters, in the order of the first on each."""
-        return list(dict.fromkeys(map(training_device, self.all_parameters())))
+        found = dict.fromkeys(parameter.device for parameter in self.all_parameters())
+        if any(device.type == "cpu" for device in found):  # some may be offloaded shards
+            found = dict.fromkeys(map(training_device, self.all_parameters()))
+        return list(found)
 
     def names(self) -> Iterator[str]:
         """Names of everything tracked."""

@@ -122,7 +122,7 @@ class Arrival:
         # A loader's own boundary lies inside it: there it has its position already.
         apply.apply(self._registry, saved, again=True, loaders=bool(evaluation))
         self._position.restore(self._at, window=self._window, arrived=True)
-        apply.apply_rng(saved)
+        apply.apply_rng(self._registry, saved)
         self._otherwise = frozen.changed(self._registry, saved)
         self._hidden = apply.hidden_in_ddp(saved)
         self.to_come = False
@@ -156,7 +156,7 @@ class Arrival:
         """
         if self._saved is None:
             return False
-        apply.apply_rng(self._saved)
+        apply.apply_rng(self._registry, self._saved)
         self._end()
         return True
 
