@@ -185,7 +185,7 @@ def test_a_snapshot_of_an_older_release_without_the_optimizer_inside_is_said_to_
     tmp_path, monkeypatch, caplog
 ):
     with monkeypatch.context() as older:
-        older.setattr(Registry, "add_inner_optimizers", lambda self: None)
+        older.setattr(Registry, "add_implied", lambda self: None)
         train(tmp_path, sharp, 5)
     caplog.set_level("INFO", "trainckpt")
     _, ckpt = train(tmp_path, sharp, 8)

@@ -32,11 +32,11 @@ from trainckpt.integrations.lightning_needs import (
     refuse_fetcher,
     refuse_path,
 )
-from trainckpt.integrations.lightning_results import MetricState
 from trainckpt.integrations.lightning_state import LoopState
 from trainckpt.lifecycle.checkpointer import Checkpointer
 from trainckpt.lifecycle.run import log
 from trainckpt.lifecycle.stopping.stopped import Stopped
+from trainckpt.state.kinds.metric import MetricState
 
 if TYPE_CHECKING:
     import os

@@ -105,7 +105,7 @@ class Checkpointer(Known, Hooked):
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             registry.add(name, value)
-        registry.add_inner_optimizers()
+        registry.add_implied()
         self._note(registry.problems())
         for told in (self._position.watch_steps(registry), registry.lacks()):
             if told:

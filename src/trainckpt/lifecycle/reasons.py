@@ -30,12 +30,8 @@ def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
             found += optimizer.lost(beginning.saved)
         for loader in crew.registry.loaders:
             found += loader.not_kept(beginning.saved)
-    for generic in crew.registry.generics:
-        say = getattr(type(generic.target), "__trainckpt_problems__", None)
-        if say is not None and beginning.saved is not None:
-            found += say(
-                generic.target, beginning.saved.decode(beginning.saved.values[generic.name])
-            )
+        for generic in crew.registry.generics:
+            found += generic.lost(beginning.saved)
     return found
 
 

@@ -33,7 +33,9 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     `loaders_to_come` says which are still missing.
     """
     live = {*registry.names(), *(m.name for m in registry.models)}
-    live -= {o.name for o in registry.optimizers if o.implied and o.name not in saved.values}
+    implied = {optimizer.name for optimizer in registry.optimizers if optimizer.implied}
+    implied |= {generic.name for generic in registry.generics if generic.implied}
+    live -= implied - saved.values.keys()
     then = {name for name in saved.values if name not in OWN} - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,6 +16,7 @@ from trainckpt.format.globs import select
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
+from trainckpt.state.kinds.metric import MetricState, is_metric, metrics_in
 from trainckpt.state.kinds.model import ModelState, keeps_own_state
 from trainckpt.state.kinds.optimizer import OptimizerState, inner_optimizers
 from trainckpt.state.kinds.refused import refuse
@@ -67,7 +69,9 @@ class Registry:
         value = unwrap_optimizer(value)
         refuse(value, name)
         self._claim(name, value)
-        if isinstance(value, nn.Module) and not _is_like_a_metric(value):
+        if isinstance(value, nn.Module) and is_metric(value):
+            self.generics.append(GenericState(name, MetricState(lambda: {"": value})))
+        elif isinstance(value, nn.Module) and not _is_like_a_metric(value):
             model = ModelState(name, value)
             ddp.self_test(model.reducing, name)
             fsdp.self_test(value, name)
@@ -88,8 +92,19 @@ class Registry:
                 else "check the keyword's spelling, or give the object both methods",
             )  # fmt: skip
 
-    def add_inner_optimizers(self) -> None:
-        """Track what tracked objects step by and the script did not name, as `<name>.<attribute>`.
+    def add_implied(self) -> None:
+        """Track metrics in models, and optimizers in objects, that the script did not name."""
+        for model in self.models:
+            tracked = [g.target for g in self.generics if isinstance(g.target, MetricState)]
+            metrics = metrics_in(model.module)
+            if any(not any(t.holds(metric) for t in tracked) for metric in metrics):
+                name, state = f"{model.name}.metrics", MetricState(partial(_named, model))
+                self._claim(name, state)
+                self.generics.append(GenericState(name, state, implied=True))
+        self._add_inner_optimizers()
+
+    def _add_inner_optimizers(self) -> None:
+        """Track what tracked objects step by, as `<name>.<attribute>`.
 
         SAM and Lookahead hold an optimizer, and so do objects of a script's own whose
         `load_state_dict` casts its moments: those are put back after.
@@ -226,6 +241,10 @@ class Registry:
     def _identity(value: object) -> int:
         value = unwrap(value) if isinstance(value, nn.Module) else unwrap_optimizer(value)
         return id(value)
+
+
+def _named(model: ModelState) -> dict[str, nn.Module]:
+    return {"": model.module}
 
 
 def _is_like_a_metric(module: nn.Module) -> bool:

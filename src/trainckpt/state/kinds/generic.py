@@ -14,16 +14,32 @@ if TYPE_CHECKING:
 
 
 class GenericState:
-    """One tracked object that knows its own state."""
+    """One tracked object that knows its own state.
 
-    def __init__(self, name: str, target: Any) -> None:
+    Attributes:
+        implied: Tracked because it belongs to another tracked object. Snapshots of older releases
+            lack it.
+    """
+
+    def __init__(self, name: str, target: Any, *, implied: bool = False) -> None:
         self.name = name
         self.target = target
+        self.implied = implied
 
     def capture(self, out: Captured) -> None:
         """Add the object's `state_dict()`."""
         out.values[self.name] = out.encode(self.target.state_dict(), self.name, self.name)
 
+    def lost(self, saved: Saved) -> list[str]:
+        """What the object finds missing in its saved state, one sentence each."""
+        if self.name not in saved.values:
+            return [f"the state of {self.name} is not in the snapshot"]
+        say = getattr(type(self.target), "__trainckpt_problems__", None)
+        state = saved.values[self.name]
+        return [] if say is None else list(say(self.target, saved.decode(state)))
+
     def apply(self, saved: Saved) -> None:
         """Hand the decoded state to the object's `load_state_dict`."""
+        if self.implied and self.name not in saved.values:
+            return
         self.target.load_state_dict(saved.decode(saved.values[self.name]))
