@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+from torch.distributed import HashStore
+
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.reasons import other_state
+from trainckpt.lifecycle.reasons import of_all_ranks, other_state
 from trainckpt.lifecycle.resuming.resume import Beginning
+from trainckpt.ranks.channel import OverStore
+from trainckpt.ranks.world import World
 from trainckpt.state.captured import Saved
 
 
@@ -38,3 +44,14 @@ def test_the_script_s_objects_that_cannot_go_back_to_the_window_s_start_are_name
     found = reasons(2, 1, micro=1, objects=["position", "metrics"])
     assert "inside that window still, not at its start: metrics, position" in found
     assert not any("inside" in reason for reason in reasons(2, 1, objects=["position"]))
+
+
+def test_what_another_rank_alone_could_not_put_back_is_said_with_its_rank():
+    store, own = HashStore(), [["a list"], ["a list", "a generator"], ["a generator"]]
+
+    def said(rank):
+        return of_all_ranks(OverStore(World(rank, 3, rank, "here"), store), own[rank])
+
+    with ThreadPoolExecutor(3) as ranks:
+        everyone = list(ranks.map(said, range(3)))
+    assert everyone == [["a list", "rank 1: a generator"]] * 3

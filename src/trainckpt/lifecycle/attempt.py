@@ -24,7 +24,7 @@ from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.slower import WHERE, Slower, where
 from trainckpt.lifecycle.reading.load import put
-from trainckpt.lifecycle.reasons import other_state, own_objects, said_by_objects
+from trainckpt.lifecycle.reasons import of_all_ranks, other_state, own_objects, said_by_objects
 from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.resuming.choice import KEEP_LAST
 from trainckpt.lifecycle.resuming.initial import Initial, read_initial
@@ -208,7 +208,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         then = beginning.manifest.fingerprint
         other = other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
         other += gpu_settings.not_deterministic(here)
-        exactness, reasons = compare(then, here, [*crew.problems, *other])
+        problems = of_all_ranks(crew.channel, [*crew.problems, *other])
+        exactness, reasons = compare(then, here, problems)
         departure.exactness = exactness
         _refer(saver, seals, beginning)
         _arrive(crew, departure, beginning, parent)

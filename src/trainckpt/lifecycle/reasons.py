@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.reading.contents import models_in
 from trainckpt.state import apply
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.attempt import Crew
     from trainckpt.lifecycle.resuming.arrival import Otherwise
     from trainckpt.lifecycle.resuming.resume import Beginning
+    from trainckpt.ranks.channel import Channel
 
 
 def own_objects(crew: Crew) -> list[str]:
@@ -33,6 +35,18 @@ def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
         for generic in crew.registry.generics:
             found += generic.lost(beginning.saved)
     return found
+
+
+def of_all_ranks(channel: Channel, own: Sequence[str]) -> list[str]:
+    """Return this and all other ranks' reasons, each once, from the first rank that has it.
+
+    Every rank calls it. Those that rank 0 has not are given with their rank.
+    """
+    found: dict[str, int] = {}
+    for rank, reasons in enumerate(channel.gather("not exact", list(own), RANKS_TIMEOUT_S)):
+        for reason in reasons:
+            found.setdefault(reason, rank)
+    return [f"rank {rank}: {reason}" if rank else reason for reason, rank in found.items()]
 
 
 def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
