@@ -6,6 +6,7 @@ attempt   what it has in addition once the attempt is claimed and the snapshot a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, replace
@@ -50,8 +51,9 @@ from trainckpt.ranks.channel import connect
 from trainckpt.ranks.start_name import agree_on_name
 from trainckpt.snapshot.attempts import read_attempts
 from trainckpt.snapshot.opened import Opener
-from trainckpt.state.capture import capture
-from trainckpt.tiers.capabilities import file_system, is_remote
+from trainckpt.state.capture import capture, must_be_storable
+from trainckpt.state.weight import weigh
+from trainckpt.tiers.capabilities import file_system, free_bytes, is_remote
 from trainckpt.tiers.local import LocalTier
 from trainckpt.tiers.memory import reclaim
 
@@ -146,6 +148,26 @@ class Attempt:
         """At each boundary: keep the state of a window's beginning, in case other ranks die."""
         if self.survival is not None and resumable and not position.micro:
             self.survival.note(position.cursor)
+
+    def must_be_able_to_save(self, crew: Crew) -> None:
+        """Refuse a state that no save could store, and warn where there is no room for it.
+
+        At the first boundary, and at the first after a step: not only when all is trained.
+
+        Raises:
+            ConfigurationError: something tracked has a state that cannot be stored; by name.
+        """
+        must_be_storable(crew.registry)
+        is_first = crew.world.rank == 0
+        if not (is_first and isinstance(crew.tier, LocalTier)) or crew.options.exclude:
+            return
+        with contextlib.suppress(OSError):
+            needed, free = weigh(crew.registry, gradients=False).state, free_bytes(crew.tier.root)
+            if 0 <= free < needed:
+                logger.error(
+                    "%s has %.1f MB left, and a checkpoint needs %.1f MB: unless space is freed, "
+                    "nothing can be saved there", crew.tier.url, free / 1e6, needed / 1e6,
+                )  # fmt: skip
 
     @property
     def resumed_from(self) -> Cursor | None:

@@ -101,7 +101,8 @@ class Checkpointer(Known, Hooked):
         self._outlook = Outlook(self.options, registry, self._position, self._pace)
         self._files, self._arrival = tracked_files(registry, run), Arrival(registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, registry)
-        self._first, self._problems = True, list[str]()
+        self._first = self._to_prove = True
+        self._problems = list[str]()
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             registry.add(name, value)
@@ -303,7 +304,7 @@ class Checkpointer(Known, Hooked):
         position, policy, now_s = self._position, attempt.policy, time.monotonic()
         self._pace.reach(now_s)
         position.reach_boundary(evaluation=evaluation)
-        if self._first or self._arrival.under_way or self._recorder is not None:
+        if self._to_prove or self._arrival.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation, closing=closing)
         resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
         attempt.begin_window(position, resumable=resumable and not evaluation)
@@ -330,8 +331,11 @@ class Checkpointer(Known, Hooked):
         return True
 
     def _seldom(self, *, evaluation: bool, closing: bool) -> None:
-        """What only the first boundary, the arrival of a resume, or a proof asks for."""
+        """What only the first boundaries, the arrival of a resume, or a proof asks for."""
         attempt = self._must_have_resumed()
+        if self._first or (self._to_prove and self._slips.trained):
+            self._to_prove = self._first  # an optimizer makes its state in the first step
+            self._must_be_able_to_save(attempt)
         if self._first:
             self._first = False
             self._slips.reach(asks=not (evaluation or closing or self._hooks.on_resume))
@@ -346,6 +350,14 @@ class Checkpointer(Known, Hooked):
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._agreement.has_open_round)
+
+    def _must_be_able_to_save(self, attempt: Attempt) -> None:
+        try:
+            with self._teller.refusals():
+                attempt.must_be_able_to_save(self._crew)
+        except ConfigurationError as error:
+            attempt.departure.abandon(error, self._position.cursor)
+            raise
 
     def _end_training(self) -> None:
         self._slips.end()

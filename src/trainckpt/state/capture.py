@@ -9,15 +9,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import ConfigurationError
 from trainckpt.state import side
 from trainckpt.state.captured import Captured
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
 if TYPE_CHECKING:
+    from trainckpt.state.kinds.generic import GenericState
+    from trainckpt.state.kinds.loader import LoaderState
     from trainckpt.state.registry import Registry
 
 DDP, FSDP = "ddp", "fsdp"
 LOADERS = "loaders"  # names of the tracked loaders: a script may register them later
+
+
+def must_be_storable(registry: Registry) -> None:
+    """Refuse now what no save could store. No collective: ranks need not call it together.
+
+    Raises:
+        ConfigurationError: something tracked has a state that cannot be stored; by name.
+    """
+    out, names = Captured(), registry.parameter_names()
+    for optimizer in registry.optimizers:
+        optimizer.capture(out, names)
+    kinds: list[GenericState | LoaderState] = [*registry.generics, *registry.loaders]
+    for kind in kinds:
+        try:
+            kind.capture(out)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"the state of {kind.name} cannot be saved: {type(error).__name__}: {error}",
+                hint="its state_dict() has to work at any time between two batches",
+            ) from error
 
 
 def capture(registry: Registry) -> Captured:

@@ -90,7 +90,7 @@ def measure(folder: Path, disk: Disk | None = None) -> Capabilities:
             folder_sync = os.name == "nt" or _can(lambda: disk.fsync_folder(scratch))
             return Capabilities(
                 file_system(folder), rename, create_only, folder_sync, lock, direct, direct_tail,
-                _free_bytes(folder),
+                free_bytes(folder),
             )  # fmt: skip
         finally:
             _remove(scratch)
@@ -186,7 +186,8 @@ def _direct(path: Path) -> tuple[bool, bool]:
     return True, _can(cut) and path.stat().st_size == PAGE + TAIL
 
 
-def _free_bytes(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes this user may still write there; -1 if the system does not say."""
     if not hasattr(os, "statvfs"):
         return -1
     found = os.statvfs(folder)

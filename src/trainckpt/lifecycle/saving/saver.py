@@ -104,7 +104,7 @@ class Saver:
     ) -> None:
         self.committed: tuple[str, Cursor] | None = None
         self.in_flight: PendingSave | None = None
-        self.skipped = 0
+        self.skipped = self._failures = 0  # failures in a row
         self.arenas = arenas
         self.flushing = Flushing()
         self._channel = channel
@@ -376,6 +376,7 @@ class Saver:
             self._failed(pending, manifest.name, SaveFailed(str(error) or repr(error)))
         else:
             self.committed = (str(manifest.name), manifest.cursor)
+            self._failures = 0
             self._stale.look(manifest.cursor.step, shard.header)
             if isinstance(shard, stage.Shard):
                 self.arenas.publish(manifest.name, shard_file_name(self._channel.world.rank))
@@ -399,5 +400,15 @@ class Saver:
             self._pace.copied(num_bytes, time.monotonic() - begun_s)
 
     def _failed(self, pending: PendingSave, name: SnapshotName, error: SaveFailed) -> None:
-        logger.warning("save %s failed, training goes on: %s", name, error.message)
+        self._failures += 1
+        next_step = f"; next: {error.hint}" if error.hint else ""
+        if self._failures == 1:
+            logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)
+        else:
+            newest = self.committed[0] if self.committed else self._facts.parent
+            logger.error(
+                "save %s failed, as did %d before it: a stop now loses what was trained since "
+                "%s. %s%s", name, self._failures - 1, newest or "step 0, for nothing is saved yet",
+                error.message, next_step,
+            )  # fmt: skip
         pending.fail(error)
