@@ -9,6 +9,7 @@ import sys
 import trainckpt
 
 NAMES = [
+    "Attributes",
     "Checkpointer",
     "ConfigurationError",
     "Cursor",

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from trainckpt import lightning as lightning
     from trainckpt.lifecycle.checkpointer import Checkpointer
     from trainckpt.lifecycle.reading.load import load
+    from trainckpt.state.attributes import Attributes
 
 __all__ = [
+    "Attributes",
     "Checkpointer",
     "ConfigurationError",
     "Cursor",
@@ -50,6 +52,7 @@ __version__ = VERSION
 
 # Loaded when first asked for: they import torch, which takes seconds that `trainckpt list` has not.
 _LATER = {
+    "Attributes": "trainckpt.state.attributes",
     "Checkpointer": "trainckpt.lifecycle.checkpointer",
     "load": "trainckpt.lifecycle.reading.load",
 }

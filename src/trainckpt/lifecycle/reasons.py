@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.reading.contents import models_in
-from trainckpt.state import apply
+from trainckpt.state import apply, attributes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +34,11 @@ def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
             found += loader.not_kept(beginning.saved)
         for generic in crew.registry.generics:
             found += generic.lost(beginning.saved)
+        changed = beginning.saved.values.get(attributes.PART)
+        then = {} if changed is None else beginning.saved.decode(changed)
+        if names := crew.registry.watched.not_restored(then):
+            found.append(f"in no state_dict, so not as when it was saved: {_some(names)} "
+                         f"({attributes.HINT}, or let the script set them)")  # fmt: skip
     return found
 
 

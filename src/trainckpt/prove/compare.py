@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.digest import NUM_HEX
-from trainckpt.prove.naming import LOADER, OBJECT, RNG, blame, blame_order, family, is_clock, say
+from trainckpt.prove.naming import (
+    ATTRIBUTE,
+    LOADER,
+    OBJECT,
+    RNG,
+    blame,
+    blame_order,
+    family,
+    is_clock,
+    say,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -100,7 +110,7 @@ def unrepeated(straight: Mapping[int, Record], again: Mapping[int, Record]) -> f
             mine, theirs = entry["parts"], other["parts"]
             for name in _differing(mine, theirs, ()):
                 texts = [parts[name] for parts in (mine, theirs) if name in parts]
-                if blame(name) == OBJECT and not any(map(_TENSOR.fullmatch, texts)):
+                if blame(name) in (ATTRIBUTE, OBJECT) and not any(map(_TENSOR.fullmatch, texts)):
                     found.add(family(name))
     return frozenset(found)
 
@@ -236,7 +246,8 @@ def _why_other_batch(
             dict.fromkeys(
                 say(name) + _how(mine.get(name), theirs.get(name))
                 for name in names
-                if blame(name) <= LOADER and blame(name) != RNG  # that follows from other samples
+                if blame(name) <= LOADER
+                and blame(name) not in (ATTRIBUTE, RNG)  # those follow from other samples
             )
         )
     return ()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 
 # Whom to blame first, where several parts differ at the same boundary.
-UNTRACKED, DDP, ORDER, WORKERS, RNG, LOADER, OBJECT, BUFFER, GRADIENT, OPTIMIZER, PARAMETER = range(
-    11
-)
+(UNTRACKED, ATTRIBUTE, DDP, ORDER, WORKERS, RNG, LOADER, OBJECT, BUFFER, GRADIENT, OPTIMIZER,
+ PARAMETER) = range(12)  # fmt: skip
 
 _LOADER = r"(?P<loader>loader(?:\.\d+)?)\."
 _NAME = r"(\w+(?:\.\d+)?)"
@@ -20,6 +19,7 @@ _SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
     (re.compile(pattern), said, blame)
     for pattern, said, blame in (
         (r"(.+), which is not tracked", "{0}, which is not tracked", UNTRACKED),
+        (r"plain attributes\.(.+)", "{0}, an attribute that is in no state_dict", ATTRIBUTE),
         (r"ddp\.(.+)\.bucket_order", "DDP bucket order of {0}", DDP),
         (r"ddp\.(.+)\.forward_sync", "DDP forward-sync flag of {0}", DDP),
         (_LOADER + r"now\.integers\.(.+)\.(seed|epoch)", "{0} {1}", ORDER),

@@ -11,13 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
+from trainckpt.state import attributes
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
 # Parts of the values that are no tracked object's.
-OWN = frozenset({DDP, FSDP, LOADERS, gradients.PART, rng.PART, tracked_file.PART})
+OWN = frozenset({DDP, FSDP, LOADERS, attributes.PART, gradients.PART, rng.PART,
+                 tracked_file.PART})  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.state import side
+from trainckpt.state.attributes import PART as ATTRIBUTES
 from trainckpt.state.captured import Captured
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
@@ -76,6 +77,9 @@ def capture(registry: Registry) -> Captured:
         optimizer.capture(out, names)
     for generic in registry.generics:
         generic.capture(out)
+        registry.watched.watch(generic.name, generic.target, has_state=not generic.is_empty_in(out))
+    if changed := registry.watched.changed():
+        out.values[ATTRIBUTES] = out.encode(changed, ATTRIBUTES)
     for loader in registry.loaders:
         loader.capture(out)
     out.values[LOADERS] = [loader.name for loader in registry.loaders]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -13,6 +13,8 @@ from torch import nn
 from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import select
+from trainckpt.state.attributes import PART as ATTRIBUTES
+from trainckpt.state.attributes import Watched
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
 from trainckpt.state.kinds.generic import GenericState
 from trainckpt.state.kinds.loader import LoaderState
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
 
-RESERVED = frozenset({"gradients", "rng", "ddp", "fsdp", "loaders", "values.json", FILES})
+RESERVED = frozenset(
+    {"gradients", "rng", "ddp", "fsdp", "loaders", "values.json", FILES, ATTRIBUTES}
+)
 
 
 class Registry:
@@ -102,6 +106,12 @@ class Registry:
                 self._claim(name, state)
                 self.generics.append(GenericState(name, state, implied=True))
         self._add_inner_optimizers()
+
+    @cached_property
+    def watched(self) -> Watched:
+        """Attributes that no state_dict holds, watched from the first use on."""
+        objects = [generic.target for generic in self.generics]
+        return Watched(((model.name, model.module) for model in self.models), objects)
 
     def _add_inner_optimizers(self) -> None:
         """Track what tracked objects step by, as `<name>.<attribute>`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.run.log import logger
+from trainckpt.state import attributes
 from trainckpt.state.kinds.added_groups import cannot_be_added
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Begun:
         """A save is begun: say what a resume will not find, each once."""
         if self._looks % SELDOM == 0:
             self._look_at_names()
+            self._look_at_attributes()
         self._looks += 1
         self._look_at_groups()
 
@@ -47,6 +49,16 @@ class Begun:
                     f"({changed} {how}): a resume is refused unless the script's model is then as "
                     "it is now",
                 )
+
+    def _look_at_attributes(self) -> None:
+        changed = sorted(self._registry.watched.changed().keys() - self._said)
+        if changed:
+            self._said.update(changed)
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            logger.warning(
+                "%s%s: changed since the run began, and in no state_dict, so a resume has not what "
+                "it is now: %s", ", ".join(changed[:3]), more, attributes.HINT,
+            )  # fmt: skip
 
     def _look_at_groups(self) -> None:
         for optimizer in self._registry.optimizers:

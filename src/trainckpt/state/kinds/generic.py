@@ -30,6 +30,11 @@ class GenericState:
         """Add the object's `state_dict()`."""
         out.values[self.name] = out.encode(self.target.state_dict(), self.name, self.name)
 
+    def is_empty_in(self, out: Captured) -> bool:
+        """Return True if nothing of the object was captured."""
+        tree = out.values[self.name]
+        return tree is None or tree == [] or (isinstance(tree, dict) and tree.get("of") == [])
+
     def lost(self, saved: Saved) -> list[str]:
         """What the object finds missing in its saved state, one sentence each."""
         if self.name not in saved.values:
