@@ -21,6 +21,7 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.lifecycle.training import content_bytes
 from trainckpt import Checkpointer
 from trainckpt.errors import SaveFailed
 from trainckpt.format import manifest as manifests
@@ -169,10 +170,11 @@ def damage(rank, place, memory, what, of):
     found = list(newest(place).glob(end))
     assert found, (what, of)
     for path in found:
+        at = (content_bytes(path) if path.suffix == ".safetensors" else path.stat().st_size) - 5
         with path.open("r+b") as file:
-            file.seek(-5, os.SEEK_END)
+            file.seek(at)
             (byte,) = file.read(1)
-            file.seek(-5, os.SEEK_END)
+            file.seek(at)
             file.write(bytes([byte ^ 16]))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests.state.slow_device import SlowDevice
+from trainckpt import Checkpointer
 from trainckpt.format.names import SnapshotName
 from trainckpt.lifecycle.deciding.arena_choice import (
     HELD,
@@ -15,7 +18,8 @@ from trainckpt.lifecycle.deciding.arena_choice import (
     choose,
 )
 from trainckpt.lifecycle.saving.arenas import Arenas
-from trainckpt.tiers import memory
+from trainckpt.state import side
+from trainckpt.tiers import memfd, memory
 from trainckpt.tiers.memory import MemoryPlace
 
 MB = 1 << 20
@@ -91,3 +95,77 @@ def test_memory_of_the_kind_before_goes_once_the_newest_snapshot_stands_in_the_o
     assert place.left_by(0).tmpfs == 0
     arenas.close(keep=False)
     assert not place.root.exists()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_files_that_grow_and_shrink_a_little_lie_in_memory_that_is_locked_once(
+    tmp_path, monkeypatch, shared
+):
+    """To lock a gigabyte for a GPU takes a quarter of a second, while training waits."""
+    device, kb = SlowDevice(), 1 << 10
+    monkeypatch.setattr(side, "CudaCalls", lambda: device)
+    if not shared:
+        monkeypatch.setenv(memory.ROOT_VARIABLE, memory.NONE)
+        monkeypatch.setattr(memfd, "is_available", lambda: False)
+    arenas = Arenas(str(tmp_path), 0, [0])
+    arenas.side.use([torch.ones(1)])
+    sizes = [6 * MB, 6 * MB, 6 * MB + kb, 6 * MB - kb, 6 * MB + 2 * kb, 5 * MB]
+    for number, size in enumerate(sizes, 1):
+        given = arenas.memory(size)
+        assert len(given) == size
+        given[:] = bytes([number]) * size
+        arenas.publish(SnapshotName.parse(f"s{number}~1.{number}"), "rank00000.safetensors")
+        assert len(device.locked) == device.num_locked
+    assert sorted(device.locked.values()) == ([MB, 6 * MB, 6 * MB] if shared else [10 * MB])
+    del given
+    arenas.close(keep=False)
+    assert device.locked == {}
+
+
+def test_an_arena_that_grows_stays_where_it_is_and_its_reader_has_what_was_saved(tmp_path):
+    arenas, place = Arenas(str(tmp_path), 0, [0]), MemoryPlace.of(str(tmp_path))
+    arena = place.arena(0, 7)
+    starts = []
+    for size in (3 * MB, 5 * MB, 4 * MB, 6 * MB):
+        arena.reserve(size, spare=True)
+        starts.append(torch.frombuffer(arena.memory, dtype=torch.uint8).data_ptr())
+        arena.memory[:] = bytes([size // MB]) * size
+    assert len(set(starts)) == 1
+    arena.reserve(MB, spare=True)  # most of it is of no use now
+    assert arena.capacity_bytes == len(arena.reserved) == MB
+    arena.reserve(2 * MB, spare=True)
+    arena.reserve(MB + 1, spare=True)
+    arena.memory[:] = b"x" * (MB + 1)
+    arena.publish("snapshots/s1~1.1", "rank00007.safetensors")
+    assert arena.capacity_bytes == 2 * MB
+    arena.close()
+    found = place.held("snapshots/s1~1.1", "rank00007.safetensors", MB + 1)
+    assert bytes(found.data) == b"x" * (MB + 1)
+    found.close()
+    assert place.held("snapshots/s1~1.1", "rank00007.safetensors", 2 * MB + 1) is None
+    arenas.close(keep=False)
+    place.remove()
+
+
+def test_saves_that_fall_amid_windows_lie_in_memory_that_was_locked_before_the_first(
+    tmp_path, monkeypatch
+):
+    device = SlowDevice()
+    monkeypatch.setattr(side, "CudaCalls", lambda: device)
+    model = torch.nn.Linear(1 << 10, 1 << 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sizes = set()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, every="1 h") as ckpt:
+        for number in range(10):
+            if number >= 6:
+                ckpt.save()
+            ckpt.boundary()
+            model(torch.ones(1, 1 << 10)).sum().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if number >= 6:
+                sizes.add(len(ckpt._attempt.saver.arenas._filled.memory) // MB)
+                assert sorted(device.locked.values()) == 2 * [17 * MB]
+    assert sizes == {8, 12}
+    assert device.num_locked == 2

@@ -20,6 +20,14 @@ from trainckpt.tiers.local import LocalTier
 ITEMS, BATCH, ACCUMULATE = 10, 2, 2  # 5 micro-batches an epoch: a window spans its end
 
 
+def content_bytes(path):
+    """Length of the shard file in a file that may be longer."""
+    data = Path(path).read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:length])
+    return length + max(e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__")
+
+
 class Crash(Exception):
     """The script fails."""
 

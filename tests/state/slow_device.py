@@ -11,18 +11,24 @@ import contextlib
 import ctypes
 import threading
 
+import torch
+
+from trainckpt.state.packed_copies import RUN_BYTES, pack
+
 WITHIN_S = 60.0
 
 
 class Copies:
-    def __init__(self, copies):
-        self._copies, self._done, self._lock = copies, threading.Event(), threading.Lock()
+    def __init__(self, runs):
+        self._runs, self._done, self._lock = runs, threading.Event(), threading.Lock()
 
     def make(self):
         with self._lock:
-            for target, source in self._copies:
-                ctypes.memmove(target, source.data_ptr(), source.nbytes)
-            self._copies = ()
+            buffer = torch.empty(RUN_BYTES, dtype=torch.uint8, device="cpu")
+            for run in self._runs:
+                flat = pack(run, buffer)
+                ctypes.memmove(run.target, flat.data_ptr(), flat.nbytes)
+            self._runs = ()
         self._done.set()
 
     @property
@@ -46,6 +52,7 @@ class SlowDevice:
         self.locked, self.refuses = {}, refuses
         self.num_locked = self.held_back = 0
         self.copied = []  # bytes of each flight
+        self.num_copies = 0
         self.is_recording = False
         self.asked, self.fails_at, self.num_started = [], 0, 0
         self.guarded = []  # names of threads that asked for something under `on`
@@ -70,18 +77,19 @@ class SlowDevice:
     def unregister(self, address, device):
         del self.locked[address]
 
-    def start(self, device, copies):
-        for target, source in copies:
+    def start(self, device, runs):
+        for run in runs:
             assert any(
-                address <= target and target + source.nbytes <= address + num_bytes
+                address <= run.target and run.target + run.num_bytes <= address + num_bytes
                 for address, num_bytes in self.locked.items()
             )
         self.num_started += 1
         if self.num_started == self.fails_at:
-            self.asked.append(Copies(copies[:-1]).make)
+            self.asked.append(Copies(runs[:-1]).make)
             raise RuntimeError("no memory for an event")
-        self.copied.append(sum(source.nbytes for _, source in copies))
-        return Copies(copies)
+        self.copied.append(sum(run.num_bytes for run in runs))
+        self.num_copies += len(runs)
+        return Copies(runs)
 
     def wait(self, device, copies):
         if threading.current_thread() is threading.main_thread():

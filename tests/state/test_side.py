@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.state.slow_device import SlowDevice
+from trainckpt.state import packed_copies
 from trainckpt.state import side as side_module
 from trainckpt.state.captured import Captured
 from trainckpt.state.cuda_calls import CudaCalls
 from trainckpt.state.replicas import PAGE_BYTES, sample_there
 from trainckpt.state.side import Flight, Side, brought_back, finish
 from trainckpt.state.stage import bytes_of, describe, private_memory, stage
+from trainckpt.tiers.memory import MemoryPlace
 
 SIZE = 4 * mmap.PAGESIZE
 
@@ -47,21 +49,69 @@ def test_nothing_is_locked_before_a_device_holds_state(memory):
     assert device.locked == {begin(memory): SIZE}
 
 
-def test_pages_that_were_gone_for_a_while_are_locked_anew_before_they_are_written_to(memory):
+def test_of_memory_that_grew_the_new_pages_are_locked_and_no_others(memory):
+    device = SlowDevice()
+    side, first = used(device), begin(memory)
+    side.register(memory[: mmap.PAGESIZE + 1])  # locks two pages
+    assert device.locked == {first: 2 * mmap.PAGESIZE}
+    side.register(memory[: mmap.PAGESIZE + 2])
+    side.register(memory)
+    side.register(memory)
+    assert device.locked == {
+        first: 2 * mmap.PAGESIZE, first + 2 * mmap.PAGESIZE: SIZE - 2 * mmap.PAGESIZE
+    }  # fmt: skip
+    assert device.num_locked == 2
+
+
+def test_a_range_that_loses_pages_is_locked_anew_before_it_is_written_to(memory):
     device = SlowDevice()
     side, first = used(device), begin(memory)
     half = torch.ones(SIZE // 2, dtype=torch.uint8)
+    side.register(memory[: SIZE // 2])
     side.register(memory)
-    side.register(memory[: SIZE // 2])
-    assert side.takes(half, first + SIZE // 2)
     side.keep(memory, SIZE // 2)
-    side.register(memory[: SIZE // 2])
     assert side.takes(half, first)
     assert not side.takes(half, first + SIZE // 2)
-    assert device.num_locked == 1
     side.register(memory)
-    assert device.num_locked == 2
     assert side.takes(half, first + SIZE // 2)
+    assert device.num_locked == 3
+    side.keep(memory, SIZE // 4)
+    assert device.locked == {}
+
+
+def test_a_copy_to_two_locked_ranges_is_made_in_two(memory):
+    device = SlowDevice()
+    side, first = used(device), begin(memory)
+    side.register(memory[: SIZE // 2])
+    side.register(memory)
+    source = torch.arange(SIZE // 4, dtype=torch.int16)
+    at = first + SIZE // 4
+    assert side.takes(source, at)
+    side.copy([(at, source), (at + source.nbytes, source[:8])])
+    assert device.num_copies == 2  # each checked by the device: it lies in one range
+    assert bytes(memory[SIZE // 4 : SIZE // 4 + source.nbytes]) == bytes_of(source)
+    assert bytes(memory[SIZE // 4 + source.nbytes :][:16]) == bytes_of(source[:8])
+
+
+@pytest.mark.parametrize(("buffer_kb", "num_runs"), [(500, 1 + 1), (300, 2 + 1)])
+def test_small_tensors_are_copied_together_and_large_ones_alone(monkeypatch, buffer_kb, num_runs):
+    """Two large ones lie between small ones of 4 bytes an item, and those of one byte."""
+    monkeypatch.setattr(packed_copies, "RUN_BYTES", buffer_kb << 10)
+    device, captured = SlowDevice(), Captured()
+    side, memory = used(device), private_memory(4 << 20)
+    for number in range(200):
+        captured.tensors[f"n{number:03}"] = torch.randn(number * 5 + 1)
+        captured.tensors[f"n{number:03}b"] = torch.randint(2, (number, 3), dtype=torch.bool)
+    captured.tensors["n100_large"] = torch.randn((17 << 10) + 1)
+    captured.tensors["n150_large"] = torch.randn((17 << 10) + 1)
+    regions = describe(captured, ())
+    side.register(memory)
+    how = {"rank": 0, "world": 1, "memory": lambda num_bytes: memory[:num_bytes]}
+    staged = bytes(stage(captured, regions, side=side, **how).memory)
+    assert device.num_copies == 2 + num_runs
+    memory[:] = bytes(len(memory))
+    alone = stage(captured, regions, **how)
+    assert bytes(alone.memory) == staged
 
 
 def test_only_what_lies_in_one_run_and_goes_to_locked_memory_is_taken(memory):
@@ -216,3 +266,61 @@ def test_cuda_locks_memory_writes_to_it_and_refuses_without_a_trace(memory):
     assert beside.query()
     source.add_(1.0)  # a kernel of this thread reports no failure of before
     torch.cuda.synchronize()
+
+
+class Counting(CudaCalls):
+    """Notes what is locked, and how many copies each save takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.ranges, self.num_runs = [], []
+
+    def register(self, address, num_bytes, device):
+        self.ranges.append((address, num_bytes))
+        return super().register(address, num_bytes, device)
+
+    def start(self, device, runs):
+        self.num_runs.append(len(runs))
+        return super().start(device, runs)
+
+
+@pytest.mark.gpu
+def test_cuda_packs_small_tensors_in_a_bounded_buffer_and_the_file_is_the_same(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    cuda, captured = Counting(), Captured()
+    torch.manual_seed(0)
+    for number in range(3000):
+        size = 1 + (number * 37) % 9000
+        captured.tensors[f"t{number:04}"] = torch.randn(size, device="cuda")
+        captured.tensors[f"t{number:04}b"] = torch.rand(size % 101, device="cuda") > 0.5
+    captured.tensors["t1500_large"] = torch.randn(40 << 18, device="cuda").bfloat16()
+    place = MemoryPlace.of(str(tmp_path))
+    arena, said = place.arena(0, 0), []
+    side = Side(cuda, said.append)
+    side.use(captured.tensors.values())
+    arena.keeps = side.keep
+    regions = describe(captured, ())
+
+    def memory(num_bytes):
+        arena.reserve(num_bytes, spare=True)
+        side.register(arena.reserved)
+        return arena.memory
+
+    for add_bytes in (0, 1000, 8 << 20):  # the last goes behind the end of the locked range
+        captured.tensors["zz"] = torch.ones(add_bytes, dtype=torch.uint8, device="cuda")
+        regions = describe(captured, ())
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        shard = stage(captured, regions, rank=0, world=1, memory=memory, side=side)
+        assert torch.cuda.max_memory_allocated() - before <= 64 << 20
+        on_host = {n: t.cpu() for n, t in captured.tensors.items()}
+        assert shard.data == stage(Captured(on_host), regions, rank=0, world=1).data
+    assert said == []
+    assert max(cuda.num_runs) < 30
+    assert len(cuda.ranges) == 2
+    assert cuda.ranges[1][0] == sum(cuda.ranges[0])  # what was new, behind what was there
+    side.close()
+    arena.close()
+    place.remove()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PAGE_BYTES, LINE_BYTES = 4096, 64
+SMALL_BYTES = 64 << 10  # what has fewer lies side by side
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 METADATA_KEY = "trainckpt"
 MIN_BLOCK_BYTES, MAX_BLOCKS = 8192, 256
@@ -165,15 +166,17 @@ class ShardHeader:
 
 
 def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Give each region its place: whole pages, whole lines, item sizes descending; then names.
+    """Give each region its place: whole pages, whole lines, item sizes descending; then the small
+    ones, then names.
 
     So every region is aligned to its item size without padding, and a large one most often to a
-    page: it can become a live tensor where it is read to.
+    page: it can become a live tensor where it is read to. Small ones lie side by side: they are
+    copied together.
 
     Raises:
         UnusableSnapshot: two regions have one key, so one would hide the other in the header.
     """
-    ordered = sorted(regions, key=lambda r: (_raggedness(r), -ITEM_BYTES[r.dtype], r.key))
+    ordered = sorted(regions, key=_place_of)
     placed, first_byte = [], 0
     seen: set[str] = set()
     for region in ordered:
@@ -183,6 +186,11 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
         placed.append(_moved(region, first_byte))
         first_byte += region.num_bytes
     return tuple(placed)
+
+
+def _place_of(region: Region) -> tuple[int, int, bool, str]:
+    is_large = region.num_bytes >= SMALL_BYTES
+    return _raggedness(region), -ITEM_BYTES[region.dtype], is_large, region.key
 
 
 def _raggedness(region: Region) -> int:

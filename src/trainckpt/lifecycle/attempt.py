@@ -209,7 +209,7 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     seals = sealing.set_up(crew.options, crew.channel, beginning.run)
     saver = Saver(
         crew.tier, crew.channel, crew.registry, facts, log, crew.pace, _arenas(crew, beginning),
-        crew.position.window_start, seals,
+        crew.position.window_start, seals, saves_gradients=partial(_saves_gradients, crew),
     )  # fmt: skip
     saver.holds_steps = crew.options.memory_every.steps == 1
     saver.flushing = _flushing(crew, saver, log, facts, beginning)
@@ -362,6 +362,12 @@ def _arenas(crew: Crew, beginning: Beginning) -> Arenas:
     if beginning.manifest is not None:
         arenas.newest = beginning.manifest.name.folder
     return arenas
+
+
+def _saves_gradients(crew: Crew) -> bool:
+    """Return True if saves by time may fall amid a window, as far as windows were seen by now."""
+    every, micro_batches = crew.options.every, crew.position.window or crew.options.accumulate or 1
+    return micro_batches > 1 and (every.auto or every.seconds is not None)
 
 
 def _interval(crew: Crew, beginning: Beginning) -> Callable[[], float]:

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.state.packed_copies import RUN_BYTES, pack
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from trainckpt.state.packed_copies import Run
 
 PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -31,6 +34,7 @@ class CudaCalls:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers: dict[torch.device, torch.Tensor] = {}  # in which small tensors are packed
 
     @property
     def is_used(self) -> bool:
@@ -78,10 +82,8 @@ class CudaCalls:
         _alone(call)
 
     @torch.no_grad()
-    def start(
-        self, device: torch.device, copies: Sequence[tuple[int, torch.Tensor]]
-    ) -> torch.cuda.Event:
-        """Begin these copies to addresses once what this thread's stream was asked for is done.
+    def start(self, device: torch.device, runs: Sequence[Run]) -> torch.cuda.Event:
+        """Begin these copies once what this thread's stream was asked for is done.
 
         If it raises, some of them may have begun: `finish` waits for those.
         """
@@ -91,12 +93,29 @@ class CudaCalls:
             stream = self._streams[device]
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                for target, source in copies:
-                    flat = source.detach().reshape(-1).view(torch.uint8)
+                for target, flat in self._packed(device, runs):
                     _at(target, flat.numel()).copy_(flat, non_blocking=True)
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(stream)
         return done
+
+    def _packed(
+        self, device: torch.device, runs: Sequence[Run]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Give address and bytes of each copy; the next only once this one was asked for."""
+        if any(len(run.sources) > 1 for run in runs) and device not in self._buffers:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                # Made on the stream that uses it, so each use comes behind the one before.
+                self._buffers[device] = torch.empty(RUN_BYTES, dtype=torch.uint8, device=device)
+        buffer = self._buffers.get(device)
+        for run in runs:
+            if buffer is not None:
+                yield run.target, pack(run, buffer)
+                continue
+            target = run.target
+            for flat in run.sources:
+                yield target, flat
+                target += flat.numel()
 
     def wait(self, device: torch.device, copies: torch.cuda.Event) -> None:
         """Return when what `start` gave is done; any thread."""

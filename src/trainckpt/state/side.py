@@ -21,17 +21,19 @@ import contextlib
 import ctypes
 import mmap
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from trainckpt.state.cuda_calls import CudaCalls
+from trainckpt.state.packed_copies import as_runs
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
+
+    from trainckpt.state.packed_copies import Run
 
 PART_BYTES = 16 << 20  # brought back at a time, to be compared
 
@@ -59,8 +61,8 @@ class Platform(Protocol):
     def unregister(self, address: int, device: torch.device) -> None:
         """Let it go."""
 
-    def start(self, device: torch.device, copies: Sequence[tuple[int, torch.Tensor]]) -> Any:
-        """Begin these copies to addresses once what this thread's stream was asked for is done.
+    def start(self, device: torch.device, runs: Sequence[Run]) -> Any:
+        """Begin these copies once what this thread's stream was asked for is done.
 
         If it raises, some of them may have begun: `finish` waits for those.
         """
@@ -94,20 +96,26 @@ def finish(tensors: Iterable[torch.Tensor], platform: Platform | None = None) ->
 class Flight:
     """Copies under way, of one save. Their sources stay until they are waited for."""
 
-    def __init__(self, platform: Platform, copies: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        copies: Iterable[tuple[int, torch.Tensor]],
+        ends: Iterable[int] = (),
+    ) -> None:
+        """`ends`: of ranges of locked memory; see `as_runs`."""
         self._platform = platform
         by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for copy in copies:
             by_device.setdefault(copy[1].device, []).append(copy)
-        self._sources = by_device
+        self._runs = {device: as_runs(copies, ends) for device, copies in by_device.items()}
         self._parts: list[tuple[torch.device, Any]] = []
         self._broken: torch.device | None = None  # some of its copies may have begun
 
     def start(self) -> None:
         """Once. If it raises, `wait` returns when nothing is copied any more."""
-        for device, copies in self._sources.items():
+        for device, runs in self._runs.items():
             self._broken = device
-            self._parts.append((device, self._platform.start(device, copies)))
+            self._parts.append((device, self._platform.start(device, runs)))
         self._broken = None
 
     def wait(self) -> None:
@@ -116,7 +124,7 @@ class Flight:
             self._platform.wait(device, part)
         if self._broken is not None:
             self._platform.finish(self._broken)
-        self._sources = {}
+        self._runs = {}
 
     def hold(self) -> None:
         """What this thread asks for from now on begins when all is copied."""
@@ -129,10 +137,12 @@ class Flight:
         return all(self._platform.is_over(part) for _, part in self._parts)
 
 
-@dataclass
-class _Registered:
+class _Registered(NamedTuple):
+    """Whole pages; addresses."""
+
+    begin: int
+    end: int
     device: torch.device
-    good_bytes: int  # from the beginning on, whose pages are those that were locked
 
 
 class Side:
@@ -152,7 +162,7 @@ class Side:
         self.kind, self.is_replayed = self._platform.kind, False
         self._say = say
         self._devices: set[torch.device] = set()
-        self._registered: dict[int, _Registered] = {}
+        self._registered: list[_Registered] = []  # by address
         self._is_refused = False
         self._last = Flight(self._platform, ())
 
@@ -163,39 +173,49 @@ class Side:
             self._devices |= {d for d in devices if d.type == self.kind}
 
     def register(self, memory: memoryview) -> None:
-        """Lock it, if there is a device that could write to it and it is not locked yet."""
+        """Lock what is not locked of it yet, if there is a device that could write to it.
+
+        Memory that grew where it lies has another range locked, behind the one before.
+        """
         if not self._devices or self._is_refused or not len(memory):
             return
         address = _address(memory)
-        known = self._registered.get(address)
-        if known is not None and known.good_bytes >= len(memory):
+        begin, end = self._locked_to(address), _page_up(address + len(memory))
+        if begin >= end:
             return
-        if known is not None:  # it was shorter for a while, and has other pages since
-            self._unregister(address)
         device = min(self._devices, key=str)
-        _keep_from_children(address, len(memory))
-        if why := self._platform.register(address, len(memory), device):
+        _keep_from_children(begin, end - begin)
+        if why := self._platform.register(begin, end - begin, device):
             self._refuse(f"memory cannot be locked for the GPU, so copies take longer: {why}")
         else:
-            self._registered[address] = _Registered(device, len(memory))
+            self._registered.append(_Registered(begin, end, device))
+            self._registered.sort()
 
     def keep(self, memory: memoryview, num_bytes: int) -> None:
-        """Before memory loses its pages behind so many bytes; 0: it may end."""
-        if not self._registered or (address := _address(memory)) not in self._registered:
+        """Before memory loses its pages behind so many bytes; 0: it may end.
+
+        A range that would lose some is locked no more.
+        """
+        if not self._registered or not len(memory):
             return
-        with contextlib.suppress(RuntimeError):  # of a GPU that has failed: it writes no more
-            self.settle()
-        known = self._registered[address]
-        known.good_bytes = min(known.good_bytes, num_bytes)
-        if not known.good_bytes:
-            self._unregister(address)
+        address = _address(memory)
+        first_gone = _page_up(address + num_bytes) if num_bytes else address
+        gone = [
+            each for each in self._registered
+            if address <= each.begin < address + len(memory) and each.end > first_gone
+        ]  # fmt: skip
+        if gone:
+            with contextlib.suppress(RuntimeError):  # of a GPU that has failed: it writes no more
+                self.settle()
+        for each in gone:
+            self._unregister(each)
 
     def close(self) -> None:
         """No memory is locked any more, until it is registered again."""
         with contextlib.suppress(RuntimeError):
             self.settle()
-        for address in list(self._registered):
-            self._unregister(address)
+        for each in list(self._registered):
+            self._unregister(each)
 
     def settle(self) -> None:
         """Return when nothing is copied: a save that failed may have left copies under way."""
@@ -210,11 +230,15 @@ class Side:
         """Whether a tensor's bytes can be copied to this address by the device itself."""
         if not self._registered or source.device not in self._devices:
             return False
-        end = target + source.nbytes
-        return source.is_contiguous() and any(
-            address <= target and end <= address + known.good_bytes
-            for address, known in self._registered.items()
-        )
+        return source.is_contiguous() and self._locked_to(target) >= target + source.nbytes
+
+    def _locked_to(self, address: int) -> int:
+        """The end of the memory that is locked from an address on without a gap."""
+        end = address
+        for each in self._registered:
+            if each.begin <= end < each.end:
+                end = each.end
+        return end
 
     def start(self, copies: Iterable[tuple[int, torch.Tensor]]) -> Flight:
         """Begin copies that are taken: of what the device has been asked for by now.
@@ -223,7 +247,8 @@ class Side:
         """
         copies = tuple(copies)
         if not self._is_refused:
-            self._last = flight = Flight(self._platform, copies)
+            ends = [each.end for each in self._registered]
+            self._last = flight = Flight(self._platform, copies, ends)
             try:
                 flight.start()
             except RuntimeError as error:
@@ -262,8 +287,9 @@ class Side:
         self._is_refused = True
         self._say(why)
 
-    def _unregister(self, address: int) -> None:
-        self._platform.unregister(address, self._registered.pop(address).device)
+    def _unregister(self, each: _Registered) -> None:
+        self._registered.remove(each)
+        self._platform.unregister(each.begin, each.device)
 
 
 def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -304,6 +330,10 @@ def _keep_from_children(address: int, num_bytes: int) -> None:
     """
     if hasattr(mmap, "MADV_DONTFORK"):
         _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), mmap.MADV_DONTFORK)
+
+
+def _page_up(address: int) -> int:
+    return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _address(memory: memoryview) -> int:

@@ -70,7 +70,12 @@ def _bytes(tensor: torch.Tensor) -> int:
         return 0
 
 
-def shard_bytes(registry: Registry, world: int) -> int:
-    """About how large one rank's shard file will be at a window's end."""
+def shard_bytes(registry: Registry, world: int, *, gradients: bool = False) -> int:
+    """About how large one rank's shard file will be at a window's end, or with all `gradients`.
+
+    Ranks share what is alike on them; the gradients of an open window most often are not.
+    """
     shared = any(isinstance(m.reducing, DistributedDataParallel) for m in registry.models)
-    return weigh(registry, gradients=False).state // (world if shared else 1)
+    weight = weigh(registry, gradients=False)
+    own = weight.possible_gradients if gradients else 0
+    return weight.state // (world if shared else 1) + own

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 SNAPSHOTS = "snapshots"
 RESERVED_BYTES = 64 << 20  # made sure of at a time
+GROWS_BY_BYTES = 1 << 20  # where it is to have spare memory
+MOST_SPARE = 2  # times what is needed; more is given back
+ADDRESSES = 2  # mapped, times the file's length: it grows under the mapping
 
 
 class Arena:
@@ -41,37 +44,50 @@ class Arena:
     Attributes:
         path: Its file, or the link to its memory.
         memory: What may be written, once it was reserved.
+        reserved: All of the file, which may be longer than that.
         is_memfd: It lies in no file system.
         outlives: What is published is found when this process has ended.
-        keeps: Is told before pages go: all of the memory, and how many bytes of it stay. Who has
-            locked it would have pages that are no longer the file's.
+        keeps: Is told before pages go: all that is reserved, and how many bytes of it stay. Who
+            has locked it would have pages that are no longer the file's.
     """
 
     outlives = True
 
     def __init__(self, place: MemoryPlace, path: Path, descriptor: int) -> None:
         self.path = path
-        self.memory = memoryview(b"")
+        self.memory = self.reserved = memoryview(b"")
         self.is_memfd = memfd.read_link(path) is not None
         self.keeps: Callable[[memoryview, int], object] = lambda *_: None
         self._place = place
         self._descriptor = descriptor
         self._mapping: mmap.mmap | None = None
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, *, spare: bool = False) -> None:
         """Make `memory` that long, and sure to be there.
 
         What it held is lost: its names are taken away first, so that nobody finds half of it.
+
+        Args:
+            num_bytes: Length of `memory`.
+            spare: Let the file be longer, so that the next one needs no other pages if it is only a
+                little longer, or was as long before. Readers must know where the content ends.
 
         Raises:
             OSError: there is not so much (ENOSPC, ENOMEM); the file is empty then. Or it is taken.
         """
         self._take()
         try:
-            self._reserve(num_bytes, self._resize(num_bytes))
+            length = self._with_spare(num_bytes) if spare else num_bytes
+            self._reserve(length, self._resize(length))
         except OSError:
             self.empty()
             raise
+        self.memory = self.reserved[:num_bytes]
+
+    def _with_spare(self, num_bytes: int) -> int:
+        length = os.fstat(self._descriptor).st_size
+        needed = -(-num_bytes // GROWS_BY_BYTES) * GROWS_BY_BYTES
+        return length if needed <= length <= MOST_SPARE * needed else needed
 
     def begin(self, num_bytes: int) -> None:
         """Empty it for so many bytes that only `write` brings: no page of it is made before.
@@ -107,13 +123,14 @@ class Arena:
         """
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def _resize(self, num_bytes: int) -> os.stat_result:
+    def _resize(self, length: int) -> os.stat_result:
         """Make it that long; what it was like before."""
         status = os.fstat(self._descriptor)
-        self._must_have(num_bytes - status.st_blocks * 512)
-        if status.st_size != num_bytes:
-            self._keep(num_bytes)
-            os.ftruncate(self._descriptor, num_bytes)
+        self._must_have(length - status.st_blocks * 512)
+        if status.st_size > length:
+            self._keep(length)
+        if status.st_size != length:
+            os.ftruncate(self._descriptor, length)
         return status
 
     def _must_have(self, num_bytes: int) -> None:
@@ -122,22 +139,40 @@ class Arena:
         if num_bytes > space.f_bavail * space.f_frsize > 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _reserve(self, num_bytes: int, status: os.stat_result) -> None:
-        is_there = status.st_size >= num_bytes and status.st_blocks * 512 >= status.st_size
-        is_mapped = self._mapping is not None and len(self._mapping) >= num_bytes
+    def _reserve(self, length: int, before: os.stat_result) -> None:
+        is_mapped = self._mapping is not None and len(self._mapping) >= length
         if not is_mapped:
-            self._unmap()
-            self._lock()
-            self._mapping = mmap.mmap(self._descriptor, num_bytes)
-            not_for_children(self._mapping)  # a loader worker needs no page of it
+            self._map(length)
         assert self._mapping is not None
-        self.memory = memoryview(self._mapping)[:num_bytes]
-        for first in range(0, num_bytes, RESERVED_BYTES):
-            size = min(RESERVED_BYTES, num_bytes - first)
-            if not is_there:  # looks at every page, also of what it has reserved before
-                os.posix_fallocate(self._descriptor, first, size)
-            if not is_mapped:
-                populate(self.memory[first : first + size])
+        mapped_bytes = len(self.reserved) if is_mapped else 0
+        is_whole = before.st_blocks * 512 >= before.st_size
+        there_bytes = min(before.st_size, length) if is_whole else 0
+        self.reserved = memoryview(self._mapping)[:length]
+        for first in range(0, length, RESERVED_BYTES):
+            end = min(first + RESERVED_BYTES, length)
+            if end > there_bytes:  # looks at every page, also of what it has reserved before
+                os.posix_fallocate(self._descriptor, first, end - first)
+            if end > mapped_bytes:
+                populate(self.reserved[max(first, mapped_bytes) : end])
+
+    def _map(self, length: int) -> None:
+        """Map more addresses than the file has bytes: where it moved, who has locked its pages
+        would have to lock all of them again.
+        """
+        self._unmap()
+        for num_bytes in (ADDRESSES * length, length):
+            self._lock()
+            try:
+                os.ftruncate(self._descriptor, num_bytes)  # else Python would refuse to
+                self._mapping = mmap.mmap(self._descriptor, num_bytes)
+                break
+            except OSError:
+                if num_bytes == length:
+                    raise
+            finally:
+                os.ftruncate(self._descriptor, length)
+        assert self._mapping is not None
+        not_for_children(self._mapping)  # a loader worker needs no page of it
 
     def empty(self) -> None:
         """Give back what was reserved: half of it is of no use to anybody.
@@ -151,11 +186,12 @@ class Arena:
 
     def _unmap(self) -> None:
         self._keep(0)
-        self.memory, self._mapping = memoryview(b""), None
+        self.memory = self.reserved = memoryview(b"")
+        self._mapping = None
 
     def _keep(self, num_bytes: int) -> None:
-        if self._mapping is not None:
-            self.keeps(memoryview(self._mapping), num_bytes)
+        if len(self.reserved):
+            self.keeps(self.reserved, num_bytes)
 
     def publish(self, folder: str, name: str) -> None:
         """Let the bytes be found as this file of a snapshot. They must not change any more."""

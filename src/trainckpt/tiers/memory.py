@@ -171,7 +171,7 @@ class MemoryPlace:
 
         Args:
             folder, name: Of the snapshot (`snapshots/...`), and of the file in it.
-            num_bytes: Its length, if it is known. What has another one is not it.
+            num_bytes: Its length, if it is known. What is shorter is not it; arenas may be longer.
         """
         path = self.root / folder / name
         try:
@@ -182,7 +182,7 @@ class MemoryPlace:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
             size = status.st_size if num_bytes is None else num_bytes
-            if status.st_size != size or not size or status.st_uid != os.getuid():
+            if status.st_size < size or not size or status.st_uid != os.getuid():
                 raise MemoryTaken
             return Held(Locked(descriptor, size))
         except (OSError, ValueError):

@@ -263,6 +263,8 @@ def _verified(place: MemoryPlace, manifest: Manifest) -> Found:
             continue
         found.close.callback(held.close)
         rank, data = numbers.get(file), held.data
+        if rank is not None:
+            data = data[: manifest.files[rank].num_bytes]  # an arena may be longer
         if rank is not None and is_file(data, manifest.files[rank]):
             found.files[rank] = data
         elif parity_file.is_file_name(file):

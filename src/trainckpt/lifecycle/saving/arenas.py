@@ -153,8 +153,8 @@ class Arenas:
         for arena in self._open:
             if not arena.holds():
                 with contextlib.suppress(OSError):
-                    arena.reserve(num_bytes)
-                    self.side.register(arena.memory)
+                    arena.reserve(num_bytes, spare=True)
+                    self.side.register(arena.reserved)
 
     def memory(self, num_bytes: int) -> memoryview:
         """So many bytes for the next shard file. What was given before the last is gone.
@@ -170,15 +170,15 @@ class Arenas:
             given = self._shared(kind, num_bytes, number)
             if given is not None:
                 self._replace_private(memoryview(b""))
-                self.side.register(given)
-                return given
+                self.side.register(given.reserved)
+                return given.memory
             kind = PRIVATE
         if kind == STREAMED:
             self._say(STREAMED, no_memory(num_bytes))
             raise NoArena
         self._close()
         if len(self._private) < num_bytes:
-            self._replace_private(private_memory(num_bytes))
+            self._replace_private(private_memory(num_bytes + SPARE_BYTES))
         self.side.register(self._private)
         self._say(
             PRIVATE,
@@ -249,12 +249,12 @@ class Arenas:
             if not self._place.folders():
                 self._place.remove()
 
-    def _shared(self, kind: str, num_bytes: int, number: int) -> memoryview | None:
-        """Memory of an arena that holds nothing of worth; None if the system refuses it."""
+    def _shared(self, kind: str, num_bytes: int, number: int) -> Arena | None:
+        """An arena that holds nothing of worth, reserved; None if the system refuses it."""
         while (arena := self._pick(kind, number)) is not None:
             self._leave([arena])
             try:
-                arena.reserve(num_bytes)
+                arena.reserve(num_bytes, spare=True)
             except OSError:  # others were faster, or the statistics wrong
                 with contextlib.suppress(ValueError):
                     self._open.remove(arena)
@@ -266,7 +266,7 @@ class Arenas:
             assert self._place is not None
             lies = where(self._place, arena, is_supervised=self._is_supervised)
             self._say(f"{kind} {number}", f"{number} x {mb(num_bytes)} of {lies}")
-            return arena.memory
+            return arena
         return None
 
     def _pick(self, kind: str, number: int) -> Arena | None:

@@ -78,7 +78,7 @@ class StoredSnapshot:
             return held is not None
         with contextlib.closing(held):
             if name in files:
-                return is_file(held.data, files[name])
+                return is_file(held.data[: files[name].num_bytes], files[name])
             try:
                 read_parity(held.data, name)
             except UnusableSnapshot:

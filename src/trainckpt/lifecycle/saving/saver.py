@@ -101,7 +101,10 @@ class Saver:
         arenas: Arenas,
         window_start: Callable[[], Cursor],
         sealing: Sealing | None = None,
+        *,
+        saves_gradients: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`saves_gradients`: whether saves without a stop may fall amid a window."""
         self.committed: tuple[str, Cursor] | None = None
         self.in_flight: PendingSave | None = None
         self.skipped = self._failures = 0  # failures in a row
@@ -121,7 +124,7 @@ class Saver:
         self._is_encrypted = sealing is not None
         self._stale, self._begun_with = Stale(registry), Begun(registry)
         self._registry, self._facts, self._pace = registry, facts, pace
-        self._window_start = window_start
+        self._window_start, self._saves_gradients = window_start, saves_gradients
         self._plans = Plans(channel.world.rank, channel.world.size)
         self._comparing = Comparing(channel.world.rank, channel.world.size)
         self._sequence = 0
@@ -347,7 +350,9 @@ class Saver:
 
     def _prepare(self) -> None:
         """Before the first save: to touch so much memory anew takes long."""
-        num_bytes = shard_bytes(self._registry, self._channel.world.size)
+        num_bytes = shard_bytes(
+            self._registry, self._channel.world.size, gradients=self._saves_gradients()
+        )
         self.arenas.side.use(self._registry.all_parameters())
         self.arenas.prepare(num_bytes)
         self._writer.prepare(num_bytes)
