@@ -78,6 +78,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=10, help="steps of a window")
     parser.add_argument("--step-seconds", type=float, help="of a step off the CPU")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a busy step")
+    parser.add_argument("--no-restore", action="store_true", help="measure saves alone")
+    parser.add_argument("--limit-s", type=float, help="of a job; rows of the turns until then")
     parser.add_argument("--threads", type=int, help="of each rank; the cores are shared out")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where saves go")
@@ -122,7 +124,16 @@ def job_rows(
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command += ["benchmarks.compare", *(str(part) for pair in given.items() for part in pair)]
-    subprocess.run(command, check=True, env=environment(ranks, threads), stdout=sys.stderr)
+    command += ["--no-restore"] * arguments.no_restore
+    try:
+        subprocess.run(
+            command, check=True, env=environment(ranks, threads), stdout=sys.stderr,
+            timeout=arguments.limit_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        print(f"ended after {arguments.limit_s} s: rows of what was measured", file=sys.stderr)
+        if not (folder / "found.json").exists():
+            return []
     found = json.loads((folder / "found.json").read_text())
     job = {
         **found["job"], "ranks": ranks, "threads": threads, "left_out": found["left_out"],
@@ -130,7 +141,8 @@ def job_rows(
         "command": shlex.join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
     }  # fmt: skip
     floors = medians(found["floors"])
-    return [row(name, samples, floors, job) for name, samples in found["samples"].items()]
+    measured = {name: each for name, each in found["samples"].items() if each["plain"]}
+    return [row(name, samples, floors, job) for name, samples in measured.items()]
 
 
 def environment(ranks: int, threads: int) -> dict[str, str]:
@@ -157,20 +169,22 @@ def inside(arguments: argparse.Namespace) -> None:
     plan = Plan(
         arguments.gigabytes[0], arguments.compute[0], arguments.step_seconds, device,
         tuple(arguments.systems), arguments.rounds, arguments.pairs, arguments.window,
-        arguments.batch,
+        arguments.batch, restores=not arguments.no_restore,
     )  # fmt: skip
     job = Job(plan, arguments.inside)
-    job.measure()
-    if job.rank == 0:
-        facts = {"bytes": job.num_bytes, "compute": plan.compute, "device": device}
-        found = {
-            "job": {**facts, "rounds": plan.rounds, "window": plan.window},
-            "floors": job.floors,
-            "samples": {name: asdict(samples) for name, samples in job.samples.items()},
-            "left_out": job.left_out,
-            "versions": versions(),
-        }
-        (arguments.inside / "found.json").write_text(json.dumps(found))
+    for _ in job.measure():
+        if job.rank == 0:
+            facts = {"bytes": job.num_bytes, "compute": plan.compute, "device": device}
+            found = {
+                "job": {**facts, "rounds": plan.rounds, "window": plan.window},
+                "floors": job.floors,
+                "samples": {name: asdict(samples) for name, samples in job.samples.items()},
+                "left_out": job.left_out,
+                "versions": versions(),
+            }
+            part = arguments.inside / "found.part"
+            part.write_text(json.dumps(found))
+            part.replace(arguments.inside / "found.json")
     leave()
 
 

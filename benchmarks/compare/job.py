@@ -31,7 +31,7 @@ from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from benchmarks.compare.systems.base import Pending, System
 
@@ -51,6 +51,7 @@ class Plan:
     pairs: int
     window: int
     batch: int = 1
+    restores: bool = True
 
 
 @dataclass
@@ -94,8 +95,8 @@ class Job:
             plan.gigabytes, plan.compute, plan.step_s, plan.device, batch=plan.batch, fresh=fresh
         )
 
-    def measure(self) -> None:
-        """All rounds."""
+    def measure(self) -> Iterator[str]:
+        """Measure all rounds; give the name of a system after each of its turns."""
         for number in range(self.plan.rounds):
             self.floors.append(self._floors.measure(self.training))
             self._say(number, "floors", f"{self.floors[-1]}")
@@ -104,6 +105,7 @@ class Job:
             for name in names:
                 if name not in self.left_out:
                     self._try(number, name)
+                    yield name
 
     def _try(self, number: int, name: str) -> None:
         """A turn; a system that fails in it is left out from now on, on all ranks."""
@@ -127,7 +129,8 @@ class Job:
         with LowestAvailable() as available:
             expected = self._trained(system, samples)
         samples.host.append(available.taken_bytes)
-        self._restore(system, samples, expected)
+        if self.plan.restores:
+            self._restore(system, samples, expected)
         self._on_rank_0(system.discard)
 
     def _trained(self, system: System, samples: Samples) -> str:
@@ -146,7 +149,7 @@ class Job:
         begun = time.perf_counter()
         pending = system.save_now()
         samples.durable.append(slowest(pending.wait() - begun))
-        expected = self.training.digest()
+        expected = self.training.digest() if self.plan.restores else ""
         system.end()
         return expected
 

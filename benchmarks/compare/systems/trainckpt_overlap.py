@@ -9,6 +9,7 @@ from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
 
 class Overlap(Trainckpt):
     copies = OVERLAP
+    warm_saves = 3  # the first makes the arena, two prove what they copy
 
 
 SYSTEM = Overlap

@@ -9,6 +9,7 @@ from trainckpt.lifecycle.deciding.copy_choice import PLAIN
 
 class Plain(Trainckpt):
     copies = PLAIN
+    warm_saves = 2
 
 
 SYSTEM = Plain

@@ -1,0 +1,1 @@
+"""Training scripts that the stages run; each takes its device as an argument."""
