@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long slurm criu azurite check bench campaign clean
+.PHONY: demo test test-long slurm criu azurite check bench gpu gpu-pack campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -64,6 +64,17 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compression --json benchmarks/results/compression.json
 	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
+
+$(VENV)/.gpu: $(VENV)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gpu]'
+	@touch $@
+
+# On a machine with a GPU: docs/gpu.md. `make gpu-pack` prepares what one without a network lacks.
+gpu: $(VENV)/.gpu criu
+	$(BIN)/python -m benchmarks.gpu --json gpu.json --minutes 7
+
+gpu-pack: $(VENV)/.core criu
+	$(BIN)/python -m benchmarks.gpu.pack
 
 campaign: $(VENV)/.dev
 	$(BIN)/python -m tests.campaign --budget 8m --append benchmarks/results/campaign.jsonl

@@ -112,7 +112,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_stage(letter: str, limit_s: float, folder: Path, device: str) -> dict[str, Any]:
-    """Run one stage in a process; kill it and all its descendants at the limit."""
+    """Run one stage in a process of its own, and judge it."""
     figures, log, scratch = folder / f"{letter}.json", folder / f"{letter}.log", folder / letter
     scratch.mkdir()
     command = [
@@ -121,15 +121,7 @@ def run_stage(letter: str, limit_s: float, folder: Path, device: str) -> dict[st
     ]  # fmt: skip
     tell(f"{letter} {STAGES[letter].module}: at most {limit_s:.0f} s")
     begun = time.monotonic()
-    with log.open("wb") as output, orphans_come_here():
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        kill_descendants()
+    code = run_limited(command, limit_s, log)
     found = json.loads(figures.read_text()) if figures.exists() else []
     status, reason = judge(found, code, limit_s)
     stage = {
@@ -140,6 +132,20 @@ def run_stage(letter: str, limit_s: float, folder: Path, device: str) -> dict[st
     if status != PASSED:
         stage["log"] = log.read_text(errors="replace")[-SHOWN_LOG_CHARACTERS:]
     return stage
+
+
+def run_limited(command: list[str], limit_s: float, log: Path) -> int | None:
+    """Run a command; return its exit code, or None at its limit. Nothing of it is left running."""
+    with log.open("wb") as output, orphans_come_here():
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        kill_descendants()
+    return code
 
 
 def judge(figures: list[dict[str, Any]], code: int | None, limit_s: float) -> tuple[str, str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PROGRAMS = Path(__file__).parent / "programs"
 CLI = [sys.executable, "-m", "trainckpt"]
 LOCK_MS, POLL_S, COUNTS_WITHIN_S = 10_000, 0.02, 40.0
-SHOWN_CHARACTERS = 1200
+SHOWN_CHARACTERS, MICRO_BATCHES = 1200, 120
 
 
 def run(findings: Findings, device: Any, folder: Path, ends: float) -> None:
@@ -89,11 +89,12 @@ class Training:
 
     def __init__(self, findings: Findings, device: Any, folder: Path, ends: float) -> None:
         self._findings, self._folder, self._ends = findings, folder, ends
-        self._device = device
+        self._device, self._slow = device, folder / "slow"
         self._why_not = criu.examine().why_not
-        self._batches = 60 if device.on_card else 12
         if not self._why_not:
-            straight, dumped = self._script("straight"), self._script("dumped", pause_s=0.1)
+            self._slow.touch()
+            straight = self._script("straight")
+            dumped = [*self._script("dumped"), "--slow", str(self._slow)]
             self._straight = self._start("straight", [sys.executable, *straight])
             self._dumped = self._start("dumped", [*CLI, "run", "--nproc", "1", "--", *dumped])
 
@@ -114,6 +115,7 @@ class Training:
         kind = json.loads(pause.stdout)["kind"]
         self._findings.add("kind", kind, goal="dump", passed=kind == "dump", why=pause.stderr)
         self._wait(lambda: self._dumped.poll() is not None)
+        self._slow.unlink()
         before = len(trace.read_text().splitlines())
         begun = time.perf_counter()
         resumed = self._start("resumed", [*CLI, "resume", place])
@@ -129,12 +131,12 @@ class Training:
         why = "" if same else f"{trace.read_text()}\n{expected}"
         self._findings.add("training", same, goal="the same trace", passed=same, why=why)
 
-    def _script(self, name: str, pause_s: float = 0.0) -> list[str]:
+    def _script(self, name: str) -> list[str]:
         folder = self._folder / name
         return [
             str(PROGRAMS / "train.py"), "--run", str(folder / "run"), "--trace",
             str(folder / "trace"), "--device", self._device.kind, "--micro-batches",
-            str(self._batches), "--pause-s", str(pause_s),
+            str(MICRO_BATCHES),
         ]  # fmt: skip
 
     def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:

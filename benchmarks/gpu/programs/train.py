@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ACCUMULATE, BATCH, ITEMS, WORDS, WIDTH, LENGTH = 3, 4, 60, 97, 64, 8
 SAVE_EVERY = 4  # micro-batches, of a captured step
+SLOW_S = 0.1  # a micro-batch
 
 
 class Model(nn.Module):
@@ -88,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--captured", action="store_true")
     parser.add_argument("--redundancy")
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--pause-s", type=float, default=0.0, help="after each micro-batch")
+    parser.add_argument("--slow", type=Path, help="train slowly while this file is there")
     return parser.parse_args()
 
 
@@ -186,6 +187,8 @@ def train(
     """Train so many micro-batches."""
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
+    if ckpt.cursor.micro_batches >= args.micro_batches:  # a finished run was started again
+        return
     for _ in ckpt.epochs(args.micro_batches):
         for ids, items in ckpt.batches():
             cursor = ckpt.cursor
@@ -196,8 +199,8 @@ def train(
                 line = f"{cursor.micro_batches} {items.tolist()} {loss.hex()}\n"
                 with (args.trace / f"rank{rank}.txt").open("a") as trace:
                     trace.write(line)
-            if args.pause_s:
-                time.sleep(args.pause_s)
+            if args.slow and args.slow.exists():
+                time.sleep(SLOW_S)
             if cursor.micro_batches + 1 >= args.micro_batches:
                 return
 

@@ -6,7 +6,8 @@ own, together with every library that it needs, and the program is told to look 
 else (patchelf, from the same release). No LD_LIBRARY_PATH: what CRIU restores would inherit it.
 
 apt works with lists, status and archives of its own, which are removed again: the system's sources
-and packages stay as they are. A CRIU that already works in FOLDER is left alone.
+and packages stay as they are. A CRIU that already works in FOLDER is left alone; one that was moved
+there from another place, whose paths it still has, is only given its new ones.
 
 Exit code: 0 there is one that runs; 1 there is not, with the reason.
 """
@@ -14,6 +15,7 @@ Exit code: 0 there is one that runs; 1 there is not, with the reason.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -40,6 +42,10 @@ def main(arguments: list[str]) -> int:
     folder = parser.parse_args(arguments).folder.absolute()
     if version_of(folder / PROGRAM) is not None:
         return 0
+    if (folder / PROGRAM).is_file():
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            _patch(folder)
+            return 0
     why_not = _why_not()
     if why_not:
         print(f"CRIU is not installed: {why_not}", file=sys.stderr)  # noqa: T201 - a command
@@ -73,6 +79,11 @@ def _install(scratch: Path, folder: Path) -> None:
         _run("dpkg", "-x", str(package), str(found))
     shutil.rmtree(folder, ignore_errors=True)  # what does not run
     found.rename(folder)
+    _patch(folder)
+
+
+def _patch(folder: Path) -> None:
+    """Let the program find its linker and its libraries where they are now, and run it."""
     loader = _loader(folder)
     tool = [str(loader), "--library-path", str(loader.parent), str(folder / "usr/bin/patchelf")]
     _run(*tool, "--set-interpreter", str(loader), "--set-rpath", str(loader.parent),
