@@ -59,7 +59,7 @@ def test_an_object_whose_state_cannot_be_had_is_refused_before_the_first_batch(t
         tracker.closed = True
         with pytest.raises(ConfigurationError, match="the state of tracker cannot be saved: Run"):
             next(iter(ckpt.batches()))
-    assert record(tmp_path, 1).outcome["outcome"] == "failed"
+    assert record(tmp_path, 1)["outcome"]["outcome"] == "failed"
 
 
 @pytest.fixture
