@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     ModelCheckpoint,
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integrations.toy_lightning import Augmented, StopAt, Toy, fit, loaders
+from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import lightning_needs
 from trainckpt.lifecycle.run import uncaught
@@ -171,7 +173,16 @@ def test_a_loader_that_is_not_that_of_the_snapshot_is_refused_with_what_differs(
     data = DataLoader(Augmented(), 5, shuffle=True), loaders()[1]
     with pytest.raises(StateMismatch, match="batch_size was 2, is 5") as caught:
         fit(tmp_path, data=data)
-    assert caught.value.hint == "run the script as it was, or start a new run in another place"
+    assert 'another place that begins with these weights: init_from="' in caught.value.hint
+
+
+def test_a_loader_that_fabric_has_wrapped_is_refused_with_what_to_do_instead():
+    """It has no state_dict, and moves each batch to the device: the script can do that itself."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader = fabric.setup_dataloaders(DataLoader(torch.arange(4.0)))
+    with pytest.raises(ConfigurationError, match="_FabricDataLoader") as caught:
+        TrackedLoader(loader, name="loader")
+    assert "fabric.to_device(batch)" in caught.value.hint
 
 
 def test_a_second_fit_is_refused(tmp_path):

@@ -12,9 +12,18 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 
-from tests.lifecycle.training import ACCUMULATE, ITEMS, Crash, Parts, record, usable
+from tests.lifecycle.training import (
+    ACCUMULATE,
+    ITEMS,
+    Crash,
+    Parts,
+    attempt,
+    crashed,
+    record,
+    usable,
+)
 from trainckpt import Checkpointer
-from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.errors import ConfigurationError, SaveFailed, StateMismatch
 from trainckpt.lifecycle.run.position import Position
 from trainckpt.preemption.notice import Notice
 from trainckpt.state.registry import Registry
@@ -263,6 +272,32 @@ def test_a_loader_registered_after_training_began_is_refused(tmp_path):
         with pytest.raises(ConfigurationError, match="after training has begun") as refusal:
             ckpt.loader(DataLoader(torch.arange(3)))
     assert refusal.value.exit_code == 78
+
+
+def test_a_loader_that_is_made_anew_in_each_epoch_is_refused_with_what_to_do_instead(tmp_path):
+    with Loop({}).open(tmp_path) as ckpt:
+        for epoch in ckpt.epochs(2):
+            shuffled = torch.Generator().manual_seed(epoch)
+            loader = DataLoader(torch.arange(4), shuffle=True, generator=shuffled)
+            if epoch:
+                with pytest.raises(ConfigurationError) as refusal:
+                    ckpt.loader(loader)
+                break
+            list(ckpt.batches())
+    assert "give it a sampler with set_epoch(), which ckpt.epochs() calls" in refusal.value.hint
+
+
+def test_another_batch_size_is_refused_with_the_way_to_begin_a_new_run_with_the_weights(tmp_path):
+    crashed(tmp_path, 5)
+    parts = Parts()
+    parts.loader = DataLoader(parts.loader.dataset, 5, shuffle=True)
+    with pytest.raises(StateMismatch, match="batch_size was 2, is 5") as refusal:
+        attempt(tmp_path, parts=parts)
+    assert 'begins with these weights: init_from="' in refusal.value.hint
+    parts = Parts(width=5)
+    with pytest.raises(StateMismatch) as refusal:
+        attempt(tmp_path, parts=parts)
+    assert refusal.value.hint == "run the script as it was, or start a new run in another place"
 
 
 def test_a_save_that_was_asked_for_and_never_taken_fails_when_the_attempt_ends(tmp_path):

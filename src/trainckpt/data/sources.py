@@ -66,7 +66,7 @@ def source_of(loader: Iterable[Any], name: str) -> Source:
         raise ConfigurationError(
             f"{name}: a {type(loader).__qualname__} is neither a torch DataLoader nor has "
             "state_dict and load_state_dict, so its position cannot be kept",
-            hint="call ckpt.boundary() in the loop and track an object that holds your position",
+            hint=_hint(loader),
         )
     for method in ("__iter__", "_get_iterator"):
         if not _is_torch_method(loader, method):
@@ -80,6 +80,15 @@ def source_of(loader: Iterable[Any], name: str) -> Source:
         if has_state(asked):
             refuse_arguments(asked, name)
     return LoaderSource(loader, name)
+
+
+def _hint(loader: Any) -> str:
+    if type(loader).__name__ == "_FabricDataLoader":
+        return (
+            "give the Checkpointer the DataLoader itself, and move each batch by "
+            "fabric.to_device(batch); with several ranks make it with a DistributedSampler"
+        )
+    return "call ckpt.boundary() in the loop and track an object that holds your position"
 
 
 def _is_torch_method(loader: Any, method: str) -> bool:

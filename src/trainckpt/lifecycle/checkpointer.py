@@ -223,7 +223,9 @@ class Checkpointer(Known, Hooked):
             raise ConfigurationError(
                 "a loader cannot be registered after training has begun: nothing would know its "
                 "position",
-                hint="make the loader once, and pass it as loader= or wrap it before the loop",
+                hint="make each loader once, and pass it as loader= or wrap it before the loop. "
+                "For another order in each epoch, give it a sampler with set_epoch(), which "
+                "ckpt.epochs() calls, or one that shuffles by seed + epoch",
             )
         leader = self._loaders[0][1] if self._loaders else None
         first, name = leader is None, "loader" if leader is None else f"loader.{len(self._loaders)}"

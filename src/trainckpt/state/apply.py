@@ -20,6 +20,11 @@ OBJECT = "an object of another kind"
 # Parts of the values that are no tracked object's.
 OWN = frozenset({DDP, FSDP, LOADERS, attributes.PART, gradients.PART, rng.PART,
                  tracked_file.PART})  # fmt: skip
+AS_IT_WAS = "run the script as it was, or start a new run in another place"
+OTHER_DATA = (
+    "run the script with the loader as it was; to train on with other batches, start a new run in "
+    'another place that begins with these weights: init_from="<directory of this run>"'
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -45,10 +50,12 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     for file in registry.files:
         found += file.differences(saved)
     if found:
+        loaders = tuple(f"{loader.name}: " for loader in registry.loaders)
+        is_data_alone = all(line.startswith(loaders) for line in found)
         raise StateMismatch(
             f"the script's objects are not those of snapshot {snapshot}",
             found,
-            hint="run the script as it was, or start a new run in another place",
+            hint=OTHER_DATA if is_data_alone else AS_IT_WAS,
         )
 
 

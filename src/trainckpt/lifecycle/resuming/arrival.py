@@ -101,7 +101,7 @@ class Arrival:
             raise StateMismatch(
                 f"{state.name} is not the loader of the snapshot at {self._at}",
                 differences,
-                hint="run the script as it was, or start a new run in another place",
+                hint=apply.OTHER_DATA,
             )
         state.apply(saved)
         self._continue_at(loader)
