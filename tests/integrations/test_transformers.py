@@ -246,6 +246,30 @@ def test_another_accumulation_is_refused_inside_an_epoch_and_other_settings_are_
     assert training.train()[3][0] == 3 + 6
 
 
+def test_a_resume_lists_changed_arguments_with_the_value_that_counts(tmp_path, caplog):
+    """More steps, another schedule for them; the learning rate of the optimizer that came back."""
+    caplog.set_level("INFO", logger="trainckpt")
+    before = {"lr_scheduler_type": "linear", "learning_rate": 0.1, "max_steps": 6}
+    Training(tmp_path, {}, tmp_path / "run", strike_at=5, **before).train()
+    now = {**before, "learning_rate": 0.5, "save_steps": 7, "max_steps": 8}
+    training = Training(tmp_path, {}, tmp_path / "run", **now)
+    training.train()
+    assert "max_steps 6 then, 8 now (the new value counts, and the schedule of" in caplog.text
+    assert "learning_rate 0.1 then, 0.5 now: the value in the snapshot counts" in caplog.text
+    assert "save_steps 500 then, 7 now: the new value counts, and changes nothing" in caplog.text
+    assert training.trainer.state.global_step == 8
+    assert training.trainer.optimizer.param_groups[0]["initial_lr"] == 0.1
+
+
+def test_what_changes_nothing_that_is_trained_leaves_the_resume_bitwise(tmp_path, caplog):
+    caplog.set_level("INFO", logger="trainckpt")
+    Training(tmp_path, {}, tmp_path / "run", strike_at=5).train()
+    other = {"seed": 3, "data_seed": 4, "save_steps": 7, "learning_rate": 0.5}
+    end = Training(tmp_path, {}, tmp_path / "run", **other).train()
+    assert end == Training(tmp_path, {}).train()
+    assert "resumed from s1m1~1.1, epoch 0 step 1 micro-batch 1: bitwise" in caplog.text
+
+
 def test_windows_whose_batches_are_made_anew_are_refused(tmp_path, monkeypatch):
     training = Training(tmp_path, {}, tmp_path / "run")
     collect = training.trainer.get_batch_samples

@@ -24,12 +24,20 @@ _SUMS = (
     "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
     "_initial_num_input_tokens_seen", "current_flos",
 )  # fmt: skip
-# What a training has to go on with, to be the same training.
-_SETTINGS = (
+# Arguments of which a resume says that they are others now, and which value counts: that of the
+# script, or that of the snapshot, with which optimizer and random generators have come back.
+# The first kind changes what is trained, the other two do not.
+_COUNT_NOW = (
     "gradient_accumulation_steps", "max_grad_norm", "bf16", "fp16", "label_smoothing_factor",
-    "lr_scheduler_type", "learning_rate", "weight_decay", "warmup_steps", "warmup_ratio", "optim",
-    "neftune_noise_alpha", "average_tokens_across_devices",
+    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim", "neftune_noise_alpha",
+    "average_tokens_across_devices", "eval_strategy", "eval_steps",
 )  # fmt: skip
+_SAVED_COUNT = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed",
+    "data_seed",
+)  # fmt: skip
+_OUTPUTS = ("save_strategy", "save_steps", "logging_strategy", "logging_steps")
+_MAX_STEPS = "max_steps"
 _ACCUMULATE = "gradient_accumulation_steps"
 _CONTROL = (
     "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log",
@@ -111,18 +119,34 @@ class TrainerPart:
 
     def _settings(self) -> dict[str, Any]:
         args = self._trainer.args
-        told = {name: getattr(args, name, None) for name in _SETTINGS}
+        names = (*_COUNT_NOW, *_SAVED_COUNT, *_OUTPUTS)
+        told = {name: getattr(args, name, None) for name in names}
         plain = (type(None), bool, int, float)
         return {name: v if isinstance(v, plain) else str(v) for name, v in told.items()}
 
+    def _changed(self, then: dict[str, Any], names: Sequence[str]) -> str:
+        """Which of these arguments are others than in the snapshot, or ""."""
+        now = {**self._settings(), _MAX_STEPS: self._trainer.state.max_steps}
+        other = [name for name in names if name in then and then[name] != now[name]]
+        return ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in other)
+
     def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
-        then, now = saved.get("settings", {}), self._settings()
-        then = {**then, "max_steps": saved["max_steps"]}
-        now["max_steps"] = self._trainer.state.max_steps
-        other = [
-            f"{n} {then[n]} then, {now[n]} now" for n in now if n in then and then[n] != now[n]
-        ]
-        return [f"other settings of the training: {', '.join(other)}"] if other else []
+        then = {**saved.get("settings", {}), _MAX_STEPS: saved["max_steps"]}
+        changed = self._changed(then, (*_COUNT_NOW, _MAX_STEPS))
+        is_longer = saved["max_steps"] != self._trainer.state.max_steps
+        schedule = ", and the schedule of the learning rate is made for so many steps"
+        which = f"the new value counts{schedule if is_longer else ''}"
+        return [f"other settings of the training: {changed} ({which})"] if changed else []
+
+    def _say_which_count(self) -> None:
+        """Name changed arguments that leave the training as it was."""
+        if changed := self._changed(self._then, _SAVED_COUNT):
+            logger.warning(
+                "%s: the value in the snapshot counts, and the training goes on as it was; to "
+                "train with the new one, begin a new run with init_from", changed,
+            )  # fmt: skip
+        if changed := self._changed(self._then, _OUTPUTS):
+            logger.info("%s: the new value counts, and changes nothing that is trained", changed)
 
     def must_fit(self, at: Cursor, *, is_second: bool) -> None:
         """Whether this training can go on from there, once the state is back.
@@ -134,6 +158,8 @@ class TrainerPart:
         Raises:
             ConfigurationError: it cannot.
         """
+        if self._trainer.args.process_index == 0:
+            self._say_which_count()
         then, now = self._then.get(_ACCUMULATE), self._settings()[_ACCUMULATE]
         in_epoch = at.batches > 0 and not self.finished
         if in_epoch and then is not None and then != now:
