@@ -19,6 +19,7 @@ from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import copying, saver
 from trainckpt.snapshot import write_beside
 from trainckpt.state import overlap, side
+from trainckpt.state.capture import capture
 from trainckpt.state.overlap import (
     PROOF_PARTS,
     Fence,
@@ -27,6 +28,7 @@ from trainckpt.state.overlap import (
     calls_hooks,
     proof_part,
 )
+from trainckpt.state.registry import Registry
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +141,37 @@ def test_a_graph_that_is_recorded_ends_what_its_steps_would_not_wait_for(tmp_pat
     loop = Loop(tmp_path, model, make(model), between)
     assert [save.error is None for save in loop.saves] == [True] * 3 + [False] + [True] * 4
     assert as_saved(tmp_path, loop, make) == 7
+
+
+def test_beside_a_graph_of_before_the_checkpointer_all_is_copied_at_the_boundary(
+    tmp_path, slow, caplog
+):
+    """Its steps call no hook, so nothing of theirs would wait for copies."""
+    slow.has_recorded = True
+    model = Model()
+    optimizers = [Replayed(model.parameters(), 0.1)]
+
+    class Replaying(Loop):
+        def train(self, number):
+            ids = torch.arange(number, number + 40)
+            nn.functional.cross_entropy(model(ids), ids).backward()
+            type(optimizers[0]).step.__wrapped__(optimizers[0])  # as `replay`: past the hooks
+            optimizers[0].zero_grad()
+
+    loop = Replaying(tmp_path, model, optimizers)
+    assert len(slow.copied) == 8 + 1  # one at each boundary, and the final save
+    assert not torch.equal(loop.states[3][0], loop.states[4][0])
+    assert "a CUDA graph was recorded before the Checkpointer was made" in caplog.text
+    assert as_saved(tmp_path, loop, lambda m: [Replayed(m.parameters(), 0.1)]) == 8
+
+
+def test_a_capture_waits_for_all_streams_of_a_device_once(slow):
+    """What it makes itself comes on the stream of the thread that calls it."""
+    registry, model = Registry(), Model()
+    registry.add("model", model)
+    registry.add("optimizer", adam(model)[0])
+    capture(registry)
+    assert (slow.num_finished, slow.num_finished_own) == (1, 1)
 
 
 def test_private_memory_is_locked_as_well_and_let_go_for_a_dump(tmp_path, slow, monkeypatch):
@@ -369,7 +402,8 @@ def test_on_a_gpu_each_snapshot_is_the_state_of_its_boundary(tmp_path, caplog, c
 
 
 @pytest.mark.gpu
-def test_a_graph_that_steps_on_a_gpu_is_recorded_and_replayed_beside_saves(tmp_path):
+@pytest.mark.parametrize("recorded", ["before the Checkpointer", "amid the training"])
+def test_a_graph_that_steps_on_a_gpu_is_recorded_and_replayed_beside_saves(tmp_path, recorded):
     """No hook is called for its replays, so nothing is copied beside them."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -377,12 +411,26 @@ def test_a_graph_that_steps_on_a_gpu_is_recorded_and_replayed_beside_saves(tmp_p
     ids = torch.arange(40, device="cuda")
     graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     loop = SimpleNamespace(saves=[], states=[], device="cuda", optimizers=momentum(model))
+    record_at = 0 if recorded == "before the Checkpointer" else 4
 
     def step():
         nn.functional.cross_entropy(model(ids), ids).backward()
         loop.optimizers[0].step()
         loop.optimizers[0].zero_grad(set_to_none=False)
 
+    def step_beside():
+        with torch.cuda.stream(beside):
+            step()
+        torch.cuda.current_stream().wait_stream(beside)
+
+    def record():
+        with torch.cuda.graph(graph):
+            step()
+
+    if not record_at:
+        for _ in range(3):
+            step_beside()
+        record()
     with Checkpointer(tmp_path, model=model, optimizer=loop.optimizers, every="never") as ckpt:
         for number in range(8):
             loop.saves.append(ckpt.save())
@@ -390,15 +438,13 @@ def test_a_graph_that_steps_on_a_gpu_is_recorded_and_replayed_beside_saves(tmp_p
             moments = [s["momentum_buffer"] for s in loop.optimizers[0].state.values()]
             state = [*model.state_dict().values(), *moments]
             loop.states.append([tensor.clone() for tensor in state])
-            if number < 4:
-                with torch.cuda.stream(beside):
-                    step()
-                torch.cuda.current_stream().wait_stream(beside)
+            if number < record_at:
+                step_beside()
             else:
-                if number == 4:
-                    with torch.cuda.graph(graph):
-                        step()
+                if number == record_at and record_at:
+                    record()
                 graph.replay()
-    others = [save for number, save in enumerate(loop.saves) if number != 4]
-    assert all(save.error is None for save in others)  # that one may have been in flight
+    # the one in flight while it was recorded may have failed
+    others = [s for n, s in enumerate(loop.saves) if not record_at or n != record_at]
+    assert all(save.error is None for save in others)
     assert as_saved(tmp_path, loop, momentum) >= len(others)

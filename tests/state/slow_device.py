@@ -53,7 +53,8 @@ class SlowDevice:
         self.num_locked = self.held_back = 0
         self.copied = []  # bytes of each flight
         self.num_copies = 0
-        self.is_recording = False
+        self.is_recording = self.has_recorded = False
+        self.num_finished = self.num_finished_own = 0
         self.asked, self.fails_at, self.num_started = [], 0, 0
         self.guarded = []  # names of threads that asked for something under `on`
 
@@ -62,7 +63,11 @@ class SlowDevice:
         self.guarded.append(threading.current_thread().name)
         yield
 
+    def finish_own(self, device):
+        self.num_finished_own += 1
+
     def finish(self, device):
+        self.num_finished += 1
         asked, self.asked = self.asked, []
         for each in asked:
             each()

@@ -63,7 +63,8 @@ def capture(registry: Registry) -> Captured:
             out.values[DDP][model.name] = hidden
     for model in registry.models:
         fsdp.rest(model.wrapped)
-    side.finish(registry.all_parameters())
+    # A step may have been taken on any stream. From here on only this thread asks for anything.
+    finished = side.finish(registry.all_parameters())
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)
@@ -91,5 +92,6 @@ def capture(registry: Registry) -> Captured:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
     rng.capture(out, registry.devices)
-    side.finish(out.tensors.values())  # what was made for it, and devices without parameters
+    # Copies that were made for it, which any thread may read; and devices without parameters.
+    side.finish(out.tensors.values(), finished=finished)
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,11 @@ class CudaCalls:
         """Return when all that was asked of it by now is done, on whatever stream."""
         with self.on(device):
             torch.cuda.synchronize(device)
+
+    def finish_own(self, device: torch.device) -> None:
+        """Return when all that this thread's current stream was asked for is done."""
+        with self.on(device):
+            torch.cuda.current_stream(device).synchronize()
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
         """Lock memory; why not, or ""."""
@@ -134,6 +140,12 @@ class CudaCalls:
     def is_recording(self) -> bool:
         """Whether what is asked now is recorded, to be done again and again."""
         return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether there is anything recorded, which may be done again."""
+        graph = torch.cuda.CUDAGraph
+        return any(issubclass(type(each), graph) for each in gc.get_objects())
 
 
 def _at(address: int, num_bytes: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from trainckpt.state.packed_copies import as_runs
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from trainckpt.state.packed_copies import Run
@@ -54,6 +54,9 @@ class Platform(Protocol):
 
     def finish(self, device: torch.device) -> None:
         """Return when all that was asked of it by now is done, on whatever stream."""
+
+    def finish_own(self, device: torch.device) -> None:
+        """Return when all that this thread's current stream was asked for is done."""
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
         """Lock memory; why not, or ""."""
@@ -80,17 +83,38 @@ class Platform(Protocol):
     def is_recording(self) -> bool:
         """Whether what is asked now is recorded, to be done again and again."""
 
+    @property
+    def has_recorded(self) -> bool:
+        """Whether there is anything recorded, which may be done again."""
 
-def finish(tensors: Iterable[torch.Tensor], platform: Platform | None = None) -> None:
-    """Return when the devices of these have done what they were asked for, on whatever stream.
+
+def finish(
+    tensors: Iterable[torch.Tensor],
+    platform: Platform | None = None,
+    *,
+    finished: Collection[torch.device] = (),
+) -> set[torch.device]:
+    """Return the devices of these, which have done what they were asked for, on whatever stream.
 
     At a boundary, before anything is read: the stream that is current there knows nothing of one on
     which the script has taken its step.
+
+    Args:
+        tensors: On any devices.
+        platform: Of the devices that are waited for.
+        finished: Devices of which nothing was asked since they had finished but on this thread's
+            stream, or behind which that comes: that stream alone is waited for.
     """
     platform = platform or CudaCalls()
-    if platform.is_used:
-        for device in {t.device for t in tensors if t.device.type == platform.kind}:
+    if not platform.is_used:
+        return set()
+    devices = {t.device for t in tensors if t.device.type == platform.kind}
+    for device in devices:
+        if device in finished:
+            platform.finish_own(device)
+        else:
             platform.finish(device)
+    return devices
 
 
 class Flight:
@@ -150,8 +174,8 @@ class Side:
 
     Attributes:
         kind: Of the devices.
-        is_replayed: What devices are asked for was recorded: steps may be taken that nobody hears
-            of, so nothing may be copied beside training.
+        is_replayed: What devices are asked for was recorded: steps may be taken that call no hook,
+            so nothing may be copied beside training.
     """
 
     def __init__(
@@ -265,6 +289,19 @@ class Side:
         """Make copies that are taken."""
         if copies:
             self.start(copies).wait()
+
+    def look_for_recorded(self) -> None:
+        """Find graphs that were recorded before there was a hook to notice it.
+
+        Any may take steps when it is replayed, on this device.
+        """
+        if self._platform.is_used and self._platform.has_recorded:
+            self.is_replayed = True
+            self._say(
+                "a CUDA graph was recorded before the Checkpointer was made, and may take steps: "
+                "saves copy everything while training waits; if it takes none, make the "
+                "Checkpointer first"
+            )
 
     def is_recording(self) -> bool:
         """Whether the step that is about to be taken is only recorded."""

@@ -67,6 +67,7 @@ class Arenas:
         """`hold`: by which the supervisor holds memory; None: there is none that would."""
         self.newest: str | None = None
         self.side = Side(say=logger.warning)
+        self.side.look_for_recorded()
         self._place = MemoryPlace.of(run)
         self._rank = rank
         self._ranks = tuple(local_ranks)
