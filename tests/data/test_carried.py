@@ -121,7 +121,7 @@ def test_what_does_not_is_named_as_it_trains_and_in_the_state(make, path, worker
         for _, _ in zip(range(4), loader, strict=False):
             pass
     assert loader.not_kept(loader.state()) == [
-        f"train: {path} changed from batch to batch, and was not kept"
+        f"train: {path} changed as it was read, and was not kept"
     ]
     loader.shutdown()
 

@@ -294,21 +294,6 @@ def test_a_stream_that_would_have_to_begin_where_no_state_is_known_says_what_to_
     assert "from __init__ on" in str(error.value)
 
 
-def test_a_stream_without_state_is_replayed_with_a_warning():
-    """Right position, no promise of bits."""
-    make = plain(2, dataset=d.Stream(), shuffle=None)
-    first = TrackedLoader(make(), name="train")
-    batches = iter(first)
-    next(batches), next(batches)
-    rest = [batch.tolist() for batch in batches]
-    batches = iter(first)
-    next(batches), next(batches)
-    second = TrackedLoader(make(), name="train")
-    second.load_state(first.state())
-    with pytest.warns(UserWarning, match="train: loading and dropping 2 batches"):
-        assert [batch.tolist() for batch in second] == rest
-
-
 def test_a_stream_with_state_goes_on_by_it():
     """Without workers nothing is fetched ahead, so the dataset's own position is the position."""
     make = plain(0, dataset=None, shuffle=None)

@@ -96,6 +96,65 @@ def test_a_stream_of_datasets_ends_its_pass_and_begins_the_next_at_its_beginning
     )
 
 
+@pytest.mark.parametrize(("size", "refills"), [(6, True), (100, False)])
+def test_a_shuffle_buffer_of_datasets_is_filled_again_where_it_is_lost(hf, size, refills, recwarn):
+    data = hf.Dataset.from_dict({"x": list(range(60))})
+
+    def make():
+        rows = data.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=size)
+        return DataLoader(rows, batch_size=4, collate_fn=column)
+
+    assert_exact(make, (1, 3, 6, 12, 16, 17, 20, 27))
+    lost = "train: the state of IterableDataset does not lead to the samples that came after it"
+    assert any(str(one.message).startswith(lost) for one in recwarn) == refills
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["", "kept"])
+def test_a_stream_of_datasets_in_workers_is_exact_and_nothing_is_said(hf, persistent):
+    def make():
+        rows = streams(hf)["shards"]().shuffle(seed=3, buffer_size=6)
+        options = {"num_workers": 2, "persistent_workers": persistent}
+        return DataLoader(rows, batch_size=4, collate_fn=column, **options)
+
+    assert_exact(make, (3, 11))
+
+
+def webdataset_in(folder):
+    wds = pytest.importorskip("webdataset")
+    for shard in range(4):
+        with wds.TarWriter(str(folder / f"{shard}.tar")) as tar:
+            for row in range(5):
+                tar.write({"__key__": f"{shard}{row}", "n.txt": str(shard * 5 + row)})
+
+    def make(workers):
+        rows = wds.WebDataset(
+            str(folder / "{0..3}.tar"), shardshuffle=4, detshuffle=True, seed=3, empty_check=False
+        )
+        rows = rows.shuffle(6, seed=3).decode().to_tuple("n.txt")
+        return DataLoader(rows, batch_size=4, num_workers=workers, collate_fn=texts)
+
+    return make
+
+
+def test_a_seeded_stream_of_webdataset_in_workers_is_exact_and_nothing_is_said(tmp_path):
+    make = webdataset_in(tmp_path)
+    assert_exact(lambda: make(2), (3, 11))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open files
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_one_that_counts_its_epochs_in_this_process_is_named(tmp_path):
+    make = webdataset_in(tmp_path)
+    loader = TrackedLoader(make(0), name="train")
+    with pytest.warns(UserWarning, match=r"train: dataset\.pipeline.*epoch.* changed over a pass"):
+        list(loader)
+    assert loader.not_kept(loader.state())
+
+
+def texts(rows):
+    return torch.tensor([int(text) for (text,) in rows])
+
+
 class Rows(Plainly):
     """A stream of datasets as the loader."""
 

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.lifecycle.training import record
 from trainckpt import Checkpointer
@@ -34,11 +34,39 @@ class KeptPacks(Packs):
         self.rest = state["rest"]
 
 
+class Numbers(IterableDataset):
+    """A stream without a state."""
+
+    def __iter__(self):
+        return iter(torch.arange(40.0))
+
+
+class OwnPosition(DataLoader):
+    """A loader that keeps its position itself."""
+
+    at = skip = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.skip = state["at"]
+
+    def __iter__(self):
+        skip, self.skip = self.skip, 0
+        for self.at, batch in enumerate(super().__iter__(), start=1):
+            if self.at > skip:
+                yield batch
+
+
 def attempt(place, packs, until: int) -> list[list[float]]:
     """Train up to a micro-batch; return what it was trained on."""
+    return train(place, DataLoader(torch.arange(40.0), 4, collate_fn=packs), until)
+
+
+def train(place, loader, until: int) -> list[list[float]]:
     model, seen = nn.Linear(1, 1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(torch.arange(40.0), batch_size=4, collate_fn=packs)
     with Checkpointer(place, model=model, optimizer=optimizer, loader=loader) as ckpt:
         for _ in ckpt.epochs(2):
             for batch in ckpt.batches():
@@ -62,3 +90,15 @@ def test_a_remainder_that_is_not_kept_is_named_and_one_that_is_kept_goes_on(tmp_
         warnings.simplefilter("ignore", UserWarning)  # each attempt warns as it trains
         attempt(place, Packs(), 4), attempt(place, Packs(), 5)
     assert record(place, 2)["outcome"]["exactness"] == "same data, not bitwise"
+
+
+def test_the_resume_line_says_whose_word_it_takes(tmp_path):
+    loaders = {
+        "replayed and compared (loader)": lambda: DataLoader(Numbers(), 4),
+        "as exact as OwnPosition's own state (loader)": lambda: OwnPosition(torch.arange(40.0), 4),
+    }
+    for number, (word, make) in enumerate(loaders.items()):
+        place = tmp_path / f"run{number}"
+        came = train(place, make(), 13) + train(place, make(), 99)
+        assert came == 2 * [batch.tolist() for batch in torch.arange(40.0).split(4)]
+        assert record(place, 2)["outcome"]["exactness"] == word

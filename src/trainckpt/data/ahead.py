@@ -144,6 +144,10 @@ class AheadSource:
         """Return what must be equal for a saved state to be exact here."""
         return {**self._under.facts(), **self._reader.facts()}
 
+    def assurance(self, saved: dict[str, Any]) -> str:
+        """Return how exact a resume is, where that is not looked at before it."""
+        return self._under.assurance(saved["under"])
+
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""
         return self._under.problems()

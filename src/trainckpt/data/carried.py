@@ -98,7 +98,7 @@ class Watch:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         kept = {name for name, _ in _stateful(roots)}
         self._roots = {name: root for name, root in roots.items() if name not in kept}
-        self._values = dict(_values(self._roots))
+        self._values = dict(values(self._roots))
         self._changes = Counter[str]()
         self._looks = 0
 
@@ -107,7 +107,7 @@ class Watch:
         if self._looks == _LOOKS:
             return None
         self._looks += 1
-        old, self._values = self._values, dict(_values(self._roots))
+        old, self._values = self._values, dict(values(self._roots))
         self._changes.update(
             path for path, now in self._values.items() if old.get(path, now) != now
         )
@@ -122,19 +122,31 @@ def _stateful(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, root
 
 
-def _values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, Any]]]:
-    """Of each attribute and item with a plain value its path, its type and what tells a change."""
+def values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, Any]]]:
+    """Return the attributes and items with plain values: path, type, and what tells a change."""
     for path, holder in own_random.walk(roots):
+        if own_random.is_generator(holder):
+            continue
         if _is_compared(holder) and not path.endswith("]"):  # in a closure, say
             yield path, (type(holder), _brief(holder))
         if isinstance(holder, dict):
             named = [(f"{path}[{key!r}]", value) for key, value in holder.items()]
         else:
-            names = own_random.names_of(holder) or {}
+            names = {**_defaults(type(holder)), **(own_random.names_of(holder) or {})}
             named = [(f"{path}.{key}", value) for key, value in names.items()]
         for at, value in named:
             if _is_compared(value):
                 yield at, (type(value), _brief(value))
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Return the attributes of a script's class, which its objects may have one of their own of."""
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] not in ("builtins", "torch", "collections", "typing"):
+            named = {key: value for key, value in vars(base).items() if not key.startswith("__")}
+            found = {**named, **found}
+    return found
 
 
 def _is_compared(value: Any) -> bool:

@@ -21,12 +21,14 @@ import itertools
 import os
 from collections import deque
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data import dataloader as torch_loader
 
+from trainckpt.data.fingerprint import fingerprint
 from trainckpt.data.shield import adopt, kill_workers, shielded
 from trainckpt.data.worker import Tap, Tapped, WorkerStart
 from trainckpt.errors import ConfigurationError, StateMismatch
@@ -67,12 +69,23 @@ class Progress:
         samples: Dataset indices in the batches returned.
         workers: Worker -> its generators as of its last consumed batch, and what its data carries.
         changing: Attributes of the data that change from batch to batch and are not kept.
+        order: Follows from the index lists consumed.
+        passed: Follows from the batches returned; empty where they are not compared.
+        since: Follows from those returned since the state that a resume tries.
     """
 
     position: int = 0
     samples: int = 0
     workers: dict[int, dict[str, Any]] = field(default_factory=dict)
     changing: Changing | None = None
+    order: bytes = b""
+    passed: bytes = b""
+    since: bytes = b""
+
+    def compare(self, batch: Any) -> None:
+        """Take a batch of a stream into what tells it again."""
+        this = fingerprint(batch)
+        self.passed, self.since = fingerprint(this, self.passed), fingerprint(this, self.since)
 
     def note(self, batch: Tapped) -> None:
         """Keep what a consumed batch says about its worker's generators."""
@@ -93,6 +106,8 @@ class Plan:
 
     Attributes:
         watch: Looks at the data of an iterator without workers.
+        compares: Batches are taken into `Progress.passed`.
+        before_fetch: Called before each batch is fetched, without workers.
     """
 
     skip: int = 0
@@ -100,6 +115,8 @@ class Plan:
     base_seed: int | None = None
     rewind: Callable[[], None] | None = None
     watch: Watch | None = None
+    compares: bool = False
+    before_fetch: Callable[[], None] | None = None
 
 
 def self_test() -> None:
@@ -137,6 +154,12 @@ def _size(index: Any, auto_collation: bool) -> int:
     return len(index) if auto_collation and hasattr(index, "__len__") else 1
 
 
+def _ordered(index: Any, before: bytes) -> bytes:
+    if type(index) is int or (type(index) is list and index and type(index[0]) is int):
+        return blake2b(before + repr(index).encode(), digest_size=8).digest()
+    return fingerprint(index, before)
+
+
 def _ran_out(skip: int) -> StateMismatch:
     return StateMismatch(
         "the saved position lies beyond the end of the data",
@@ -152,10 +175,10 @@ class InProcessIterator(_Single):
         super().__init__(loader)
         self.progress = progress
         self._last_size = 0
-        self._watch = plan.watch
+        self._plan = plan
         try:
             for _ in range(plan.skip):
-                next(self._sampler_iter)
+                progress.order = _ordered(next(self._sampler_iter), progress.order)
         except StopIteration:
             raise _ran_out(plan.skip) from None
 
@@ -163,13 +186,20 @@ class InProcessIterator(_Single):
         index = super()._next_index()  # type: ignore[no-untyped-call]
         self._last_size = _size(index, self._auto_collation)
         self.progress.position += 1
+        if not self._plan.compares:
+            self.progress.order = _ordered(index, self.progress.order)
         return index
 
     def _next_data(self) -> Any:
+        progress, plan = self.progress, self._plan
+        if plan.before_fetch is not None:
+            plan.before_fetch()
         data = super()._next_data()  # type: ignore[no-untyped-call]
-        self.progress.samples += self._last_size
-        if self._watch is not None:
-            self.progress.note_changes(0, self._watch.look())
+        progress.samples += self._last_size
+        if plan.watch is not None:
+            progress.note_changes(0, plan.watch.look())
+        if plan.compares:
+            progress.compare(data)
         return data
 
 
@@ -181,7 +211,9 @@ class WorkersIterator(_Multi):
         self._plan = plan
         self._skip = plan.skip
         self._owner = os.getpid()
-        self._sizes: deque[int] = deque()  # of the index batches sent and not consumed yet
+        self._order = b""
+        # Sizes of the index batches sent and not consumed yet, and the order with each of them.
+        self._sent: deque[tuple[int, bytes]] = deque()
         super().__init__(loader)
 
     @property
@@ -195,7 +227,8 @@ class WorkersIterator(_Multi):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if first_iter and self._plan.rewind is not None:
             self._plan.rewind()
-        self._sizes.clear()
+        self._sent.clear()
+        self._order = b""
         super()._reset(loader, first_iter)
 
     def _try_put_index(self) -> None:
@@ -207,21 +240,30 @@ class WorkersIterator(_Multi):
         skip, self._skip = self._skip, 0
         for _ in range(skip % self._num_workers):
             next(self._worker_queue_idx_cycle)
-        drawn = sum(1 for _ in itertools.islice(self._sampler_iter, skip))
+        drawn = 0
+        for drawn, index in enumerate(itertools.islice(self._sampler_iter, skip), start=1):  # noqa: B007
+            self._order = _ordered(index, self._order)
         if drawn < skip:
             raise _ran_out(skip)
+        self.progress.order = self._order
 
     def _next_index(self) -> Any:
         index = super()._next_index()  # type: ignore[no-untyped-call]
-        self._sizes.append(_size(index, self._auto_collation))
+        if not self._plan.compares:
+            self._order = _ordered(index, self._order)
+        self._sent.append((_size(index, self._auto_collation), self._order))
         return index
 
     def _process_data(self, data: Any, *rest: Any) -> Any:
-        size = self._sizes.popleft() if self._sizes else 0
-        self.progress.position += 1
+        progress = self.progress
+        size, progress.order = self._sent.popleft() if self._sent else (0, progress.order)
+        progress.position += 1
         data = super()._process_data(data, *rest)  # type: ignore[no-untyped-call]
-        self.progress.samples += size
-        return self._untap(data)
+        progress.samples += size
+        batch = self._untap(data)
+        if self._plan.compares:
+            progress.compare(batch)
+        return batch
 
     def drain(self) -> None:
         """Wait for the batches under way and drop them, as torch does when it reuses workers.

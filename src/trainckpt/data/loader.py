@@ -241,10 +241,15 @@ class TrackedLoader:
     def not_kept(self, state: dict[str, Any]) -> list[str]:
         """Return what a saved state lacks to be exact, one sentence each."""
         paths = state.get("under", state).get("changing", [])
-        said = (
-            f"{self.name}: {', '.join(paths)[:200]} changed from batch to batch, and was not kept"
-        )
+        said = f"{self.name}: {', '.join(paths)[:200]} changed as it was read, and was not kept"
         return [said] if paths else []
+
+    def assurance(self, state: dict[str, Any]) -> str:
+        """Return how exact a resume from a saved state is, where that is not looked at before it.
+
+        Empty where it is, or where a difference would be warned of before the first batch.
+        """
+        return self._source.assurance(state)
 
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""

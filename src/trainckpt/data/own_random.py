@@ -101,6 +101,11 @@ def names_of(value: Any) -> dict[str, Any] | None:
     return names
 
 
+def is_generator(value: Any) -> bool:
+    """Tell whether it is one of the kinds that `capture` reads."""
+    return _is(value, _kinds())
+
+
 def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     kinds, shared = _kinds(), _global_ones()
     for path, value in walk(roots):

@@ -3,7 +3,8 @@
 Kept of them: the state of each distinct torch.Generator, the integers `seed` and `epoch` of each
 sampler, and the state_dict of samplers that have one. With the main process's randomness from just
 before the iterator was made this fixes the order, for torch's samplers and for every sampler that
-is a pure function of these. Other samplers are named by `unproven_samplers`. A state_dict may be
+is a pure function of these. What else `unproven` ones hold is looked at (carried.py, own_random.py)
+and the order that they draw again is compared (sources.py). A state_dict may be
 what the sampler works with, and what it is given it may work on: both ways it is copied.
 
 Used by: sources.py, dealing.py; `set_epoch` by whoever runs the epochs.
@@ -94,13 +95,27 @@ def parts(saved: dict[str, Any]) -> set[str]:
     return {name for group in saved.values() for name in group}
 
 
-def unproven_samplers(loader: DataLoader[Any]) -> list[str]:
-    """Return the class names of samplers that nobody has read and that have no state_dict."""
-    return [
-        type(sampler).__qualname__
-        for _, sampler in samplers_of(loader)
+def unproven(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the samplers of kinds that are not known and that have no state_dict, by name."""
+    return {
+        name: sampler
+        for name, sampler in samplers_of(loader)
         if not _is_known(type(sampler)) and not has_state(sampler)
-    ]
+    }
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the attributes that differ, of those that `capture` does not hold."""
+    return sorted(
+        path
+        for path, value in after.items()
+        if before.get(path, value) != value and not _is_captured(path)
+    )
+
+
+def _is_captured(path: str) -> bool:
+    root, _, attribute = path.partition(".")
+    return root != "dataset" and attribute in _INTEGERS
 
 
 def _is_known(kind: type[Any]) -> bool:

@@ -2,8 +2,7 @@
 
     map       a plain DataLoader over a map-style dataset: exact, by fast-forwarding indices
     iterable  a plain DataLoader over an IterableDataset: by the dataset's own state_dict
-              (num_workers=0; at a pass's end see streams.py), else by loading and dropping what
-              was consumed, which is not exact
+              (num_workers=0; see streams.py), else by loading again and dropping what was consumed
     stateful  anything with its own state_dict and load_state_dict: see stateful.py
     ahead     what an integration makes of a framework's loader, which fetches ahead: see ahead.py
 
@@ -11,6 +10,12 @@ The order when a pass goes on where it was saved, which `LoaderSource.resume` ob
 main randomness as before the iterator was made; samplers and the data's own generators likewise;
 the iterator; fast-forward; generators as they were when saved. The caller puts the main randomness
 back afterwards.
+
+Nothing of it is taken on trust. The index lists that are drawn again have to be those that were
+consumed, and batches that are loaded again those that were returned. A stream goes on by its own
+state of some batches before (`_EVERY`): that has to lead to the batches that came since, or the
+pass is loaded again (a shuffle buffer is not in the state, say). Where that does not lead there
+either, a warning says so.
 
 A pass can also go on in another data-parallel world (`resume_elsewhere`): what is left of its order
 is dealt anew (see dealing.py), to workers that start as for a new pass.
@@ -21,12 +26,13 @@ Used by: loader.py.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import carried, own_random, sampler, streams
+from trainckpt.data import carried, own_random, sampler
 from trainckpt.data.carried import Changing, Watch
 from trainckpt.data.dealing import Deal, Dealer, dealer_of
 from trainckpt.data.iterators import (
@@ -43,12 +49,14 @@ from trainckpt.data.sampler import length
 from trainckpt.data.shield import kill_workers
 from trainckpt.data.stateful import StatefulSource
 from trainckpt.data.streams import Stream
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import ConfigurationError, StateMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.data.ahead import AheadSource
+
+_EVERY = 8  # batches after which a stream's state is noted, to be tried
 
 Source: TypeAlias = "LoaderSource | StatefulSource | AheadSource"
 
@@ -96,6 +104,30 @@ def _is_torch_method(loader: Any, method: str) -> bool:
     return str(module).startswith("torch.utils.data")
 
 
+class Trial(NamedTuple):
+    """A stream's own state some batches ago, and what it is tried with.
+
+    Attributes:
+        at: Batches that were consumed then.
+        rngs: The main randomness before each fetch since.
+    """
+
+    at: int
+    own: Any
+    data: dict[str, bytes]
+    carried: dict[str, Any]
+    rngs: list[dict[str, Any]]
+
+    def saved(self, since: bytes) -> dict[str, Any]:
+        """Return it with what follows from the batches that it leads to."""
+        return {**self._asdict(), "rngs": list(self.rngs), "since": since}
+
+    @classmethod
+    def loaded(cls, saved: dict[str, Any]) -> Trial:
+        """Return what was saved."""
+        return cls(**{name: saved[name] for name in cls._fields})._replace(rngs=[*saved["rngs"]])
+
+
 class LoaderSource:
     """A plain DataLoader. The user's object is never changed: iterators are made over a copy.
 
@@ -120,6 +152,10 @@ class LoaderSource:
         self._rng_before: dict[str, Any] | None = None
         self._data_before: dict[str, bytes] = {}  # what the workers' own generators begin with
         self._carried_before: dict[str, Any] = {}
+        self._sampler_before: dict[str, Any] | None = None  # what is seen of those not known
+        self._sampler_changed: set[str] = set()
+        self._trial: Trial | None = None  # of a stream's own state
+        self._is_tried = False  # that state is being tried
         self._base_seed: int | None = None
         self._reused = False
         self._made = False  # an iterator, ever
@@ -145,9 +181,11 @@ class LoaderSource:
         self._before = self._captured()
         self._data_before = self._data_generators()
         self._carried_before = carried.capture(self._data)
+        self._sampler_before = self._sampler_values()
         self._reused = self._live is not None or self._carried
         self._ids, self.deal = None, self._first_deal()
         self.progress = self._progress(workers=self.progress.workers if self._reused else {})
+        self._trial = None
         if self._live is not None:
             self._live.progress = self.progress
             self._live._index_sampler = self._loader._index_sampler  # not what was dealt elsewhere
@@ -160,28 +198,27 @@ class LoaderSource:
         self._take_deal(saved)
         if self.deal is not None and not self.deal.plain:
             self._ids = self.the_dealer.ids(self.deal)
-        replay = self._replays()
-        if replay:
-            self.progress.workers = {}  # the workers go through it all again
+        again = self._replays()
+        if again:
+            self.progress = self._progress()  # the workers go through it all again
         self._data_before = saved.get("data before", {})
         self._carried_before = saved.get("carried before", {})
-        self._put_data_generators(self._data_before)
-        carried.restore(self._data, self._carried_before)
-        self._rewind()
+        self._rewind_all()
         if self.kind == "map":
             iterator = self._make(skip=saved["position"])
+            self._compare_order(saved)
         elif saved.get("ran_out"):  # with its last batch: what is loaded now would begin a pass
             assert self._stream is not None
             self._stream.resume_between(saved["own"], exhausted=True)
             iterator = iter(())
+        elif self._stream is not None and saved["own"] is not None:
+            iterator = self._go_on_by_state(self._stream, saved)
         else:
-            if self._stream is not None and saved["own"] is not None:
-                self._stream.resume_pass(saved["own"])
             iterator = self._make(skip=0)
+        if again:
+            self._load_again(iterator, saved)
         self.progress.position, self.progress.samples = saved["position"], saved["samples"]
-        if replay:
-            streams.replay(self._name, iterator, saved["batches"])
-            self.progress.position, self.progress.samples = saved["position"], saved["samples"]
+        self.progress.passed = saved.get("passed", b"")
         sampler.restore(self._loader, saved["now"])
         self._put_data_generators(saved.get("data now", {}))
         carried.restore(self._data, saved.get("carried now", {}))
@@ -214,6 +251,8 @@ class LoaderSource:
     def _end(self, *, exhausted: bool) -> None:
         if self._stream is not None:
             self._stream.end_pass(exhausted=exhausted)
+        self._trial = None
+        self._look_at_samplers()
         self._rng_before = self._before = None
         if not self._persistent:
             self.progress.workers = {}
@@ -230,10 +269,14 @@ class LoaderSource:
             "data now": self._data_generators(),
             "carried before": self._carried_before if in_pass else {},
             "carried now": carried.capture(self._data),
-            "changing": self._changing.paths,
+            "changing": sorted({*self._changing.paths, *self._sampler_changed}),
             "base_seed": self._base_seed if in_pass or has_workers else None,
             "reused": self._reused if in_pass else has_workers,
             "workers": dict(self.progress.workers),
+            "order": self.progress.order,
+            "passed": self.progress.passed,
+            "trial": None if self._trial is None else self._trial.saved(self.progress.since),
+            "last end": None if self._stream is None else self._stream.last_end,
             "own": None,
             "deal": None if self.deal is None or self.deal.plain else self.deal._asdict(),
         }
@@ -293,19 +336,20 @@ class LoaderSource:
             "generators and seeds": sorted(sampler.parts(self._captured(stateful=False))),
         }
 
+    def assurance(self, saved: dict[str, Any]) -> str:
+        """Return how exact a resume is, where that is not looked at before it."""
+        if self.kind == "map" or not saved["position"] or saved["before"] is None:
+            return ""  # its order is compared; or it goes on between passes
+        if self._stream is None:
+            return f"replayed and compared ({self._name})"
+        if saved.get("trial") is not None or saved.get("ran_out") or saved["own"] is None:
+            return ""  # its state is tried
+        kind = type(self._loader.dataset).__qualname__
+        return f"as exact as {kind}'s own state ({self._name})"
+
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""
-        found = [
-            f"{self._name}: the sampler {kind} is assumed to be a pure function of its seed, epoch "
-            "and the global RNG; give it a state_dict if it is not"
-            for kind in sampler.unproven_samplers(self._loader)
-        ]
-        if self._replays():
-            found.append(
-                f"{self._name}: {type(self._loader.dataset).__qualname__} is an IterableDataset "
-                "whose position is not kept; a resume loads and drops what was consumed, which is "
-                "not bitwise"
-            )
+        found = []
         if self._loader.num_workers > 0 and not getattr(self._loader, "in_order", True):
             found.append(
                 f"{self._name}: in_order=False returns batches in the order they happen to be "
@@ -319,6 +363,125 @@ class LoaderSource:
             if iterator is not None:
                 kill_workers(iterator)
         self._live = None
+
+    def _go_on_by_state(self, stream: Stream, saved: dict[str, Any]) -> Any:
+        trial = saved.get("trial")
+        if trial is None:  # one batch, after which nothing is known
+            stream.resume_pass(saved["own"])
+            iterator = self._make(skip=0)
+        else:
+            iterator = self._try(stream, trial, saved["position"])
+        if iterator is not None:
+            stream.last_end = saved.get("last end")
+            self._trial = None if trial is None else Trial.loaded(trial)
+            self.progress.since = b"" if trial is None else trial["since"]
+            return iterator
+        warnings.warn(
+            f"{self._name}: the state of {type(stream.target).__qualname__} does not lead to the "
+            "samples that came after it (a shuffle buffer is not in it, say): "
+            f"{saved['batches']} batches are loaded again",
+            stacklevel=5,
+        )
+        stream.begin_again(saved["own"], saved["last end"])
+        self._rewind_all()
+        iterator = self._make(skip=0)
+        self._load_again(iterator, saved)
+        return iterator
+
+    def _try(self, stream: Stream, trial: dict[str, Any], position: int) -> Any:
+        """Return the iterator at a position, if the state from before leads there; else None."""
+        self._is_tried = True
+        try:
+            stream.resume_pass(trial["own"])
+            iterator = self._make(skip=0)
+            self._put_data_generators(trial["data"])
+            carried.restore(self._data, trial["carried"])
+            for _, rng in zip(range(trial["at"], position), trial["rngs"], strict=True):
+                set_main_rng(rng)
+                next(iterator)
+        except Exception:  # noqa: BLE001 - a dataset may raise anything
+            iterator = None
+        finally:
+            self._is_tried = False
+        if iterator is not None and self.progress.since == trial["since"]:
+            return iterator
+        self.progress = self._progress()
+        return None
+
+    def _note_fetch(self) -> None:
+        assert self._stream is not None
+        if self._is_tried:
+            return
+        if self.progress.position % _EVERY == 1:
+            self.progress.since = b""
+            self._trial = Trial(
+                self.progress.position,
+                copy.deepcopy(self._stream.state),
+                self._data_generators(),
+                carried.capture(self._data),
+                [],
+            )
+        if self._trial is not None:
+            self._trial.rngs.append(main_rng())
+
+    def _load_again(self, iterator: Iterator[Any], saved: dict[str, Any]) -> None:
+        """Drop what was consumed, and say so if it is not what was."""
+        for number in range(saved["batches"]):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise StateMismatch(
+                    f"{self._name}: the saved position lies beyond the end of the data",
+                    [f"{saved['batches']} batches were consumed, {number} came now"],
+                    hint="resume with the dataset of the saved run",
+                ) from None
+        then, now = saved["workers"], self.progress.workers
+        moved = [worker for worker in now if now[worker] != then.get(worker)]
+        if saved.get("passed") != self.progress.passed or (moved and self._loader.num_workers):
+            warnings.warn(
+                f"{self._name}: the {saved['batches']} batches that were loaded again to get back "
+                "to the saved position are not, or not with the same randomness, those that were "
+                "trained on; data may differ from the uninterrupted run",
+                stacklevel=6,
+            )
+
+    def _compare_order(self, saved: dict[str, Any]) -> None:
+        if saved.get("order", self.progress.order) == self.progress.order:
+            return
+        suspects = sampler.unproven(self._loader) or dict(sampler.samplers_of(self._loader))
+        names = [type(one).__qualname__ for one in suspects.values()]
+        warnings.warn(
+            f"{self._name}: the order that {' and '.join(names)} begins with is not the one that "
+            f"{saved['position']} batches were trained in: it depends on more than seed, epoch and "
+            "generators; give the sampler state_dict and load_state_dict. Data differs from the "
+            "uninterrupted run",
+            stacklevel=5,
+        )
+
+    def _sampler_values(self) -> dict[str, Any]:
+        roots = sampler.unproven(self._loader)
+        if self._replays():
+            roots["dataset"] = self._loader.dataset
+        return dict(carried.values(roots))
+
+    def _look_at_samplers(self) -> None:
+        before, self._sampler_before = self._sampler_before, None
+        changed = set() if before is None else set(sampler.changed(before, self._sampler_values()))
+        new = sorted(changed - self._sampler_changed)
+        self._sampler_changed |= changed
+        if new:
+            warnings.warn(
+                f"{self._name}: {', '.join(new)[:200]} changed over a pass, and is not kept: a "
+                "resume in a later one may bring other data. Give it state_dict and "
+                "load_state_dict; if no order depends on it, nothing is lost",
+                stacklevel=5,
+            )
+
+    def _rewind_all(self) -> None:
+        """Put back what the pass began with."""
+        self._put_data_generators(self._data_before)
+        carried.restore(self._data, self._carried_before)
+        self._rewind()
 
     def _progress(self, position: int = 0, samples: int = 0, workers: Any = ()) -> Progress:
         return Progress(position, samples, dict(workers), self._changing)
@@ -342,6 +505,8 @@ class LoaderSource:
             base_seed=self._base_seed if skip or self._reused else None,
             rewind=self._rewind if self._reused else None,
             watch=None if self._replays() else Watch(self._data),
+            compares=self.kind == "iterable",
+            before_fetch=None if self._stream is None else self._note_fetch,
         )
         loader = copy.copy(self._loader)
         if self._ids is not None:
@@ -364,11 +529,12 @@ class LoaderSource:
         return sampler.capture(self._loader, stateful=stateful)
 
     def _data_generators(self) -> dict[str, bytes]:
-        """Of the dataset and collate_fn, by path."""
-        return own_random.capture(self._data)
+        """Return those of the dataset, the collate_fn and samplers of unknown kinds, by path."""
+        return own_random.capture({**self._data, **sampler.unproven(self._loader)})
 
     def _put_data_generators(self, saved: dict[str, bytes]) -> None:
-        own_random.restore(self._data, saved, self._name)
+        roots = {**self._data, **sampler.unproven(self._loader)}
+        own_random.restore(roots, saved, self._name)
 
     @property
     def _data(self) -> dict[str, Any]:

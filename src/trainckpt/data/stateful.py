@@ -148,6 +148,11 @@ class StatefulSource:
             "length": length(self._loader),
         }
 
+    def assurance(self, saved: dict[str, Any]) -> str:
+        """Return that it is as exact as the object's own state, unless nothing was taken of it."""
+        kind = type(self._loader).__qualname__
+        return "" if saved["own"] is None else f"as exact as {kind}'s own state ({self._name})"
+
     def problems(self) -> list[str]:
         """Nothing is known of what the object itself forgets."""
         return []

@@ -54,6 +54,9 @@ class Stream:
         iterate: Begins a pass, where more than `iter(target)` is to be done.
         generators: Reads, and puts back, the random generators that a pass draws from.
         asks: Ask for its state before its first pass; some begin a pass when they are asked.
+
+    Attributes:
+        last_end: Its state when the last pass ended, and whether that had run out; None: in none.
     """
 
     def __init__(
@@ -71,9 +74,24 @@ class Stream:
         self._read_rng, self._write_rng = generators
         self._asks = asks
         self._made: _AsMade | None = None
+        self.last_end: list[Any] | None = None
         self._way: Callable[[], Any] = lambda: None  # leads to the pass that `begin_pass` begins
         self._resumed = False  # the running pass is one that a state was loaded in the middle of
         self._between: tuple[Any, bool] | None = None  # the last pass's end, and whether it ran out
+
+    def begin_again(self, state: Any, last_end: list[Any] | None) -> None:
+        """Let the next `iter` begin the pass again in which it had a state.
+
+        Args:
+            state: That one.
+            last_end: What `last_end` was in that pass.
+        """
+        self._resumed, self.last_end = False, last_end
+        if last_end is None:
+            self._undo(state)
+        else:
+            self.resume_between(last_end[0], exhausted=last_end[1])
+            self.begin_pass()
 
     @property
     def is_between(self) -> bool:
@@ -107,11 +125,13 @@ class Stream:
             exhausted: That pass had run out; else it was left in its middle.
         """
         self._resumed, self._between = False, (state, exhausted)
+        self.last_end = [state, exhausted]
 
     def end_pass(self, *, exhausted: bool) -> None:
         """A pass is over: after one that was resumed, what was loaded may have to be undone."""
-        if self._resumed:
-            self._between = copy.deepcopy(self.target.state_dict()), exhausted
+        if self._between is None and (self._asks or self._resumed):
+            self.last_end = [copy.deepcopy(self.target.state_dict()), exhausted]
+            self._between = (self.last_end[0], exhausted) if self._resumed else None
 
     def begin_pass(self) -> None:
         """Let the next `iter` begin a pass as in the uninterrupted run; keeps the randomness.
@@ -176,13 +196,15 @@ class Stream:
             load(self.target, state)
 
     def _put_back(self, ended: Any) -> None:
+        """Undo as little of what a load assigns as lets a pass begin again."""
         made = self._undo(ended)
-        if self._draw(1):
-            return
-        made.put_back(all_of_it=True)
-        if self._draw(1):
-            made.put_back(all_of_it=True)
-            return
+        for keys in [*([key] for key in made.assigned), made.assigned, made.all]:
+            self._load(ended)
+            made.put_back(keys)
+            if self._draw(1):
+                self._load(ended)
+                made.put_back(keys)
+                return
         if made.state is None:
             kind = type(self.target).__qualname__
             raise ConfigurationError(
@@ -197,7 +219,7 @@ class Stream:
         """Put back what loading a state assigns."""
         self._load(ended)
         assert self._made is not None
-        self._made.put_back()
+        self._made.put_back(self._made.assigned)
         return self._made
 
     def _run_out(self, ended: Any) -> bool:
@@ -259,23 +281,37 @@ class _AsMade:
 
     def __init__(self, target: Any, *, asks: bool) -> None:
         self.state = _state_of(target) if asks else None
-        # Of it and of each object it holds: attributes, those as made, what a load has assigned.
-        self._held = [(names, dict(names), set[str]()) for names in own_random.namespaces(target)]
+        # Attributes of it and of each object it holds, and those as made; keys are (number, name).
+        self._held = [(names, dict(names)) for names in own_random.namespaces(target)]
+        self._assigned: dict[tuple[int, str], None] = {}
+
+    @property
+    def assigned(self) -> list[tuple[int, str]]:
+        """Keys of the attributes that loads have assigned, in order."""
+        return list(self._assigned)
+
+    @property
+    def all(self) -> list[tuple[int, str]]:
+        """Keys of all, those that passes assign included."""
+        held = enumerate(self._held)
+        return [(at, name) for at, (names, made) in held for name in {**made, **names}]
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what load_state_dict assigns."""
-        before = [dict(names) for names, _, _ in self._held]
+        before = [dict(names) for names, _ in self._held]
         yield
-        for (names, _, assigned), old in zip(self._held, before, strict=True):
-            assigned.update(key for key in names if old.get(key, self) is not names[key])
+        for at, (old, (names, _)) in enumerate(zip(before, self._held, strict=True)):
+            for name in names:
+                if old.get(name, self) is not names[name]:
+                    self._assigned[at, name] = None
 
-    def put_back(self, *, all_of_it: bool = False) -> None:
-        """Put back what loads have assigned; or all, what passes change included."""
-        for names, made, assigned in self._held:
-            for key in {*names, *made} if all_of_it else assigned:
-                names.pop(key, None)
-                names.update({key: made[key]} if key in made else {})
+    def put_back(self, keys: list[tuple[int, str]]) -> None:
+        """Put these attributes back to how they were made."""
+        for at, name in keys:
+            names, made = self._held[at]
+            names.pop(name, None)
+            names.update({name: made[name]} if name in made else {})
 
 
 def _state_of(target: Any) -> Any:
@@ -284,17 +320,6 @@ def _state_of(target: Any) -> Any:
         return copy.deepcopy(target.state_dict())
     except Exception:  # noqa: BLE001 - as above
         return None
-
-
-def replay(name: str, iterator: Iterator[Any], batches: int) -> None:
-    """Bring a dataset without a state of its own to where it was, nearly."""
-    warnings.warn(
-        f"{name}: loading and dropping {batches} batches to get back to the saved position; data "
-        "may differ from the uninterrupted run",
-        stacklevel=5,
-    )
-    for _ in range(batches):
-        next(iterator)
 
 
 _SAMPLES, _STATE, _ALL = 1, 2, 3

@@ -25,7 +25,13 @@ from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.slower import WHERE, Slower, where
 from trainckpt.lifecycle.reading.load import put
-from trainckpt.lifecycle.reasons import of_all_ranks, other_state, own_objects, said_by_objects
+from trainckpt.lifecycle.reasons import (
+    assurance,
+    of_all_ranks,
+    other_state,
+    own_objects,
+    said_by_objects,
+)
 from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
 from trainckpt.lifecycle.resuming.choice import KEEP_LAST
 from trainckpt.lifecycle.resuming.initial import Initial, read_initial
@@ -232,6 +238,8 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         other += gpu_settings.not_deterministic(here)
         problems = of_all_ranks(crew.channel, [*crew.problems, *other])
         exactness, reasons = compare(then, here, problems)
+        if exactness == EXACT:
+            exactness = assurance(crew, beginning)
         departure.exactness = exactness
         _refer(saver, seals, beginning)
         _arrive(crew, departure, beginning, parent)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.reading.contents import models_in
+from trainckpt.lifecycle.run.fingerprint import EXACT
 from trainckpt.state import apply, attributes
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ def of_all_ranks(channel: Channel, own: Sequence[str]) -> list[str]:
         for reason in reasons:
             found.setdefault(reason, rank)
     return [f"rank {rank}: {reason}" if rank else reason for reason, rank in found.items()]
+
+
+def assurance(crew: Crew, beginning: Beginning) -> str:
+    """Return how exact a resume is that nothing speaks against; the weakest loader's word."""
+    saved = beginning.saved
+    said = [loader.assurance(saved) for loader in crew.registry.loaders] if saved else []
+    own_state_first = sorted(filter(None, said), key=lambda word: not word.startswith("as exact"))
+    return own_state_first[0] if own_state_first else EXACT
 
 
 def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:

@@ -33,6 +33,12 @@ class LoaderState:
             return []
         return self.loader.not_kept(saved.decode(saved.values[self.name]))
 
+    def assurance(self, saved: Saved) -> str:
+        """Return how exact a resume is, where that is not looked at before it; else nothing."""
+        if self.name not in saved.values or not saved.exact:
+            return ""
+        return self.loader.assurance(saved.decode(saved.values[self.name]))
+
     def apply(self, saved: Saved) -> None:
         """Make the loader go on where the saved one was, or at the start of its window."""
         state = saved.decode(saved.values[self.name])
