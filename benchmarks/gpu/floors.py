@@ -22,6 +22,7 @@ import torch
 from benchmarks.gpu.device import GB, fastest
 from benchmarks.gpu.facts import pcie_link
 
+from trainckpt.state.side import Side
 from trainckpt.tiers.direct import populate
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 4096
 OF_LINK = 0.9
+SMALL_SHARE = 3.0  # of one packed copy: what arranges and packs them is Python
 LAUNCHES_TO_SYNCHRONIZE = 32  # so that no launch waits for room in the queue
 QUIET_S = 0.2
 
@@ -71,24 +73,11 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> Any:
 
 def registered_copy(findings: Findings, device: Any, source: torch.Tensor) -> float:
     """Return the seconds of a copy into a registered memfd; check the bytes."""
-    platform = device.platform()
-    with memfd(source.nbytes) as memory:
-        address = address_of(memory)
-        if why := platform.register(address, source.nbytes, device.torch_device):
-            raise RuntimeError(f"memory was not registered: {why}")
-        try:
-
-            def copy() -> None:
-                flight = platform.start(device.torch_device, [(address, source)])
-                platform.wait(device.torch_device, flight)
-
-            seconds = fastest(copy, device)
-            whole = torch.frombuffer(memory, dtype=torch.uint8)
-            equal = torch.equal(whole, source.cpu())
-            del whole
-            findings.add("registered_bytes_equal", equal, goal="equal", passed=equal)
-        finally:
-            platform.unregister(address, device.torch_device)
+    with memfd(source.nbytes) as memory, registered_side(device, source, memory) as side:
+        copies = [(address_of(memory), source)]
+        seconds = fastest(lambda: side.copy(copies), device)
+        equal = is_equal(memory, source)
+        findings.add("registered_bytes_equal", equal, goal="equal", passed=equal)
     return seconds
 
 
@@ -109,26 +98,39 @@ def small_copies(findings: Findings, device: Any) -> None:
     findings.add("small_one_by_one", fastest(one_by_one, device), "s", why=f"{number} tensors")
     packed = fastest(lambda: target.copy_(torch.cat(sources), non_blocking=True), device)
     findings.add("small_packed", packed, "s")
-    platform = device.platform()
-    with memfd(target.nbytes) as memory:
+    with memfd(target.nbytes) as memory, registered_side(device, sources[0], memory) as side:
         address = address_of(memory)
-        if why := platform.register(address, len(memory), device.torch_device):
-            raise RuntimeError(f"memory was not registered: {why}")
-        try:
-            copies = [(address + at * SMALL_BYTES, source) for at, source in enumerate(sources)]
+        copies = [(address + at * SMALL_BYTES, source) for at, source in enumerate(sources)]
+        seconds = fastest(lambda: side.copy(copies), device)
+        equal = is_equal(memory, torch.cat(sources))
+        findings.add("small_bytes_equal", equal, goal="equal", passed=equal)
+    findings.at_most("small_by_trainckpt", seconds, "s", SMALL_SHARE * packed)
 
-            def by_trainckpt() -> None:
-                platform.wait(device.torch_device, platform.start(device.torch_device, copies))
 
-            seconds = fastest(by_trainckpt, device)
-            expected = torch.cat(sources).cpu()
-            whole = torch.frombuffer(memory, dtype=torch.uint8)
-            equal = torch.equal(whole, expected)
-            del whole
-            findings.add("small_bytes_equal", equal, goal="equal", passed=equal)
-        finally:
-            platform.unregister(address, device.torch_device)
-    findings.at_most("small_by_trainckpt", seconds, "s", 3 * packed)
+@contextmanager
+def registered_side(device: Any, source: torch.Tensor, memory: mmap.mmap) -> Iterator[Side]:
+    """Give trainckpt's copies from this device, with the memory registered.
+
+    Raises:
+        RuntimeError: the driver refuses memory, or copies.
+    """
+    said: list[str] = []
+    side = Side(device.platform(), said.append)
+    side.use([source])
+    side.register(memoryview(memory))
+    try:
+        if said:
+            raise RuntimeError(said[0])
+        yield side
+    finally:
+        side.close()
+    if said:
+        raise RuntimeError(said[0])
+
+
+def is_equal(memory: mmap.mmap, source: torch.Tensor) -> bool:
+    """Return True if the memory holds the bytes of a tensor."""
+    return torch.equal(torch.frombuffer(bytearray(memory), dtype=torch.uint8), source.cpu())
 
 
 def registration(findings: Findings, device: Any) -> None:
