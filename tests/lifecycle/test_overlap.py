@@ -18,8 +18,9 @@ from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
 from trainckpt.lifecycle.run.told import SUPERVISOR_VARIABLE
 from trainckpt.lifecycle.saving import copying, saver
 from trainckpt.snapshot import write_beside
-from trainckpt.state import overlap, side
+from trainckpt.state import captured, overlap, pinned, side
 from trainckpt.state.capture import capture
+from trainckpt.state.given import Given
 from trainckpt.state.overlap import (
     PROOF_PARTS,
     Fence,
@@ -375,6 +376,40 @@ def test_what_changes_in_the_part_that_is_looked_at_and_nowhere_else_is_noticed(
         late.fence()
         assert late.changed == (["w"] if first <= at % num_bytes < end else [])
     assert bool(device.guarded) == (by == "its device")
+
+
+def test_a_resume_copies_what_lies_on_a_device_together_through_two_buffers(tmp_path, monkeypatch):
+    """As if all did: parameters and moments, on resuming and at the first boundary."""
+    model = Model()
+    loop = Loop(tmp_path, model, two(model))
+    uploaded, really = [], pinned.upload
+
+    def upload(copies):
+        copies = list(copies)
+        uploaded.append(sum(into.nbytes for into, _ in copies))
+        really(copies)
+
+    monkeypatch.setattr(pinned, "PART_BYTES", 10_000)
+    monkeypatch.setattr(Given, "give", lambda *_: False)  # nothing is live where it was read to
+    for module in (pinned, captured):
+        monkeypatch.setattr(module, "can_upload", lambda into, data: into.shape == data.shape)
+        monkeypatch.setattr(module, "upload", upload)
+    assert as_saved(tmp_path, loop, two) == 8
+    of_model = sum(parameter.nbytes for parameter in model.parameters())
+    assert uploaded.count(of_model) == 2 * 8
+    of_states = sum(tensor.nbytes for state in loop.states for tensor in state)
+    assert sum(uploaded) == 2 * of_states
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_save_without_memory_of_its_own_is_the_state_of_its_boundary(tmp_path, device, caplog):
+    """Written from the live tensors, while training waits."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = Model().to(device)
+    loop = Loop(tmp_path, model, two(model), memory_budget="1 B")
+    assert "rank 0 has no memory" in caplog.text
+    assert as_saved(tmp_path, loop, two) == 8
 
 
 @pytest.mark.gpu

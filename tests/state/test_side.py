@@ -11,11 +11,10 @@ import torch
 
 from tests.state.slow_device import SlowDevice
 from trainckpt.state import packed_copies
-from trainckpt.state import side as side_module
 from trainckpt.state.captured import Captured
 from trainckpt.state.cuda_calls import CudaCalls
 from trainckpt.state.replicas import PAGE_BYTES, sample_there
-from trainckpt.state.side import Flight, Side, brought_back, finish
+from trainckpt.state.side import Flight, Side, finish
 from trainckpt.state.stage import bytes_of, describe, private_memory, stage
 from trainckpt.tiers.memory import MemoryPlace
 
@@ -213,15 +212,6 @@ def test_once_a_graph_was_recorded_all_is_copied_at_the_boundary(memory):
     device.is_recording = False
     assert stage(captured, regions, **how).rest == []
     assert not side.is_recording()
-
-
-def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
-    monkeypatch.setattr(side_module, "PART_BYTES", 1000)
-    source = torch.randn(1001).bfloat16()
-    for first, end, begins in ((0, 2002, [0, 1000, 2000]), (1, 1002, [1, 1001]), (3, 3, [])):
-        parts = [(at, bytes(bytes_of(part))) for at, part in brought_back(source, first, end)]
-        assert b"".join(part for _, part in parts) == bytes_of(source)[first:end]
-        assert [at for at, _ in parts] == begins
 
 
 def test_a_sample_is_the_same_wherever_it_is_taken():

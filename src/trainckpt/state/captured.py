@@ -19,6 +19,7 @@ from trainckpt.format.layout import replicated
 from trainckpt.state import sharded, subclasses, values
 from trainckpt.state.copies import as_copied
 from trainckpt.state.given import Proofs, has_memory
+from trainckpt.state.pinned import can_upload, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -231,12 +232,16 @@ class Saved:
         `gives`: whether it may be what was read: memory of which torch cannot change the size.
         """
         name = self._plain(tree)
-        if name is None or (device.type != "cpu" and tree.get("device") != "cpu"):
+        if name is None:
             return self.decode(tree, device)
         found = self.tensors[name]
-        if gives and self.given is not None and self.given.give(name):
+        target = device if tree.get("device") != "cpu" else found.device
+        if target.type != "cpu":
+            fresh = torch.empty_like(found, device=target)
+        elif gives and self.given is not None and self.given.give(name):
             return found
-        fresh = torch.empty_like(found)
+        else:
+            fresh = torch.empty_like(found)
         copies.add(fresh, found)
         return fresh
 
@@ -274,7 +279,14 @@ class Saved:
             raise UnusableSnapshot(f"the tensor {name} is missing from the snapshot")
         found = self.tensors[name]
         plain = as_copied(found)
-        fresh = plain.clone() if device is None else plain.to(device, copy=True)
+        if device is None:
+            fresh = plain.clone()
+        else:
+            fresh = torch.empty_like(plain, device=device)
+            if can_upload(fresh, plain):
+                upload([(fresh, plain)])
+            else:
+                fresh.copy_(plain)
         return fresh if plain is found else fresh.view(found.dtype)
 
 

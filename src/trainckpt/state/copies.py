@@ -10,6 +10,7 @@ import mmap
 from functools import partial
 from typing import TYPE_CHECKING
 
+from trainckpt.state import pinned
 from trainckpt.tiers import past_cache
 from trainckpt.tiers.workers import Workers
 
@@ -29,12 +30,15 @@ class Copies:
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
+        self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counted: list[torch.Tensor] = []  # of whose change torch is told
 
     def add(self, into: torch.Tensor, data: torch.Tensor, proof: Proof | None = None) -> None:
         """Copy `data` into `into`, of the same shape; unless the proof of `data` holds there."""
         into, data = as_copied(into.detach()), as_copied(data.detach())
-        if not _can_be_divided(into, data):
+        if pinned.can_upload(into, data):
+            self._uploads.append((into, data))
+        elif not _can_be_divided(into, data):
             into.copy_(data)
         elif proof is not None:
             self._parts.append(partial(_prove_or_copy, into, data, proof))
@@ -54,8 +58,10 @@ class Copies:
 
     def run(self, num_threads: int) -> None:
         """Make them all; return when they are made."""
+        uploads, self._uploads = self._uploads, []
         try:
             self._make(num_threads)
+            pinned.upload(uploads)
         finally:
             self._count()
 

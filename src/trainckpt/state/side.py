@@ -27,15 +27,14 @@ import torch
 
 from trainckpt.state.cuda_calls import CudaCalls
 from trainckpt.state.packed_copies import as_runs
+from trainckpt.state.pinned import brought_back
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from trainckpt.state.packed_copies import Run
-
-PART_BYTES = 16 << 20  # brought back at a time, to be compared
 
 _libc = ctypes.CDLL(None if os.name == "posix" else "msvcrt")
 
@@ -327,25 +326,6 @@ class Side:
     def _unregister(self, each: _Registered) -> None:
         self._registered.remove(each)
         self._platform.unregister(each.begin, each.device)
-
-
-def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Bytes of a tensor whose bytes lie in one run, in parts on the CPU, and where each began.
-
-    A part is gone when the next is taken.
-    """
-    flat = source.detach().reshape(-1).view(torch.uint8)
-    scratch = _scratch(min(PART_BYTES, end - first), pinned=source.is_cuda)
-    for at in range(first, end, PART_BYTES):
-        part = flat[at : min(at + PART_BYTES, end)]
-        yield at, scratch[: part.numel()].copy_(part)
-
-
-def _scratch(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    if pinned:
-        with contextlib.suppress(RuntimeError):
-            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.copies import Copies
 from trainckpt.state.given import may_be_written_by_others
 from trainckpt.state.overlap import Piece
+from trainckpt.state.pinned import brought_back, new_buffer, on_host
 from trainckpt.state.side import Side
 from trainckpt.state.stored_values import add_values
 from trainckpt.tiers import past_cache
@@ -142,7 +143,8 @@ class Stream:
     @torch.no_grad()
     def _chunks(self) -> Iterator[memoryview]:
         size = min(STREAM_BYTES, self.header.data_bytes)
-        buffers = itertools.cycle([_page_aligned(size), _page_aligned(size)])
+        locked = any(source.is_cuda for source in self.sources)
+        buffers = itertools.cycle([_page_aligned(size, pinned=locked) for _ in range(2)])
         buffer, filled = next(buffers), 0
         for region, source in zip(self.header.regions, self.sources, strict=True):
             flat, done = _flat(source), 0
@@ -294,11 +296,20 @@ def stream(
 def digests_of(captured: Captured, regions: Iterable[Region]) -> dict[str, str]:
     """Key -> digests by block of the live tensors' bytes, as a header tells them."""
     return {
-        region.key: digest.digests_by_block(
-            bytes_of(source_of(captured, region)), shard_file.block_bytes(region.num_bytes)
+        region.key: _digests_of(
+            source_of(captured, region), shard_file.block_bytes(region.num_bytes)
         )
         for region in regions
     }
+
+
+def _digests_of(source: torch.Tensor, block_bytes: int) -> str:
+    if source.is_cpu or not source.is_contiguous():
+        return digest.digests_by_block(bytes_of(source), block_bytes)
+    seen = digest.RunningByBlock(block_bytes)
+    for _, part in brought_back(source, 0, source.nbytes):
+        seen.update(bytes_of(part))
+    return seen.hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -308,7 +319,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """
     plain = tensor
     if not (tensor.is_cpu and tensor.is_contiguous()):
-        plain = tensor.detach().cpu().contiguous()
+        plain = on_host(tensor)
     size = plain.nbytes
     return at_address(plain.data_ptr(), size, plain) if size else memoryview(b"")
 
@@ -345,8 +356,9 @@ def source_of(captured: Captured, region: Region) -> torch.Tensor:
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:
-    """Its bytes, row-major."""
-    return source.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Its bytes, row-major; where it is, if they lie so there."""
+    plain = source.detach() if source.is_contiguous() else source.detach().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def private_memory(num_bytes: int) -> memoryview:
@@ -354,14 +366,15 @@ def private_memory(num_bytes: int) -> memoryview:
     return bytes_of(_page_aligned(num_bytes))
 
 
-def _page_aligned(num_bytes: int) -> torch.Tensor:
-    """Fresh memory that begins at a page, so that a disk can be written from it directly.
+def _page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    """Fresh memory that begins at a page, so that a disk can be written from it directly; `pinned`,
+    so that a GPU reaches it itself.
 
     Not malloc's: of that, each thread that ever asked for some would keep some to itself.
     """
-    if not hasattr(mmap, "MAP_PRIVATE"):
+    if pinned or not hasattr(mmap, "MAP_PRIVATE"):
         page = shard_file.PAGE_BYTES
-        memory = torch.empty(num_bytes + page, dtype=torch.uint8, device="cpu")
+        memory = new_buffer(num_bytes + page, pinned=pinned)
         first = -memory.data_ptr() % page
         return memory[first : first + num_bytes]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
