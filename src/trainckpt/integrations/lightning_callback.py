@@ -167,6 +167,8 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         redirect_in_proof(trainer)
         with self._undo:
             self._ckpt = ckpt = Checkpointer(self._run, **self._tracked(trainer), **self._options)
+            for callback in self._hooks.stateless():
+                ckpt._registry.watched.watch_callback(callback)
             lightning_launch.take_over_requeue(trainer, self._undo)
             ckpt._position.manage_epochs()
             try:

@@ -77,6 +77,17 @@ class HookState:
                 _write(callback, state["callbacks"][key])
         self._load_late_modules(state.get("modules", {}))
 
+    def stateless(self) -> list[Any]:
+        """Return the callbacks that say no state: neither by state_dict nor by a hook."""
+        return [
+            callback
+            for callback in self._callbacks.values()
+            if not callback.state_dict()
+            and getattr(type(callback).on_save_checkpoint, "__qualname__", "").startswith(
+                "Callback."
+            )
+        ]
+
     def _late_modules(self) -> dict[str, nn.Module]:
         known = self._registered
         return {n: m for n, m in modules_of(self._trainer).items() if known.get(n) is not m}

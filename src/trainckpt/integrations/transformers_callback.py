@@ -110,6 +110,9 @@ class TrainckptCallback(TrainerCallback):
         self.checkpointer = ckpt = Checkpointer(
             self._run, loader=loader, **tracked, **self._options
         )
+        for callback in part.stateless():
+            if callback is not self:
+                ckpt._registry.watched.watch_callback(callback)
         ckpt.resume()
         self._hooks = Hooks(trainer, ckpt, part, reader, ckpt.loader(loader))
         try:

@@ -114,6 +114,12 @@ class TrainerPart:
             name, value = self._waiting.popitem()
             _give_back(others[name], value)
 
+    def stateless(self) -> list[Any]:
+        """Return the callbacks that say no state."""
+        others = self._others().values()
+        return [one for one in self._trainer.callback_handler.callbacks
+                if not any(one is other for other in others)]  # fmt: skip
+
     def _has_begun(self, one: Any) -> bool:
         return not any(one is each for each in self._later)
 

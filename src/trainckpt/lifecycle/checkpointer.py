@@ -340,6 +340,7 @@ class Checkpointer(Known, Hooked):
             self._must_be_able_to_save(attempt)
         if self._first:
             self._first = False
+            self._registry.watched.training_begins()
             self._slips.reach(asks=not (evaluation or closing or self._hooks.on_resume))
             self._files.say_uncut(attempt.number)
             attempt.log.change_soon(state=RUNNING)

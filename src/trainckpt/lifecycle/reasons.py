@@ -35,9 +35,8 @@ def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
             found += loader.not_kept(beginning.saved)
         for generic in crew.registry.generics:
             found += generic.lost(beginning.saved)
-        changed = beginning.saved.values.get(attributes.PART)
-        then = {} if changed is None else beginning.saved.decode(changed)
-        if names := crew.registry.watched.not_restored(then):
+        watched = crew.registry.watched
+        if names := attributes.not_restored(watched, beginning.saved, of_callbacks=False):
             found.append(f"in no state_dict, so not as when it was saved: {_some(names)} "
                          f"({attributes.HINT}, or let the script set them)")  # fmt: skip
     return found
@@ -101,6 +100,9 @@ def seen_since(otherwise: Otherwise) -> list[str]:
         found.append("in another DDP than the resume could put back what the saved one kept to "
                      f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
                      "before the first batch is asked for)")  # fmt: skip
+    if otherwise.attributes:
+        found.append(f"of callbacks, in no state_dict, so not as when it was saved: "
+                     f"{_some(otherwise.attributes)} ({attributes.HINT_OF_CALLBACKS})")  # fmt: skip
     return found
 
 

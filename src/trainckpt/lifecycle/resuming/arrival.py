@@ -24,11 +24,13 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.slips import NO_BOUNDARY
 from trainckpt.ranks import talking
-from trainckpt.state import apply
+from trainckpt.state import apply, attributes
 from trainckpt.state.capture import LOADERS
 from trainckpt.state.kinds import frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.lifecycle.run.position import Position
     from trainckpt.state.captured import Saved
@@ -46,10 +48,12 @@ class Otherwise(NamedTuple):
     Attributes:
         gradients: Parameter that was frozen and is not, or vice versa -> whether it was then.
         wrappers: Models in a DDP that knows nothing of what the saved one kept to itself.
+        attributes: Of callbacks, that no state_dict holds, each with its values.
     """
 
     gradients: dict[str, bool]
     wrappers: list[str]
+    attributes: Sequence[str] = ()
 
 
 AS_SAVED = Otherwise({}, [])
@@ -73,6 +77,7 @@ class Arrival:
         self._window: Cursor | None = None
         self._skipping: TrackedLoader | None = None  # a pass that was over when it was saved
         self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
+        self._attributes: list[str] = []  # of callbacks, otherwise than saved
         self._hidden: list[str] = []  # models whose DDP is to be the one that it was given to
 
     def begin(
@@ -125,6 +130,7 @@ class Arrival:
         apply.apply_rng(self._registry, saved)
         self._otherwise = frozen.changed(self._registry, saved)
         self._hidden = apply.hidden_in_ddp(saved)
+        self._attributes = attributes.not_restored(self._registry.watched, saved, of_callbacks=True)
         self.to_come = False
         if evaluation or not has_loader:
             self._end()
@@ -169,6 +175,7 @@ class Arrival:
         return Otherwise(
             frozen.still(self._registry, otherwise),
             apply.in_another_ddp(self._registry, self._hidden),
+            self._attributes,
         )
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
@@ -189,7 +196,7 @@ class Arrival:
     def _end(self) -> None:
         apply.settled(self._registry)
         saved, self._saved, self.to_come = self._saved, None, False
-        self.under_way = bool(self._otherwise or self._hidden)
+        self.under_way = bool(self._otherwise or self._hidden or self._attributes)
         if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
             free([saved])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.lifecycle.run.log import logger
-from trainckpt.state import attributes
 from trainckpt.state.kinds.added_groups import cannot_be_added
 
 if TYPE_CHECKING:
@@ -51,13 +50,14 @@ class Begun:
                 )
 
     def _look_at_attributes(self) -> None:
-        changed = sorted(self._registry.watched.changed().keys() - self._said)
+        changed = sorted(set(self._registry.watched.changed_in_training()) - self._said)
         if changed:
             self._said.update(changed)
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             logger.warning(
                 "%s%s: changed since the run began, and in no state_dict, so a resume has not what "
-                "it is now: %s", ", ".join(changed[:3]), more, attributes.HINT,
+                "it is now: %s", ", ".join(changed[:3]), more,
+                self._registry.watched.hint(changed),
             )  # fmt: skip
 
     def _look_at_groups(self) -> None:

@@ -1,0 +1,93 @@
+"""A best score, or a counter, that a callback holds in a plain attribute: named, or tracked."""
+
+from __future__ import annotations
+
+import lightning
+import pytest
+import transformers
+
+import trainckpt
+from tests.integrations.toy_lightning import StopAt, fit
+from tests.integrations.trained import Training
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NOT_EXACT = "not exact: of callbacks, in no state_dict, so not as when it was saved: Best.best"
+
+
+class Best(lightning.Callback):
+    """The best validation loss, as a tensor of Lightning's; `rounds` is set as a fit begins."""
+
+    def __init__(self):
+        self.best, self.rounds, self.improved = float("inf"), 0, []
+
+    def on_train_start(self, trainer, module):
+        self.rounds = trainer.max_epochs
+
+    def on_validation_end(self, trainer, module):
+        if trainer.callback_metrics["val_loss"] < self.best:
+            self.best = trainer.callback_metrics["val_loss"]
+            self.improved.append(self.best.item())
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level("INFO", "trainckpt")
+    return lambda: [line for line in caplog.text.splitlines() if "Best" in line]
+
+
+def test_lightning_names_it_when_a_save_lacks_it_and_when_a_resume_has_lost_it(tmp_path, said):
+    """Not what is set anew as a fit begins."""
+    fit(tmp_path, stop=StopAt(12), callbacks=[Best()])
+    (at_save,) = said()
+    assert "Best.best, StopAt.sent: changed since the run began, and in no state_dict" in at_save
+    assert "TrainckptCallback(..., kept=trainckpt.Attributes(callback" in at_save
+    fit(tmp_path, callbacks=[Best()])
+    at_resume = said()[1]
+    assert NOT_EXACT in at_resume
+    assert ", now inf)" in at_resume
+    assert "rounds" not in at_resume
+
+
+def fit_keeping(place, best, **how):
+    fit(place, callbacks=[best], options={"kept": trainckpt.Attributes(best, "best")}, **how)
+    return best.best
+
+
+def test_lightning_keeps_it_where_it_is_tracked(tmp_path, said):
+    straight = fit_keeping(tmp_path / "straight", Best())
+    fit_keeping(tmp_path / "run", Best(), stop=StopAt(12))
+    assert fit_keeping(tmp_path / "run", Best()) == straight
+    assert said() == []
+
+
+class BestOfTrainer(transformers.TrainerCallback):
+    """Its class has the value that it begins with."""
+
+    best = 1e9
+
+    def on_evaluate(self, args, state, control, metrics, **_):
+        self.best = min(self.best, metrics["eval_loss"])
+
+
+def trained(folder, callback, strike_at=None, **options):
+    training = Training(folder, {}, folder / "run", strike_at, ours=options)
+    training.trainer.add_callback(callback)
+    training.train()
+    return callback.best
+
+
+def test_the_trainer_names_it(tmp_path, said):
+    trained(tmp_path, BestOfTrainer(), strike_at=12)
+    assert "BestOfTrainer.best: changed since the run began" in said()[0]
+    trained(tmp_path, BestOfTrainer())
+    (at_resume,) = [line for line in said() if "not as when it was saved" in line]
+    assert "BestOfTrainer.best (" in at_resume
+    assert ", now 1000000000.0)" in at_resume
+
+
+def test_the_trainer_keeps_it_where_it_is_tracked(tmp_path, said):
+    one, other = BestOfTrainer(), BestOfTrainer()
+    best = trained(tmp_path, one, strike_at=12, kept=trainckpt.Attributes(one, "best"))
+    end = trained(tmp_path, other, kept=trainckpt.Attributes(other, "best"))
+    assert end <= best < 1e9
+    assert said() == []
