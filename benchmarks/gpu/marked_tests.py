@@ -69,8 +69,7 @@ def start(
     """Start pytest for one share of the tests."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "benchmarks.gpu.one_of", "-p",
-        "no:cacheprovider", "--continue-on-collection-errors", "--basetemp",
-        str(folder / f"tmp{at}"), *files,
+        "no:cacheprovider", "--continue-on-collection-errors", *files,
     ]  # fmt: skip
     plan = {"at": at, "number": number, "result": str(result)}
     environment = {name: text for name, text in os.environ.items() if "PYTEST" not in name}
