@@ -29,13 +29,17 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.compare.rows import medians, row, table
 from benchmarks.compare.systems import DEFAULT, ROOMS
 from benchmarks.machine import words
+
+if TYPE_CHECKING:
+    from benchmarks.compare.job import Job
 
 OFF_CPU, BUSY = "off-cpu", "busy"
 
@@ -79,7 +83,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--step-seconds", type=float, help="of a step off the CPU")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a busy step")
     parser.add_argument("--no-restore", action="store_true", help="measure saves alone")
-    parser.add_argument("--limit-s", type=float, help="of a job; rows of the turns until then")
+    parser.add_argument("--limit-s", type=float, help="of a job; rows of what it has by then")
     parser.add_argument("--threads", type=int, help="of each rank; the cores are shared out")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where saves go")
@@ -171,21 +175,26 @@ def inside(arguments: argparse.Namespace) -> None:
         tuple(arguments.systems), arguments.rounds, arguments.pairs, arguments.window,
         arguments.batch, restores=not arguments.no_restore,
     )  # fmt: skip
-    job = Job(plan, arguments.inside)
-    for _ in job.measure():
-        if job.rank == 0:
-            facts = {"bytes": job.num_bytes, "compute": plan.compute, "device": device}
-            found = {
-                "job": {**facts, "rounds": plan.rounds, "window": plan.window},
-                "floors": job.floors,
-                "samples": {name: asdict(samples) for name, samples in job.samples.items()},
-                "left_out": job.left_out,
-                "versions": versions(),
-            }
-            part = arguments.inside / "found.part"
-            part.write_text(json.dumps(found))
-            part.replace(arguments.inside / "found.json")
+    job = Job(plan, arguments.inside, partial(write_found, arguments.inside))
+    job.measure()
     leave()
+
+
+def write_found(folder: Path, job: Job) -> None:
+    """Rank 0: replace the file with all that was measured so far."""
+    if job.rank:
+        return
+    facts = {"bytes": job.num_bytes, "compute": job.plan.compute, "device": job.plan.device}
+    found = {
+        "job": {**facts, "rounds": job.plan.rounds, "window": job.plan.window},
+        "floors": job.floors,
+        "samples": {name: asdict(samples) for name, samples in job.samples.items()},
+        "left_out": job.left_out,
+        "versions": versions(),
+    }
+    part = folder / "found.part"
+    part.write_text(json.dumps(found))
+    part.replace(folder / "found.json")
 
 
 if __name__ == "__main__":

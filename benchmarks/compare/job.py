@@ -31,7 +31,7 @@ from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import Training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from benchmarks.compare.systems.base import Pending, System
 
@@ -78,10 +78,10 @@ class Samples:
 
 
 class Job:
-    """One rank's part of a job."""
+    """One rank's part of a job. `note` is called after each pair of windows and each turn."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder, self.rank = plan, folder, dist.get_rank()
+    def __init__(self, plan: Plan, folder: Path, note: Callable[[Job], object]) -> None:
+        self.plan, self.folder, self.rank, self._note = plan, folder, dist.get_rank(), note
         self.samples = {name: Samples() for name in plan.systems}
         self.floors: list[dict[str, float]] = []
         self.left_out: dict[str, str] = {}
@@ -95,8 +95,8 @@ class Job:
             plan.gigabytes, plan.compute, plan.step_s, plan.device, batch=plan.batch, fresh=fresh
         )
 
-    def measure(self) -> Iterator[str]:
-        """Measure all rounds; give the name of a system after each of its turns."""
+    def measure(self) -> None:
+        """Measure all rounds."""
         for number in range(self.plan.rounds):
             self.floors.append(self._floors.measure(self.training))
             self._say(number, "floors", f"{self.floors[-1]}")
@@ -105,7 +105,7 @@ class Job:
             for name in names:
                 if name not in self.left_out:
                     self._try(number, name)
-                    yield name
+                    self._note(self)
 
     def _try(self, number: int, name: str) -> None:
         """A turn; a system that fails in it is left out from now on, on all ranks."""
@@ -145,6 +145,7 @@ class Job:
         for number in range(self.plan.pairs):
             for saves in (False, True) if number % 2 else (True, False):
                 self._window(system, samples, saves=saves)
+            self._note(self)
         dist.barrier()
         begun = time.perf_counter()
         pending = system.save_now()
