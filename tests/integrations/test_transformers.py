@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 import trainckpt
 from tests.integrations import trained
 from tests.integrations.accelerated import seed
+from tests.integrations.struck import strike
 from tests.integrations.trained import Training, compared
 from tests.ranks import processes
 from tests.ranks.processes import preload, run_ranks
@@ -61,6 +62,29 @@ def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_
 )
 def test_every_kind_of_training_goes_on_where_it_was(tmp_path, how):
     assert compared(tmp_path, [3, 5], **how) == []
+
+
+class StopInEvaluation(transformers.TrainerCallback):
+    """SIGTERM in an evaluation's first batch."""
+
+    def __init__(self, training):
+        self.training, self.sent = training, False
+
+    def on_prediction_step(self, *_, **__):
+        if not self.sent:
+            self.sent = True
+            strike(self.training.ours.checkpointer, here=True)
+
+
+def test_an_evaluation_that_draws_is_followed_by_the_same_training_wherever_it_stops(tmp_path):
+    """Lengths are drawn by, and the evaluation draws from, the generator that training uses."""
+    how = {"train_sampling_strategy": "group_by_length"}
+    assert compared(tmp_path, [7, 8, 9], **how) == []
+    end = Training(tmp_path, {}, **how).train()
+    first = Training(tmp_path, {}, tmp_path / "during", **how)
+    first.trainer.add_callback(StopInEvaluation(first))
+    assert first.train() is None
+    assert Training(tmp_path, {}, tmp_path / "during", **how).train() == end
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -13,7 +13,7 @@ from tests.lifecycle.training import Parts, attempt, crashed, record, usable
 from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError, SaveFailed
 from trainckpt.lifecycle import attempt as attempts
-from trainckpt.tiers.local import LocalTier
+from trainckpt.tiers.local import LocalTier, translated
 
 
 class KeepsAFunction(torch.optim.SGD):
@@ -70,7 +70,8 @@ def is_full(monkeypatch):
 
     def refuse(tier, *arguments, **keywords):
         if full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with translated("write", tier.root):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(tier, *arguments, **keywords)
 
     monkeypatch.setattr(LocalTier, "write_parts", refuse)
@@ -87,7 +88,7 @@ def test_saves_that_fail_in_a_row_say_what_a_stop_would_lose(tmp_path, caplog, i
         attempt(tmp_path)
     first, second, *_ = failures(caplog)
     assert first[0] == "WARNING"
-    assert "; next: free space there" in first[1]
+    assert "; next: free space on the file system of" in first[1]
     assert second[0] == "ERROR"
     assert "failed, as did 1 before it: a stop now loses what was trained since step 0" in second[1]
 
@@ -114,3 +115,26 @@ def test_a_place_without_room_for_one_checkpoint_is_named_at_the_start(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert all("unless space is freed, nothing can be saved there" in text for text in said)
+
+
+def test_a_full_place_at_the_commit_leaves_the_one_before_for_two_resumes(tmp_path, monkeypatch):
+    """Shard files fit, the small file behind them does not; then the same steps are saved again."""
+    straight = {}
+    attempt(tmp_path / "straight", seen=straight)
+    seen, full = {}, {True}
+    replace = LocalTier.replace
+
+    def refuse(tier, key, data):
+        if full and key.endswith("manifest.json") and usable(tmp_path / "run"):
+            with translated("write", tier.root / key):
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        replace(tier, key, data)
+
+    monkeypatch.setattr(LocalTier, "replace", refuse)
+    for _ in range(2):
+        crashed(tmp_path / "run", 9, seen=seen, every="1 steps")
+        assert len(usable(tmp_path / "run")) == 1
+    full.clear()
+    attempt(tmp_path / "run", seen=seen, every="1 steps")
+    assert all(line == straight[at][0] for at, lines in seen.items() for line in lines)
+    assert [len(seen[at]) for at in (0, 2, 8)] == [1, 3, 3]
