@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainckpt.state.packed_copies import RUN_BYTES, pack
+from trainckpt.state.packed_copies import RUN_BYTES, as_bytes, pack
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ class CudaCalls:
                 yield run.target, pack(run, buffer)
                 continue
             target = run.target
-            for flat in run.sources:
-                yield target, flat
-                target += flat.numel()
+            for source in run.sources:
+                yield target, as_bytes(source)
+                target += source.nbytes
 
     def wait(self, device: torch.device, copies: torch.cuda.Event) -> None:
         """Return when what `start` gave is done; any thread."""
