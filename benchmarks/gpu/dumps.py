@@ -2,8 +2,9 @@
 
 driver     a process that counts in GPU memory is locked, checkpointed, restored, unlocked, and
            counts on; with NVML open in it too, as trainckpt's own watcher has it
-training   programs/train.py under `trainckpt run`, `pause --dump`, `resume`: its trace must be
-           that of a run that was left alone. Where the kernel has no CRIU, only the first part
+training   programs/train.py, DDP by gloo in a world of one, under `trainckpt run`, `pause
+           --dump`, `resume`: its trace must be that of a run that was left alone. Where the
+           kernel has no CRIU, only the first part
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 PROGRAMS = Path(__file__).parent / "programs"
 CLI = [sys.executable, "-m", "trainckpt"]
+ALONE = {
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+}  # fmt: skip
 LOCK_MS, POLL_S, COUNTS_WITHIN_S = 10_000, 0.02, 40.0
 SHOWN_CHARACTERS, MICRO_BATCHES = 1200, 120
 
@@ -95,7 +100,7 @@ class Training:
             self._slow.touch()
             straight = self._script("straight")
             dumped = [*self._script("dumped"), "--slow", str(self._slow)]
-            self._straight = self._start("straight", [sys.executable, *straight])
+            self._straight = self._start("straight", [sys.executable, *straight], **ALONE)
             self._dumped = self._start("dumped", [*CLI, "run", "--nproc", "1", "--", *dumped])
 
     def dump_and_restore(self) -> None:
@@ -136,14 +141,14 @@ class Training:
         return [
             str(PROGRAMS / "train.py"), "--run", str(folder / "run"), "--trace",
             str(folder / "trace"), "--device", self._device.kind, "--micro-batches",
-            str(MICRO_BATCHES),
+            str(MICRO_BATCHES), "--backend", "gloo",
         ]  # fmt: skip
 
-    def _start(self, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, command: list[str], **more: str) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self._folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **more}, start_new_session=True,
             )  # fmt: skip
 
     def _said(self, name: str) -> str:

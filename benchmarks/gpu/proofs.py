@@ -6,8 +6,8 @@
     nccl        the same under DDP, by NCCL, in a world of one
     captured    the whole step, dropout and capturable AdamW included, as a CUDA graph
 
-The script is programs/train.py. A rehearsal has two of them: NCCL's by gloo, and a captured step
-that is called instead.
+The script is programs/train.py. A rehearsal has the last alone, whose step is called, not replayed;
+stage F rehearses the script's other parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).parent / "programs/train.py"
 SHOWN_CHARACTERS = 1500
-REHEARSED = ("nccl", "captured")
+REHEARSED = ("captured",)
 
 
 def run(findings: Findings, device: Any, folder: Path, ends: float) -> None:
@@ -34,7 +34,7 @@ def run(findings: Findings, device: Any, folder: Path, ends: float) -> None:
     proofs = {
         "one_rank": (None, ()),
         "two_ranks": (2, ("--backend", "gloo")),
-        "nccl": (1, ("--backend", "nccl" if device.on_card else "gloo")),
+        "nccl": (1, ("--backend", "nccl")),
         "captured": (None, ("--captured",)),
     }
     begun, running = time.monotonic(), {}
