@@ -268,3 +268,47 @@ def count_uneven(rank, place, until, epochs=2):
             if ckpt.cursor.micro_batches == until:
                 break
     return counted
+
+
+class Own:
+    """Values that differ from rank to rank, under names that do not. pytorch#120356."""
+
+    def __init__(self, rank):
+        self.state = {"k": torch.tensor([rank, 7]), "o": {"x": rank}}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def own_values(rank, place, first):
+    """What each rank has of its own, after a resume unless it is the first start."""
+    own = Own(rank if first else 99)
+    with Checkpointer(place, own=own) as ckpt:
+        ckpt.boundary()
+    return own.state["k"].tolist(), own.state["o"]["x"]
+
+
+def compiled(rank, place, until, how):
+    """Steps up to `until`, with DDP and torch.compile around each other; the losses."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    for wrap in how.split():
+        model = (
+            DistributedDataParallel(model) if wrap == "ddp"
+            else torch.compile(model, backend="eager")
+        )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    losses = []
+    with Checkpointer(place, model=model, optimizer=optimizer) as ckpt:
+        while ckpt.cursor.step < until:
+            ckpt.boundary()
+            loss = model(torch.full((2, 4), ckpt.cursor.step + rank + 1.0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+    return losses

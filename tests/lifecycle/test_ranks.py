@@ -168,3 +168,17 @@ def test_each_rank_goes_on_counting_its_own_samples(tmp_path, until):
     second = run_ranks(ranks.count_uneven, 2, str(tmp_path / "run"), 99)
     assert straight[1] == {number: 2 * number for number in range(8)}
     assert [one | two for one, two in zip(first, second, strict=True)] == straight
+
+
+def test_what_each_rank_has_of_its_own_under_one_name_is_its_own_again(tmp_path):
+    assert run_ranks(ranks.own_values, 2, str(tmp_path), True) == [([0, 7], 0), ([1, 7], 1)]
+    assert run_ranks(ranks.own_values, 2, str(tmp_path), False) == [([0, 7], 0), ([1, 7], 1)]
+
+
+def test_a_model_resumes_with_compile_inside_ddp_outside_and_without(tmp_path):
+    straight = run_ranks(ranks.compiled, 2, str(tmp_path / "straight"), 8, "ddp")
+    rest = [[], []]
+    for until, how in ((2, "compile ddp"), (4, "ddp compile"), (6, "ddp"), (8, "compile ddp")):
+        found = run_ranks(ranks.compiled, 2, str(tmp_path / "run"), until, how)
+        rest = [one + two for one, two in zip(rest, found, strict=True)]
+    assert rest == straight

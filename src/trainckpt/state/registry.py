@@ -16,7 +16,7 @@ from trainckpt.format.globs import select
 from trainckpt.state.attributes import PART as ATTRIBUTES
 from trainckpt.state.attributes import Watched
 from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
-from trainckpt.state.kinds.generic import GenericState
+from trainckpt.state.kinds.generic import GenericState, live_objects
 from trainckpt.state.kinds.loader import LoaderState
 from trainckpt.state.kinds.metric import MetricState, is_metric, metrics_in
 from trainckpt.state.kinds.model import ModelState, keeps_own_state
@@ -123,6 +123,9 @@ class Registry:
             inner = inner_optimizer(generic.target)
             if inner is not None:
                 self._imply(f"{generic.name}.optimizer", inner)
+            for key, value in live_objects(generic.target.state_dict()).items():
+                if isinstance(value, torch.optim.Optimizer):
+                    self._imply(f"{generic.name}.{key}", value)
         for outer in self.optimizers:  # those that are added meanwhile too
             for attribute, inner in inner_optimizers(outer.optimizer):
                 if inner.state is not outer.optimizer.state:

@@ -2,12 +2,17 @@
 
 A value of a type that cannot be stored without pickling it is refused when it is registered,
 with the path to it. Functions held by LambdaLR and its like are not in a state_dict: the script
-makes them again.
+makes them again. A state_dict may hold live objects, as that of a scheduler around another one:
+their own state is stored in their place, and a restore hands over those that are there.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainckpt.errors import UnusableSnapshot
 
 if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
@@ -28,7 +33,7 @@ class GenericState:
 
     def capture(self, out: Captured) -> None:
         """Add the object's `state_dict()`."""
-        out.values[self.name] = out.encode(self.target.state_dict(), self.name, self.name)
+        out.values[self.name] = _capture(self.target.state_dict(), self.name, self.name, out)
 
     def is_empty_in(self, out: Captured) -> bool:
         """Return True if nothing of the object was captured."""
@@ -47,4 +52,51 @@ class GenericState:
         """Hand the decoded state to the object's `load_state_dict`."""
         if self.implied and self.name not in saved.values:
             return
-        self.target.load_state_dict(saved.decode(saved.values[self.name]))
+        _load(self.target, saved.values[self.name], saved)
+
+
+def _capture(state: Any, path: str, group: str, out: Captured) -> Any:
+    live = live_objects(state)
+    if not live:
+        return out.encode(state, path, group)
+    plain = {key: value for key, value in state.items() if key not in live}
+    states = {
+        # of an optimizer nothing: it is tracked by itself, or kept by nobody
+        key: None
+        if isinstance(value, torch.optim.Optimizer)
+        else _capture(value.state_dict(), f"{path}.{key}", group, out)
+        for key, value in live.items()
+    }
+    return {"plain": out.encode(plain, path, group), "live": states}
+
+
+def _load(target: Any, tree: Any, saved: Saved) -> None:
+    target.load_state_dict(_decode(target, tree, saved))
+
+
+def _decode(target: Any, tree: Any, saved: Saved) -> Any:
+    if not (isinstance(tree, dict) and tree.keys() == {"plain", "live"}):
+        return saved.decode(tree)
+    there = live_objects(target.state_dict())
+    if there.keys() != tree["live"].keys():
+        raise UnusableSnapshot(
+            f"a {type(target).__name__} held {sorted(tree['live'])} when it was saved, and holds "
+            f"{sorted(there)} now"
+        )
+    for key, value in there.items():
+        if tree["live"][key] is not None:
+            _load(value, tree["live"][key], saved)
+    return {**saved.decode(tree["plain"]), **there}
+
+
+def live_objects(state: Any) -> dict[str, Any]:
+    """Return key -> object of a state_dict that is no value, but knows its own state."""
+    if type(state) is not dict:
+        return {}
+    return {
+        key: value
+        for key, value in state.items()
+        if type(key) is str
+        and not isinstance(value, (torch.Tensor, torch.nn.Module))
+        and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    }

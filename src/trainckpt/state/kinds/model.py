@@ -90,7 +90,9 @@ class ModelState:
         if len(self._ddp) > 1:
             return self.wrapped
         inner = next(iter(self._ddp.values()), None)
-        return wrappers.newest(wrappers.unwrap(inner or self.module)) or inner or self.wrapped
+        newest = wrappers.newest(wrappers.unwrap(self.module if inner is None else inner))
+        found = inner if newest is None else newest
+        return self.wrapped if found is None else found
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -34,10 +34,12 @@ def unwrap(module: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DataParallel, torch.compile and Fabric wrappers."""
     wrappers: tuple[Any, ...] = (DistributedDataParallel, nn.DataParallel)
     while True:
+        # no `or`: modules may have a length, and what torch.compile makes may raise on it
         inner = module.module if isinstance(module, wrappers) else None
-        inner = inner or getattr(module, "_orig_mod", None)
-        if type(module).__name__ == "_FabricModule":
-            inner = inner or getattr(module, "_forward_module", None)
+        if inner is None:
+            inner = getattr(module, "_orig_mod", None)
+        if inner is None and type(module).__name__ == "_FabricModule":
+            inner = getattr(module, "_forward_module", None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
