@@ -312,3 +312,21 @@ def compiled(rank, place, until, how):
             optimizer.zero_grad()
             losses.append(loss.item().hex())
     return losses
+
+
+def cannot_be_stored_on_one(rank, place):
+    """Rank 1 tracks what no save can store, from the first boundary on; what each rank is told."""
+
+    class Fragile(Own):
+        def state_dict(self):
+            return {"x": object() if self.state["broken"] else 1}
+
+    own = Fragile(rank)
+    own.state["broken"] = False
+    try:
+        with Checkpointer(place, own=own) as ckpt:
+            own.state["broken"] = rank == 1
+            ckpt.boundary()
+    except TrainckptError as error:
+        return error.message
+    return "nothing"

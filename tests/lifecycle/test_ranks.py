@@ -182,3 +182,9 @@ def test_a_model_resumes_with_compile_inside_ddp_outside_and_without(tmp_path):
         found = run_ranks(ranks.compiled, 2, str(tmp_path / "run"), until, how)
         rest = [one + two for one, two in zip(rest, found, strict=True)]
     assert rest == straight
+
+
+def test_a_state_of_one_rank_that_no_save_can_store_is_refused_by_all(tmp_path):
+    one, two = run_ranks(ranks.cannot_be_stored_on_one, 2, str(tmp_path))
+    assert one == two
+    assert "own.x is a builtins.object" in one

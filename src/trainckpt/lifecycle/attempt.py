@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.errors import ConfigurationError
 from trainckpt.lifecycle.deciding import tier_interval
 from trainckpt.lifecycle.deciding.interval import PRIOR_S, interval_s, mean_time_between_failures_s
 from trainckpt.lifecycle.deciding.policy import Policy
@@ -39,6 +40,7 @@ from trainckpt.lifecycle.resuming.resume import Beginning, begin, record_parent,
 from trainckpt.lifecycle.run import gpu_settings, held, launch
 from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
+from trainckpt.lifecycle.run.error_json import together
 from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.misspelt import misspelt
@@ -155,15 +157,28 @@ class Attempt:
         if self.survival is not None and resumable and not position.micro:
             self.survival.note(position.cursor)
 
-    def must_be_able_to_save(self, crew: Crew) -> None:
+    def must_be_able_to_save(self, crew: Crew, *, at_first: bool) -> None:
         """Refuse a state that no save could store, and warn where there is no room for it.
 
-        At the first boundary, and at the first after a step: not only when all is trained.
+        At the first boundary, and at the first after a step: not only when all is trained. Ranks
+        refuse together at the first one, which all of them pass. After it one rank alone is told,
+        since others might wait for it in vain: the next save fails on all, and says why.
+
+        Args:
+            crew: Of this rank.
+            at_first: This is the first boundary.
 
         Raises:
             ConfigurationError: something tracked has a state that cannot be stored; by name.
         """
-        must_be_storable(crew.registry)
+        if at_first or crew.world.size == 1:
+            check = partial(must_be_storable, crew.registry)
+            together(crew.channel, f"storable/{int(at_first)}", check, RANKS_TIMEOUT_S)
+        else:
+            try:
+                must_be_storable(crew.registry)
+            except ConfigurationError as error:
+                logger.error("no checkpoint can be saved: %s; next: %s", error.message, error.hint)
         is_first = crew.world.rank == 0
         if not (is_first and isinstance(crew.tier, LocalTier)) or crew.options.exclude:
             return

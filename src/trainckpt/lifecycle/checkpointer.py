@@ -337,7 +337,7 @@ class Checkpointer(Known, Hooked):
         attempt = self._must_have_resumed()
         if self._first or (self._to_prove and self._slips.trained):
             self._to_prove = self._first  # an optimizer makes its state in the first step
-            self._must_be_able_to_save(attempt)
+            self._must_be_able_to_save(attempt, at_first=self._first)
         if self._first:
             self._first = False
             self._registry.watched.training_begins()
@@ -354,10 +354,10 @@ class Checkpointer(Known, Hooked):
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._agreement.has_open_round)
 
-    def _must_be_able_to_save(self, attempt: Attempt) -> None:
+    def _must_be_able_to_save(self, attempt: Attempt, *, at_first: bool) -> None:
         try:
             with self._teller.refusals():
-                attempt.must_be_able_to_save(self._crew)
+                attempt.must_be_able_to_save(self._crew, at_first=at_first)
         except ConfigurationError as error:
             attempt.departure.abandon(error, self._position.cursor)
             raise
