@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from tests.data import datasets as d
 from trainckpt.data.carried import Watch
 from trainckpt.data.loader import TrackedLoader
+from trainckpt.format.exactness import How, Restored
 
 
 class Packs:
@@ -120,9 +121,8 @@ def test_what_does_not_is_named_as_it_trains_and_in_the_state(make, path, worker
     with pytest.warns(UserWarning, match=f"train: {path} changes from batch to batch, and is not"):
         for _, _ in zip(range(4), loader, strict=False):
             pass
-    assert loader.not_kept(loader.state()) == [
-        f"train: {path} changed as it was read, and was not kept"
-    ]
+    said = f"train: {path} changed as it was read, and was not kept"
+    assert loader.restored(loader.state()) == [Restored("train", How.NOT_KEPT, said)]
     loader.shutdown()
 
 
@@ -140,7 +140,7 @@ def test_it_is_named_once_over_all_passes():
 def test_files_that_are_opened_caches_and_generators_are_not_named(dataset, workers):
     loader = TrackedLoader(DataLoader(dataset(), batch_size=4, num_workers=workers), name="train")
     assert list(loader)
-    assert loader.not_kept(loader.state()) == []
+    assert not any(p.how is How.NOT_KEPT for p in loader.restored(loader.state()))
 
 
 def test_after_the_first_batch_alone_it_is_in_the_state_and_not_warned_of():

@@ -23,7 +23,7 @@ def test_a_torch_loader_has_no_problems():
 
 def test_each_problem_is_a_sentence():
     """Order of arrival, replaced NumPy generator."""
-    assert "in_order=False" in tracked(num_workers=2, in_order=False).problems()[0]
+    assert "in_order=False" in tracked(num_workers=2, in_order=False).problems()[0].reason
 
 
 def test_a_replaced_numpy_generator_is_named():
@@ -33,7 +33,7 @@ def test_a_replaced_numpy_generator_is_named():
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
-        assert "was replaced by PCG64" in tracked().problems()[0]
+        assert "was replaced by PCG64" in tracked().problems()[0].reason
         with pytest.raises(ConfigurationError, match="replaced by PCG64"):
             next(iter(tracked()))
     finally:

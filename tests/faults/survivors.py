@@ -24,7 +24,7 @@ from tests.faults.lost_hosts import noted, sealing
 LIMIT_S = 90
 SIZE, EPOCHS, LOST_AT = 4, 8, 4
 ITEMS = SIZE * kept.BATCH * kept.STEPS_AN_EPOCH
-EXACT, MARKED = ": bitwise\n", ": same data, not bitwise\n"
+EXACT, MARKED = ": bitwise\n", ": same data, not bitwise: ranks that died\n"
 
 
 LEFT, WENT_ON = "when the others have left", "when the run has gone on"

@@ -33,7 +33,7 @@ def train(rank, place, until, inner_too=False):
             loss.backward()
             optimizer.step()
             losses[number] = loss.item().hex()
-    return losses, list(ckpt._problems)
+    return losses, [problem.reason for problem in ckpt._problems]
 
 
 def lost(rank):
@@ -41,7 +41,8 @@ def lost(rank):
     inner = torch.optim.SGD(nn.Linear(3, 1).parameters(), 0.1)
     optimizer = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=0))
     state = OptimizerState("optimizer", optimizer)
-    return [
-        state.lost(Saved({}, {"optimizer": {"groups": [], "state": {}, **more}}))
+    found = [
+        state.restored(Saved({}, {"optimizer": {"groups": [], "state": {}, **more}}))
         for more in ({}, {"number": 3})
     ]
+    return [[part.reason for part in parts] for parts in found]

@@ -8,6 +8,7 @@ from torch.distributed import HashStore
 
 from trainckpt.format.attempt import AttemptRecord
 from trainckpt.format.cursor import Cursor
+from trainckpt.format.exactness import How, Restored
 from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
@@ -31,7 +32,9 @@ def reasons(then, now, *, micro=0, objects=()):
     manifest = Manifest("r", name, None, cursor, then, (), tensors, 0.0, window=window)
     values = {"model": {"tied": {}, "extra": {}}, "rng": {}}
     saved = Saved({}, values, exact=False, worlds=(then, now))
-    return other_state(Beginning("r", AttemptRecord(2), manifest, saved), objects)
+    found = other_state(Beginning("r", AttemptRecord(2), manifest, saved), objects)
+    assert {part.how for part in found} == {How.NOT_KEPT}
+    return [part.reason for part in found]
 
 
 def test_tensors_that_each_rank_had_for_itself_are_named_where_ranks_come_or_go():
@@ -47,11 +50,20 @@ def test_the_script_s_objects_that_cannot_go_back_to_the_window_s_start_are_name
 
 
 def test_what_another_rank_alone_could_not_put_back_is_said_with_its_rank():
-    store, own = HashStore(), [["a list"], ["a list", "a generator"], ["a generator"]]
+    a_list, by_itself = (
+        not_kept("a list"),
+        Restored("loader", How.OWN_STATE, "a loader's own state"),
+    )
+    generator = not_kept("a generator")
+    store, own = HashStore(), [[a_list], [a_list, generator], [generator, by_itself]]
 
     def said(rank):
         return of_all_ranks(OverStore(World(rank, 3, rank, "here"), store), own[rank])
 
     with ThreadPoolExecutor(3) as ranks:
         everyone = list(ranks.map(said, range(3)))
-    assert everyone == [["a list", "rank 1: a generator"]] * 3
+    assert everyone == [[a_list, not_kept("rank 1: a generator"), by_itself]] * 3
+
+
+def not_kept(reason):
+    return Restored("rng", How.NOT_KEPT, reason)

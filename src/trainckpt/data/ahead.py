@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from trainckpt.data.dealing import Deal
+    from trainckpt.format.exactness import Restored
 
 
 class Reader(Protocol):
@@ -144,9 +145,9 @@ class AheadSource:
         """Return what must be equal for a saved state to be exact here."""
         return {**self._under.facts(), **self._reader.facts()}
 
-    def assurance(self, saved: dict[str, Any]) -> str:
+    def restored(self, saved: dict[str, Any]) -> list[Restored]:
         """Return how exact a resume is, where that is not looked at before it."""
-        return self._under.assurance(saved["under"])
+        return self._under.restored(saved["under"])
 
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""

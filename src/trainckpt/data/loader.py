@@ -35,6 +35,7 @@ from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_ma
 from trainckpt.data.sources import LoaderSource, source_of
 from trainckpt.data.window import Mark
 from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -238,21 +239,20 @@ class TrackedLoader:
         """Return what makes a saved state not exactly loadable here, one sentence each."""
         return compare.differences(self.name, state, self._source.kind, self._current_facts())
 
-    def not_kept(self, state: dict[str, Any]) -> list[str]:
-        """Return what a saved state lacks to be exact, one sentence each."""
+    def restored(self, state: dict[str, Any], *, in_place: bool = True) -> list[Restored]:
+        """Return how a resume from a saved state goes on, where that is not exactly and checked.
+
+        Args:
+            state: The saved one.
+            in_place: The pass goes on where it was, not in another data-parallel world.
+        """
         paths = state.get("under", state).get("changing", [])
         said = f"{self.name}: {', '.join(paths)[:200]} changed as it was read, and was not kept"
-        return [said] if paths else []
+        found = [Restored(self.name, How.NOT_KEPT, said)] if paths else []
+        return found + (self._source.restored(state) if in_place else [])
 
-    def assurance(self, state: dict[str, Any]) -> str:
-        """Return how exact a resume from a saved state is, where that is not looked at before it.
-
-        Empty where it is, or where a difference would be warned of before the first batch.
-        """
-        return self._source.assurance(state)
-
-    def problems(self) -> list[str]:
-        """Return what about this loader cannot be exact, one sentence each."""
+    def problems(self) -> list[Restored]:
+        """Return what about this loader cannot be exact."""
         found = self._source.problems()
         replaced = replaced_numpy_generator()
         if replaced is not None:
@@ -260,7 +260,7 @@ class TrackedLoader:
                 f"{self.name}: NumPy's global generator was replaced by {replaced}, whose state "
                 "is not kept"
             )
-        return found
+        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in found]
 
     def _leave_if_dropped(self) -> None:
         """Nobody holds the iterator of a pass without boundaries: its loop was left."""

@@ -50,6 +50,7 @@ from trainckpt.data.shield import kill_workers
 from trainckpt.data.stateful import StatefulSource
 from trainckpt.data.streams import Stream
 from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -336,16 +337,17 @@ class LoaderSource:
             "generators and seeds": sorted(sampler.parts(self._captured(stateful=False))),
         }
 
-    def assurance(self, saved: dict[str, Any]) -> str:
-        """Return how exact a resume is, where that is not looked at before it."""
+    def restored(self, saved: dict[str, Any]) -> list[Restored]:
+        """Return how a saved pass goes on, where that is not exactly and checked."""
         if self.kind == "map" or not saved["position"] or saved["before"] is None:
-            return ""  # its order is compared; or it goes on between passes
+            return []  # its order is compared; or it goes on between passes
         if self._stream is None:
-            return f"replayed and compared ({self._name})"
+            how = f"{saved['batches']} batches are loaded again"
+            return [Restored(self._name, How.REPLAYED, how)]
         if saved.get("trial") is not None or saved.get("ran_out") or saved["own"] is None:
-            return ""  # its state is tried
+            return []  # its state is tried
         kind = type(self._loader.dataset).__qualname__
-        return f"as exact as {kind}'s own state ({self._name})"
+        return [Restored(self._name, How.OWN_STATE, f"{kind}'s own state")]
 
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""

@@ -30,6 +30,7 @@ from trainckpt.data.randomness import main_rng, packed_rng, set_main_rng
 from trainckpt.data.sampler import length
 from trainckpt.data.shield import adopt, kill_workers, shielded
 from trainckpt.data.streams import Stream
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,10 +149,12 @@ class StatefulSource:
             "length": length(self._loader),
         }
 
-    def assurance(self, saved: dict[str, Any]) -> str:
-        """Return that it is as exact as the object's own state, unless nothing was taken of it."""
+    def restored(self, saved: dict[str, Any]) -> list[Restored]:
+        """Return that it goes on by the object's own state, unless nothing was taken of it."""
+        if saved["own"] is None:
+            return []
         kind = type(self._loader).__qualname__
-        return "" if saved["own"] is None else f"as exact as {kind}'s own state ({self._name})"
+        return [Restored(self._name, How.OWN_STATE, f"{kind}'s own state")]
 
     def problems(self) -> list[str]:
         """Nothing is known of what the object itself forgets."""

@@ -22,7 +22,6 @@ from trainckpt.format.names import SnapshotName, check_file_name
 
 DUMPS, IMAGES, RECORD, WORD = "dumps", "images", "dump.json", "dump.mac"
 KIND = "dump"
-EXACT = "bitwise"  # the very processes go on
 MAX_BYTES = 16_000_000
 MAX_PID, MAX_PORT = 2**22, 2**16 - 1
 _LATER = {"snapshot": "", "dropped": 0, "ports": []}  # records of older versions lack them

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.exactness import How, Restored
 from trainckpt.integrations import accelerate_loader, accelerate_state
 from trainckpt.integrations.adapter import check
 from trainckpt.lifecycle.checkpointer import Checkpointer
@@ -122,7 +123,8 @@ class AttachedCheckpointer(Checkpointer):
 
     def _seldom(self, *, evaluation: bool, closing: bool) -> None:
         if self._first:  # whoever is tracked is so by now
-            self._note(self._remembered.problems(self._remembered.tracked_now()))
+            problems = self._remembered.problems(self._remembered.tracked_now())
+            self._note([Restored("accelerator", How.NOT_KEPT, problem) for problem in problems])
         super()._seldom(evaluation=evaluation, closing=closing)
 
     def _must_be_prepared(self, loader: Any) -> None:

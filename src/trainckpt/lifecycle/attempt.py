@@ -27,7 +27,7 @@ from trainckpt.lifecycle.places.reach import Reach
 from trainckpt.lifecycle.places.slower import WHERE, Slower, where
 from trainckpt.lifecycle.reading.load import put
 from trainckpt.lifecycle.reasons import (
-    assurance,
+    not_deterministic,
     of_all_ranks,
     other_state,
     own_objects,
@@ -41,7 +41,7 @@ from trainckpt.lifecycle.run import gpu_settings, held, launch
 from trainckpt.lifecycle.run.attempt_log import AttemptLog
 from trainckpt.lifecycle.run.attempt_number import AttemptNumber
 from trainckpt.lifecycle.run.error_json import together
-from trainckpt.lifecycle.run.fingerprint import EXACT, compare, fingerprint
+from trainckpt.lifecycle.run.fingerprint import differences, fingerprint
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.misspelt import misspelt
 from trainckpt.lifecycle.run.no_collections import no_collections
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
+    from trainckpt.format.exactness import Restored
     from trainckpt.lifecycle.deciding.outlook import Outlook
     from trainckpt.lifecycle.deciding.pace import Pace
     from trainckpt.lifecycle.resuming.arrival import Arrival
@@ -113,7 +114,7 @@ class Crew:
     teller: Teller
     requests: Requests
     loaders: list[tuple[Any, TrackedLoader]]
-    problems: list[str]
+    problems: list[Restored]
     last_words: LastWords
     files: TrackedFiles
     hooks: Hooks
@@ -246,20 +247,15 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
     if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
         # What is encrypted nobody here can read back.
         departure.rest = _rest(crew, facts, saver, lean=survival is None and seals is None)
-    exactness, reasons = EXACT, list[str]()
     if beginning.manifest is not None:
-        then = beginning.manifest.fingerprint
-        other = other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
-        other += gpu_settings.not_deterministic(here)
-        problems = of_all_ranks(crew.channel, [*crew.problems, *other])
-        exactness, reasons = compare(then, here, problems)
-        if exactness == EXACT:
-            exactness = assurance(crew, beginning)
-        departure.exactness = exactness
+        parts = [*crew.problems, *other_state(beginning, own_objects(crew))]
+        parts += [*said_by_objects(crew, beginning), *not_deterministic(here)]
+        parts = of_all_ranks(crew.channel, parts)
+        departure.restored = (*parts, *differences(beginning.manifest.fingerprint, here))
         _refer(saver, seals, beginning)
         _arrive(crew, departure, beginning, parent)
     if crew.world.rank == 0:
-        say_where(crew.tier, beginning, exactness, reasons, crew.registry)
+        say_where(crew.tier, beginning, departure.exactness, crew.registry)
         _say_what_was_chosen(crew, initial)
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(crew.outlook.in_words(), crew.watch.grace_s, lost)

@@ -27,6 +27,7 @@ from trainckpt.data.sampler import set_epoch
 from trainckpt.data.untracked import shield_every_loader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt import RUNNING
+from trainckpt.format.exactness import Restored
 from trainckpt.format.names import check_tag
 from trainckpt.lifecycle.attempt import Attempt, Crew, set_out
 from trainckpt.lifecycle.deciding.outlook import Outlook
@@ -102,7 +103,7 @@ class Checkpointer(Known, Hooked):
         self._files, self._arrival = tracked_files(registry, run), Arrival(registry, self._position)
         self._recorder = recorder.recorder_from_environment(self._world.rank, registry)
         self._first = self._to_prove = True
-        self._problems = list[str]()
+        self._problems = list[Restored]()
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             registry.add(name, value)
@@ -348,7 +349,7 @@ class Checkpointer(Known, Hooked):
         if self._arrival.under_way:
             entered = self._position.cursor.evaluations
             found = self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
-            attempt.departure.not_as_saved(seen_since(found))
+            attempt.departure.note(seen_since(found))
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
@@ -387,11 +388,11 @@ class Checkpointer(Known, Hooked):
 
     # ---- small things
 
-    def _note(self, problems: list[str]) -> None:
-        """What cannot be exact is said at once, and again by the record of a resume."""
+    def _note(self, problems: list[Restored]) -> None:
+        """Warn of what cannot be exact; a resume says and records it again."""
         self._problems += problems
         for problem in problems:
-            logger.warning("not exact: %s", problem)
+            logger.warning("not exact: %s", problem.reason)
 
     def _has_returned(self) -> bool:
         stopped = self._attempt is not None and self._attempt.departure.stopped

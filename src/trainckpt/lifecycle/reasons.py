@@ -1,12 +1,16 @@
-"""Reasons why the state of a resume is not the one that was saved, one sentence each."""
+"""How the parts of a resume were restored, as far as it is known from the snapshot and the script.
+
+What a resume is called follows from these values, by `format.exactness.decide`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainckpt.format.exactness import How, Restored
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.reading.contents import models_in
-from trainckpt.lifecycle.run.fingerprint import EXACT
+from trainckpt.lifecycle.run import gpu_settings
 from trainckpt.state import apply, attributes
 
 if TYPE_CHECKING:
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.resuming.arrival import Otherwise
     from trainckpt.lifecycle.resuming.resume import Beginning
     from trainckpt.ranks.channel import Channel
+    from trainckpt.state.kinds.generic import GenericState
+    from trainckpt.state.kinds.loader import LoaderState
+    from trainckpt.state.kinds.optimizer import OptimizerState
 
 
 def own_objects(crew: Crew) -> list[str]:
@@ -24,46 +31,47 @@ def own_objects(crew: Crew) -> list[str]:
     return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
 
 
-def said_by_objects(crew: Crew, beginning: Beginning) -> list[str]:
-    """What an optimizer, a loader, a generator or an integration says its saved state lacks."""
-    found: list[str] = []
-    if beginning.saved is not None:
-        found += apply.rng_not_put_back(crew.registry, beginning.saved)
-        for optimizer in crew.registry.optimizers:
-            found += optimizer.lost(beginning.saved)
-        for loader in crew.registry.loaders:
-            found += loader.not_kept(beginning.saved)
-        for generic in crew.registry.generics:
-            found += generic.lost(beginning.saved)
-        watched = crew.registry.watched
-        if names := attributes.not_restored(watched, beginning.saved, of_callbacks=False):
-            found.append(f"in no state_dict, so not as when it was saved: {_some(names)} "
-                         f"({attributes.HINT}, or let the script set them)")  # fmt: skip
+def said_by_objects(crew: Crew, beginning: Beginning) -> list[Restored]:
+    """Return what tracked objects say of their saved state, where it is not exact and checked."""
+    saved, registry = beginning.saved, crew.registry
+    if saved is None:
+        return []
+    found = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
+    tracked: list[OptimizerState | LoaderState | GenericState] = [*registry.optimizers]
+    for each in [*tracked, *registry.loaders, *registry.generics]:
+        found += each.restored(saved)
+    if names := attributes.not_restored(registry.watched, saved, of_callbacks=False):
+        why = (f"in no state_dict, so not as when it was saved: {_some(names)} "
+               f"({attributes.HINT}, or let the script set them)")  # fmt: skip
+        found.append(Restored("attributes", How.NOT_KEPT, why))
     return found
 
 
-def of_all_ranks(channel: Channel, own: Sequence[str]) -> list[str]:
-    """Return this and all other ranks' reasons, each once, from the first rank that has it.
+def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:
+    """Return the settings with which no run repeats itself, of a fingerprint."""
+    return _not_kept("determinism", gpu_settings.not_deterministic(here))
 
-    Every rank calls it. Those that rank 0 has not are given with their rank.
+
+def of_all_ranks(channel: Channel, own: Sequence[Restored]) -> list[Restored]:
+    """Return this and all other ranks' parts, each once, from the first rank that has it.
+
+    Every rank calls it. The reasons of those that rank 0 has not name their rank.
     """
-    found: dict[str, int] = {}
-    for rank, reasons in enumerate(channel.gather("not exact", list(own), RANKS_TIMEOUT_S)):
-        for reason in reasons:
-            found.setdefault(reason, rank)
-    return [f"rank {rank}: {reason}" if rank else reason for reason, rank in found.items()]
+    found: dict[Restored, int] = {}
+    everyone = channel.gather("not exact", [part.to_json() for part in own], RANKS_TIMEOUT_S)
+    for rank, parts in enumerate(everyone):
+        for part in map(Restored.from_json, parts):
+            found.setdefault(part, rank)
+    return [
+        Restored(part.name, part.how, f"rank {rank}: {part.reason}")
+        if rank and part.how in (How.INFERRED, How.NOT_KEPT)
+        else part
+        for part, rank in found.items()
+    ]
 
 
-def assurance(crew: Crew, beginning: Beginning) -> str:
-    """Return how exact a resume is that nothing speaks against; the weakest loader's word."""
-    saved = beginning.saved
-    said = [loader.assurance(saved) for loader in crew.registry.loaders] if saved else []
-    own_state_first = sorted(filter(None, said), key=lambda word: not word.startswith("as exact"))
-    return own_state_first[0] if own_state_first else EXACT
-
-
-def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
-    """Why the state is not the one that was saved, one reason each.
+def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[Restored]:
+    """Return why the state is not the one that was saved.
 
     Args:
         beginning: From where the attempt begins.
@@ -73,36 +81,41 @@ def other_state(beginning: Beginning, own_objects: Sequence[str]) -> list[str]:
     if saved is None:
         return []
     left = saved.left
-    found = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
+    excluded = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
+    found = _not_kept("excluded tensors", excluded)
     if beginning.manifest is not None:
-        found += beginning.manifest.not_bitwise
-    found += apply.not_kept_of_ddp(saved)
+        found += _not_kept("ranks that died", beginning.manifest.not_bitwise)
+    found += _not_kept("DDP", apply.not_kept_of_ddp(saved))
     then, now = saved.worlds
     if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
         return found
-    found += ["the tensors lie over the ranks in another way"]
+    found += _not_kept("layout", ["the tensors lie over the ranks in another way"])
     if beginning.rewound:
-        found.append(f"the window of {beginning.rewound} micro-batches so far begins anew")
+        why = [f"the window of {beginning.rewound} micro-batches so far begins anew"]
         if own_objects:
-            found.append(f"inside that window still, not at its start: {_some(own_objects)}")
+            why.append(f"inside that window still, not at its start: {_some(own_objects)}")
+        found += _not_kept("window", why)
     if then != now:
-        found.append(f"{now} ranks instead of {then}: the global batch may change with them")
+        why = [f"{now} ranks instead of {then}: the global batch may change with them"]
         if apart := _of_each_rank(beginning):
             what = f"{now} of {then} go on" if now < then else "new ranks take another's"
-            found.append(f"each rank had its own, {what}: {_some(apart)}")
+            why.append(f"each rank had its own, {what}: {_some(apart)}")
+        found += _not_kept("ranks", why)
     return found
 
 
-def seen_since(otherwise: Otherwise) -> list[str]:
-    """What was seen once training had gone on."""
-    found = other_gradients(otherwise.gradients)
+def seen_since(otherwise: Otherwise) -> list[Restored]:
+    """Return what was seen once training had gone on."""
+    found = _not_kept("requires_grad", other_gradients(otherwise.gradients))
     if otherwise.wrappers:
-        found.append("in another DDP than the resume could put back what the saved one kept to "
-                     f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
-                     "before the first batch is asked for)")  # fmt: skip
+        why = ("in another DDP than the resume could put back what the saved one kept to "
+               f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
+               "before the first batch is asked for)")  # fmt: skip
+        found += _not_kept("DDP", [why])
     if otherwise.attributes:
-        found.append(f"of callbacks, in no state_dict, so not as when it was saved: "
-                     f"{_some(otherwise.attributes)} ({attributes.HINT_OF_CALLBACKS})")  # fmt: skip
+        why = ("of callbacks, in no state_dict, so not as when it was saved: "
+               f"{_some(otherwise.attributes)} ({attributes.HINT_OF_CALLBACKS})")  # fmt: skip
+        found += _not_kept("attributes", [why])
     return found
 
 
@@ -115,6 +128,10 @@ def other_gradients(changed: Mapping[str, bool]) -> list[str]:
     if trained:
         found.append(f"trained now, frozen when it was saved: {_some(trained)} ({set_by})")
     return found
+
+
+def _not_kept(name: str, sentences: Sequence[str]) -> list[Restored]:
+    return [Restored(name, How.NOT_KEPT, sentence) for sentence in sentences]
 
 
 def _of_each_rank(beginning: Beginning) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state.attributes import PART as ATTRIBUTES
 from trainckpt.state.attributes import Watched
@@ -137,12 +138,17 @@ class Registry:
             self._claim(name, inner)
             self.optimizers.append(OptimizerState(name, inner, implied=True))
 
-    def problems(self) -> list[str]:
-        """What of the models and optimizers cannot be put back as it was, one sentence each."""
-        found = [problem for model in self.models for problem in model.problems()]
+    def problems(self) -> list[Restored]:
+        """Return what of the models and optimizers cannot be put back as it was."""
+        found = {model.name: model.problems() for model in self.models}
         for model in self.models:
-            found += ddp_hooks.problems(model.reducing, model.name, self.tracks)
-        return found + [p for each in self.optimizers for p in each.problems(self.tracks)]
+            found[model.name] += ddp_hooks.problems(model.reducing, model.name, self.tracks)
+        found |= {each.name: each.problems(self.tracks) for each in self.optimizers}
+        return [
+            Restored(name, How.NOT_KEPT, sentence)
+            for name, sentences in found.items()
+            for sentence in sentences
+        ]
 
     def lacks(self) -> str:
         """One sentence where neither weights nor anything like them would be saved, or ""."""

@@ -26,8 +26,8 @@ from trainckpt.format.attempt import (
     UNDECIDED,
     AttemptRecord,
 )
-from trainckpt.format.dump import EXACT
 from trainckpt.format.dump import KIND as DUMP
+from trainckpt.format.exactness import BITWISE
 from trainckpt.lifecycle.places import place
 from trainckpt.lifecycle.resuming.choice import DIED_WHILE
 from trainckpt.lifecycle.run import heartbeat, launch
@@ -165,7 +165,7 @@ def _of_dump(verdict: Verdict) -> dict[str, Any]:
         return {}
     return {
         "outcome": STOPPED, "snapshot": verdict.dump, "kind": DUMP, "tiers": ["local"],
-        "exactness": EXACT, "lost_micro_batches": 0,
+        "exactness": BITWISE, "lost_micro_batches": 0,
     }  # fmt: skip
 
 

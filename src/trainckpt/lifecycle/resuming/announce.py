@@ -17,6 +17,7 @@ from trainckpt.preemption.notice import OF_MACHINE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from trainckpt.format.exactness import Exactness
     from trainckpt.lifecycle.resuming.resume import Beginning
     from trainckpt.preemption.notice import Notice, NoticeSource
     from trainckpt.state.registry import Registry
@@ -81,9 +82,7 @@ class Announced:
         self._source.stop()
 
 
-def say_where(
-    tier: Place, beginning: Beginning, exactness: str, reasons: Sequence[str], registry: Registry
-) -> None:
+def say_where(tier: Place, beginning: Beginning, exactness: Exactness, registry: Registry) -> None:
     """From where the attempt begins, how exactly, what was passed over, and who is there too."""
     if alive := still_alive(tier, beginning.record.attempt):
         logger.warning(alive)
@@ -95,8 +94,8 @@ def say_where(
         logger.info("%s: begins at step 0%s", where, why)
         return
     name, cursor = beginning.manifest.name, beginning.cursor
-    logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness)
-    for reason in reasons:
+    logger.info("%s: resumed from %s, %s: %s", where, name, cursor, exactness.line)
+    for reason in exactness.reasons:
         logger.info("not bitwise: %s", reason)
     _say_added(registry)
 

@@ -1,7 +1,7 @@
 """The fingerprint: what besides the state decides the bits of the next loss.
 
-Recorded in every manifest and compared at resume: no recorded difference reads *bitwise*, any
-other *same data, not bitwise*, with every reason. What counts only on GPUs is in `gpu_settings`.
+Recorded in every manifest and compared at resume: with any difference a resume is not bitwise (see
+`format.exactness`). What counts only on GPUs is in `gpu_settings`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.format.exactness import How, Restored
 from trainckpt.lifecycle.run import gpu_settings
 from trainckpt.lifecycle.run.gpu_settings import fp32_precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXACT = "bitwise"
-INEXACT = "same data, not bitwise"
 DEVICE, DEVICES = "device", "devices"
 _MKLDNN_MATMUL = "torch.backends.mkldnn.matmul.fp32_precision"
 _CUDA_MATMUL = "torch.backends.cuda.matmul.fp32_precision"
@@ -65,22 +64,18 @@ def fingerprint(
     return facts
 
 
-def compare(
-    then: dict[str, Any], now: dict[str, Any], problems: Sequence[str] = ()
-) -> tuple[str, list[str]]:
-    """Return `EXACT` or `INEXACT`, and every difference or known problem as a sentence.
+def differences(then: dict[str, Any], now: dict[str, Any]) -> list[Restored]:
+    """Return every difference, named after the setting.
 
     What only one of the two has is not compared: an older release recorded less, and the
     settings of GPUs are recorded only where there are any, which `DEVICE` tells.
     """
     then = _as_recorded_now(then, now)
-    differences = [
-        f"{key} was {then[key]!r}, is {now[key]!r}"
+    return [
+        Restored(key, How.NOT_KEPT, f"{key} was {then[key]!r}, is {now[key]!r}")
         for key in sorted(then.keys() & now.keys())
         if then[key] != now[key]
     ]
-    reasons = [*problems, *differences]
-    return (INEXACT if reasons else EXACT), reasons
 
 
 def _mkldnn_matmul(mkldnn: Any) -> str:

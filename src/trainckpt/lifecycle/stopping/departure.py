@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.data.untracked import hear_of_births
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt import ENDED, FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.lifecycle.run.fingerprint import EXACT, INEXACT
+from trainckpt.format.exactness import Exactness, How, Restored, decide
 from trainckpt.lifecycle.run.log import logger
 from trainckpt.lifecycle.run.told import LEFT, RETURNED
 from trainckpt.lifecycle.run.uncaught import code_of
@@ -59,6 +59,7 @@ KEPT_WORKERS = (
     "loader=[train, validation], and loop over ckpt.loader(validation); or leave "
     "persistent_workers=False"
 )
+RECORDED = 20  # parts that a record names, the weakest first
 SAVE_IN_FLIGHT_S = 5.0  # an exception waits so long for a save that is nearly there
 
 
@@ -67,7 +68,7 @@ class Departure:
 
     Attributes:
         stopped: True if it ended by an agreed stop.
-        exactness: Of the resume this attempt began with, for the record.
+        restored: How the parts of the state were restored that this attempt began with.
         survival: Told that the attempt ends: whoever leaves in order is not lost.
         rest: Who lets the processes be dumped at a stop; None: nobody.
         log: The attempt's record.
@@ -87,7 +88,7 @@ class Departure:
     ) -> None:
         self._left = self.stopped = False
         self._pid = os.getpid()
-        self.exactness = EXACT
+        self.restored: tuple[Restored, ...] = ()
         self.survival: Survival | None = None
         self.rest: Rest | None = None
         self.log = log
@@ -112,11 +113,16 @@ class Departure:
         which is no part of it, it always has."""
         return self._left or os.getpid() != self._pid
 
-    def not_as_saved(self, reasons: Sequence[str]) -> None:
-        """Why the resume was none to the bit, as was seen only when training went on."""
-        for reason in reasons:
-            self.exactness = INEXACT
-            logger.warning("not exact: %s", reason)
+    @property
+    def exactness(self) -> Exactness:
+        """What the resume is called that this attempt began with, as far as it is known."""
+        return decide(self.restored)
+
+    def note(self, parts: Sequence[Restored]) -> None:
+        """Warn of and record what was seen only when training had gone on. Training thread."""
+        for part in parts:
+            self.restored += (part,)
+            logger.warning("not exact: %s", part.reason)
 
     def _born_untracked(self, loader: Any) -> None:
         """The workers of a loader that nobody tracks."""
@@ -124,7 +130,7 @@ class Departure:
             return
         self._keeps_workers = True
         if self._is_resumed:
-            self.exactness = INEXACT
+            self.restored += (Restored("untracked loader", How.NOT_KEPT, KEPT_WORKERS),)
         logger.warning("not exact: %s", KEPT_WORKERS)
 
     def began_from(self, snapshot: str | None, cursor: Cursor) -> None:
@@ -240,17 +246,20 @@ class Departure:
             self._left, self._code = True, code
         self._requests.fail_waiting(how)
         snapshot, lost = self._last_save.standing(cursor)
+        exactness = self.exactness
         outcome: dict[str, Any] = {
             "outcome": how,
             "snapshot": snapshot,
             "kind": "snapshot",
-            "exactness": self.exactness,
+            "exactness": exactness.word,
             "lost_micro_batches": lost,
             "tiers": self._last_save.holding(snapshot),
             "seconds": round(time.monotonic() - self._begun_s, 3),
             "exit_code": code,
             "reason": reason,
         }
+        if exactness.weaker:
+            outcome["restored"] = [part.to_json() for part in exactness.weaker[:RECORDED]]
         if self._last_save.skipped:
             outcome["skipped"] = self._last_save.skipped
         if self._last_save.chosen:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
@@ -40,8 +41,11 @@ class GenericState:
         tree = out.values[self.name]
         return tree is None or tree == [] or (isinstance(tree, dict) and tree.get("of") == [])
 
-    def lost(self, saved: Saved) -> list[str]:
-        """What the object finds missing in its saved state, one sentence each."""
+    def restored(self, saved: Saved) -> list[Restored]:
+        """Return what the object finds missing in its saved state."""
+        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in self._lost(saved)]
+
+    def _lost(self, saved: Saved) -> list[str]:
         if self.name not in saved.values:
             return [f"the state of {self.name} is not in the snapshot"]
         say = getattr(type(self.target), "__trainckpt_problems__", None)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
+    from trainckpt.format.exactness import Restored
     from trainckpt.state.captured import Captured, Saved
 
 
@@ -27,17 +28,11 @@ class LoaderState:
             return self.loader.differences(state)
         return self.loader.differences_elsewhere(state, saved.worlds)
 
-    def not_kept(self, saved: Saved) -> list[str]:
-        """What the saved state lacks to be exact, one sentence each."""
+    def restored(self, saved: Saved) -> list[Restored]:
+        """Return how it goes on, where that is not exactly and checked."""
         if self.name not in saved.values:
             return []
-        return self.loader.not_kept(saved.decode(saved.values[self.name]))
-
-    def assurance(self, saved: Saved) -> str:
-        """Return how exact a resume is, where that is not looked at before it; else nothing."""
-        if self.name not in saved.values or not saved.exact:
-            return ""
-        return self.loader.assurance(saved.decode(saved.values[self.name]))
+        return self.loader.restored(saved.decode(saved.values[self.name]), in_place=saved.exact)
 
     def apply(self, saved: Saved) -> None:
         """Make the loader go on where the saved one was, or at the start of its window."""

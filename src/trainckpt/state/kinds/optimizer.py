@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.format.exactness import How, Restored
 from trainckpt.state import sharded
 from trainckpt.state.copies import Copies
 from trainckpt.state.kinds import added_groups
@@ -67,8 +68,11 @@ class OptimizerState:
             if _tells_more(part)
         ]
 
-    def lost(self, saved: Saved) -> list[str]:
-        """What a snapshot of an older release lacks, one sentence each."""
+    def restored(self, saved: Saved) -> list[Restored]:
+        """Return what a snapshot of an older release lacks."""
+        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in self._lost(saved)]
+
+    def _lost(self, saved: Saved) -> list[str]:
         if self.implied and self.name not in saved.values:
             return [f"the state of {self.name} is not in the snapshot"]
         if _number(self.optimizer) is None or "number" in saved.values[self.name]:
