@@ -109,6 +109,11 @@ class TrackedLoader:
         return self._source.progress.samples
 
     @property
+    def is_stream(self) -> bool:
+        """Return True for a DataLoader of an IterableDataset."""
+        return self._source.kind == "iterable"
+
+    @property
     def padding(self) -> int:
         """Ids that all ranks together train again in this or the last pass, to get equally many."""
         dealer, deal = self._source.dealer, self._source.deal

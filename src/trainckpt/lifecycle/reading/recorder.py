@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from trainckpt.state.kinds import frozen
 from trainckpt.state.kinds.tracked_file import PART as FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -127,7 +128,16 @@ def state_digests(registry: Registry) -> dict[str, str]:
         found.update(_texts(rest, part))
     for name, digests in untracked(registry).items():
         found[f"{name}, which is not tracked"] = digest(canonical(digests))
-    return found
+    streams = [loader.name for loader in registry.loaders if loader.loader.is_stream]
+    return {part: text for part, text in found.items() if not _is_place_in(part, streams)}
+
+
+def _is_place_in(part: str, streams: Sequence[str]) -> bool:
+    """Return True for what a stream says of its own place.
+
+    A resumed one may say the same place otherwise. Whether it is the same, its batches tell.
+    """
+    return any(re.match(rf"{name}[./](own|trial|last end)\b", part) for name in streams)
 
 
 _OF_MODELS = ("parameter", "buffer")
