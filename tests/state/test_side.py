@@ -13,7 +13,6 @@ from tests.state.slow_device import SlowDevice
 from trainckpt.state import packed_copies
 from trainckpt.state.captured import Captured
 from trainckpt.state.cuda_calls import CudaCalls
-from trainckpt.state.replicas import PAGE_BYTES, sample_there
 from trainckpt.state.side import Flight, Side, finish
 from trainckpt.state.stage import bytes_of, describe, private_memory, stage
 from trainckpt.tiers.memory import MemoryPlace
@@ -212,15 +211,6 @@ def test_once_a_graph_was_recorded_all_is_copied_at_the_boundary(memory):
     device.is_recording = False
     assert stage(captured, regions, **how).rest == []
     assert not side.is_recording()
-
-
-def test_a_sample_is_the_same_wherever_it_is_taken():
-    tensor = torch.randn(5000)
-    data = bytes_of(tensor)
-    assert (
-        bytes_of(sample_there(tensor, 6000, 6300))
-        == data[:PAGE_BYTES].tobytes() + data[6000:6300].tobytes()
-    )
 
 
 @pytest.mark.gpu

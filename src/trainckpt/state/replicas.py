@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from trainckpt.state.device_checksum import checksums
 from trainckpt.state.stage import bytes_of
 
 PAGE_BYTES = 4096
@@ -37,7 +38,8 @@ def group_digests(
     """Group -> set of replicas, ranks in it, digest of the group's tensors, sorted by name.
 
     Only of tensors that other ranks should hold alike. The digest is over name, type, shape and
-    bytes. `snapshot.save_plan.equal_groups` compares them.
+    bytes, or over the checksum of what lies on a device. `snapshot.save_plan.equal_groups` compares
+    them.
 
     Args:
         captured: State of this rank.
@@ -48,11 +50,15 @@ def group_digests(
     """
     states: dict[str, tuple[str, int, Any]] = {}
     met: dict[tuple[str, int], Any] = {}  # layouts are few, and long to spell
-    layouts = captured.layouts(world)
+    layouts = {n: a for n, a in captured.layouts(world).items() if a.num_replicas > 1}
+    on_device = [name for name in layouts if not captured.tensors[name].is_cpu]
+    compared = (
+        _sample_there(captured.tensors[name], number) if name in sampled else captured.tensors[name]
+        for name in on_device
+    )
+    sums = dict(zip(on_device, checksums(list(compared)), strict=True))
     for name in sorted(layouts):
         layout = layouts[name]
-        if layout.num_replicas == 1:
-            continue
         tensor, key = captured.tensors[name], (captured.groups[name], id(layout))
         if key not in met:
             group = group_of(captured, name, layout)
@@ -60,7 +66,9 @@ def group_digests(
             met[key] = states.setdefault(group, found)[2].update
         update = met[key]
         update(_facts(name, tensor.dtype, tensor.shape))
-        if name not in sampled:
+        if name in sums:
+            update(sums[name])
+        elif name not in sampled:
             update(bytes_of(tensor))
         else:
             for part in _sample(tensor, number):
@@ -74,19 +82,21 @@ def _facts(name: str, dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 
 def _sample(tensor: torch.Tensor, number: int) -> list[memoryview]:
-    num_bytes = tensor.nbytes
-    first = number % PARTS * num_bytes // PARTS
-    end = first + -(-num_bytes // PARTS)
-    if tensor.is_cpu:
-        data = bytes_of(tensor)
-        return [data[:PAGE_BYTES], data[first:end]]
-    return [bytes_of(sample_there(tensor, first, end))]
+    data, (first, end) = bytes_of(tensor), _part(tensor, number)
+    return [data[:PAGE_BYTES], data[first:end]]
 
 
-def sample_there(tensor: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """The first page and these bytes, on the device where they are: the rest never leaves it."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _sample_there(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the sample as a tensor on the device: the rest never leaves it."""
+    flat, (first, end) = tensor.detach().contiguous().reshape(-1), _part(tensor, number)
+    flat = flat.view(torch.uint8)
     return torch.cat([flat[:PAGE_BYTES], flat[first:end]])
+
+
+def _part(tensor: torch.Tensor, number: int) -> tuple[int, int]:
+    """Return the first byte of the part whose turn it is, and the one behind its last."""
+    first = number % PARTS * tensor.nbytes // PARTS
+    return first, first + -(-tensor.nbytes // PARTS)
 
 
 def group_of(captured: Captured, name: str, layout: Layout) -> str:

@@ -1,7 +1,8 @@
 """References: what of this rank's state is not copied, since an older shard file holds it already.
 
     training thread   begin_from what the run's place holds of the snapshot that was resumed
-                      find       digests what is likely to be unchanged; what is, is referred to
+                      find       digests what is likely to be unchanged; what is, is referred to.
+                                 What lies on a GPU is compared there, by its checksum
     saving thread     reached    the files are there still, and what the manifest says of them
                       committed  the next save looks at this one
 
@@ -21,7 +22,8 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot import unchanged
 from trainckpt.snapshot.restore import Reader
 from trainckpt.state.captured import VALUES
-from trainckpt.state.stage import digests_of
+from trainckpt.state.device_checksum import checksums
+from trainckpt.state.stage import digests_of, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +43,7 @@ class References:
     def __init__(self, tier: Tier, rank: int, registry: Registry) -> None:
         self._tier, self._rank, self._registry = tier, rank, registry
         self._known = unchanged.Known()
+        self._digested: dict[str, tuple[bytes, str]] = {}  # key -> checksum on its device, digest
 
     def begin_from(self, manifest: Manifest, reader: Reader | None = None) -> None:
         """The attempt goes on from this snapshot, whose bytes need not be written again.
@@ -84,8 +87,23 @@ class References:
 
         tensors = [region for region in planned if region.tensor != VALUES]  # those are read first
         likely = list(unchanged.candidates(self._known, tensors, is_untrained))
-        digests = {key: compact(each) for key, each in digests_of(captured, likely).items()}
-        return unchanged.decide(self._known, planned, digests)
+        return unchanged.decide(self._known, planned, self._digests(captured, likely))
+
+    def _digests(self, captured: Captured, regions: Sequence[Region]) -> dict[str, str]:
+        """Return the digest of each region's live bytes, by key.
+
+        What lies on a GPU and has the checksum that it had when it was digested is not brought to
+        the host to be digested again.
+        """
+        on_device = [r for r in regions if not captured.tensors[r.tensor].is_cpu]
+        sums = checksums([source_of(captured, region) for region in on_device])
+        now = {region.key: each for region, each in zip(on_device, sums, strict=True)}
+        before = {key: self._digested[key] for key in now if key in self._digested}
+        digests = {key: digest for key, (each, digest) in before.items() if each == now[key]}
+        others = [region for region in regions if region.key not in digests]
+        digests |= {key: compact(each) for key, each in digests_of(captured, others).items()}
+        self._digested = {key: (each, digests[key]) for key, each in now.items()}
+        return digests
 
     def reached(self, header: ShardHeader) -> tuple[FileEntry, ...]:
         """The older files that a new one refers to, which are there still.
