@@ -56,11 +56,17 @@ class SlowDevice:
         self.is_recording = self.has_recorded = False
         self.num_finished = self.num_finished_own = 0
         self.asked, self.fails_at, self.num_started = [], 0, 0
+        self.set_apart = []  # thread, devices
         self.guarded = []  # names of threads that asked for something under `on`
 
     @contextlib.contextmanager
     def on(self, device):
         self.guarded.append(threading.current_thread().name)
+        yield
+
+    @contextlib.contextmanager
+    def apart(self, devices):
+        self.set_apart.append((threading.current_thread().name, set(devices)))
         yield
 
     def finish_own(self, device):

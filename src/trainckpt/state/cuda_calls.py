@@ -20,7 +20,7 @@ from trainckpt.state.packed_copies import RUN_BYTES, as_bytes, pack
 from trainckpt.tiers.direct import at_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trainckpt.state.packed_copies import Run
 
@@ -64,6 +64,16 @@ class CudaCalls:
         """Return when all that this thread's current stream was asked for is done."""
         with self.on(device):
             torch.cuda.current_stream(device).synchronize()
+
+    @contextlib.contextmanager
+    def apart(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        """Have what this thread asks of devices wait for nothing that others asked for."""
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(self.on(device))
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
         """Lock memory; why not, or ""."""

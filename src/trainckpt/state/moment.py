@@ -2,8 +2,8 @@
 
 Large tensors that only an optimizer's step changes are not copied for it, but for the share that
 this rank stores of them, or keeps for others, and that beside training (`overlap`). Everything else
-is copied at once: what is this rank's own lies in one small shard file, complete with digests,
-which another host may hold.
+is copied at once, to the host: what is this rank's own lies in one small shard file, complete with
+digests, which another host may hold.
 
 Gradients are not part of it: a window begins without any. A script that has not dropped those of
 the window before may add to them; whether it does shows at the next moment (`Gradients`).
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.shard_file import Region
     from trainckpt.state.registry import Registry
+    from trainckpt.state.side import Side
 
 ALIGNED_BYTES = 64
 
@@ -46,7 +47,7 @@ class Moment:
         entries: Of what all ranks hold alike, as a manifest has it.
         small: What is this rank's own.
         kept: Owner -> its small shard file, of this very moment.
-        whole: What all ranks hold alike: copies of the small ones, the large ones live.
+        whole: What all ranks hold alike: copies of what not only steps change, else live.
         copied: Key of a region of a large one -> its copy, once `overlapped` is through.
         overlapped: Copies the shares of the large ones; None: nothing is copied.
         live: No step was taken since.
@@ -118,32 +119,98 @@ class Moment:
         return shard, {**self.entries, **entries}
 
 
-class ShareCopies:
-    """Memory for the shares of two moments, filled in turn."""
+class HostBuffers:
+    """Memory on the host for two moments, filled in turn; a GPU reaches it by itself."""
 
-    def __init__(self) -> None:
-        self._memory = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._memory = [memoryview(b"")] * 2
         self._turn = 0
+
+    def next(self, num_bytes: int) -> torch.Tensor:
+        """Return so many bytes; what the moment before last had in them is gone."""
+        self._turn = 1 - self._turn
+        memory = self._memory[self._turn]
+        if len(memory) < num_bytes:
+            self._side.keep(memory, 0)
+            memory = self._memory[self._turn] = stage.private_memory(num_bytes)
+        self._side.register(memory)
+        return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else _no_bytes()
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._side.close()
+        self._memory = [memoryview(b"")] * 2
+
+
+class HostCopies:
+    """Copies of tensors as they are at a boundary: on the host for what lies on a GPU."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._buffers = side, HostBuffers(side)
+
+    def make(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a copy of each, over those of the moment before last."""
+        on_device = {n: t for n, t in tensors.items() if t.device.type == self._side.kind}
+        copies = {n: t.clone() for n, t in tensors.items() if n not in on_device}
+        if not on_device:
+            return copies
+        self._side.use(on_device.values())
+        memory = self._buffers.next(sum(_padded(t.nbytes) for t in on_device.values()))
+        first, by_device = 0, []
+        for name, tensor in on_device.items():
+            place = memory[first : first + tensor.nbytes]
+            copies[name] = place.view(tensor.dtype).view(tensor.shape)
+            if tensor.nbytes and self._side.takes(tensor, place.data_ptr()):
+                by_device.append((place.data_ptr(), tensor))
+            else:
+                copies[name].copy_(tensor)
+            first += _padded(tensor.nbytes)
+        self._side.copy(by_device)
+        return copies
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._buffers.close()
+
+
+class ShareCopies:
+    """Copies of the shares of large tensors, made beside training."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._buffers = side, HostBuffers(side)
 
     def begin(
         self, captured: Captured, regions: Collection[Region], *, proves: bool, num_threads: int
     ) -> tuple[dict[str, torch.Tensor], Overlapped]:
-        """Where each region will lie, and what copies them there; over the moment before last."""
-        self._turn = 1 - self._turn
-        padded = [-(-r.num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES for r in regions]
-        if self._memory[self._turn].numel() < sum(padded):
-            memory = stage.private_memory(sum(padded))
-            self._memory[self._turn] = torch.frombuffer(memory, dtype=torch.uint8)
-        memory_, at = self._memory[self._turn], 0
+        """Return the place of each region, and the copies that fill them.
+
+        They are over the copies of the moment before last, and a GPU begins with its own at once.
+        """
+        self._side.use(captured.tensors[region.tensor] for region in regions)
+        memory = self._buffers.next(sum(_padded(region.num_bytes) for region in regions))
         copied: dict[str, torch.Tensor] = {}
-        pieces = []
-        for region, num_bytes in zip(regions, padded, strict=True):
-            place = memory_[at : at + region.num_bytes]
+        pieces, first = [], 0
+        for region in regions:
+            place = memory[first : first + region.num_bytes]
             copied[region.key] = place.view(stage.TYPES[region.dtype]).view(region.shape)
             source = stage.source_of(captured, region)
             pieces.append(Piece(region.tensor, source, place.data_ptr()))
-            at += num_bytes
-        return copied, Overlapped(pieces, proves=proves, num_threads=num_threads)
+            first += _padded(region.num_bytes)
+        overlapped = Overlapped(pieces, proves=proves, num_threads=num_threads, side=self._side)
+        return copied, overlapped
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._buffers.close()
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def without_gradients(captured: Captured) -> Captured:

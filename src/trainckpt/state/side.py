@@ -57,6 +57,9 @@ class Platform(Protocol):
     def finish_own(self, device: torch.device) -> None:
         """Return when all that this thread's current stream was asked for is done."""
 
+    def apart(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        """Have what this thread asks of devices wait for nothing that others asked for."""
+
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
         """Lock memory; why not, or ""."""
 
@@ -288,6 +291,10 @@ class Side:
         """Make copies that are taken."""
         if copies:
             self.start(copies).wait()
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Have what this thread asks of devices wait for nothing that other threads asked for."""
+        return self._platform.apart(self._devices)
 
     def look_for_recorded(self) -> None:
         """Find graphs that were recorded before there was a hook to notice it.

@@ -27,12 +27,21 @@ from trainckpt.lifecycle.run.log import logger
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, stage
 from trainckpt.state.capture import capture
-from trainckpt.state.moment import Gradients, Moment, ShareCopies, small_file, without_gradients
+from trainckpt.state.moment import (
+    Gradients,
+    HostCopies,
+    Moment,
+    ShareCopies,
+    small_file,
+    without_gradients,
+)
 from trainckpt.state.overlap import only_stepped
+from trainckpt.state.side import Side
 from trainckpt.state.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.layout import Layout
@@ -78,16 +87,32 @@ class Moments:
     """
 
     def __init__(
-        self, registry: Registry, channel: Channel, small: SmallStates | None, num_threads: int = 1
+        self,
+        registry: Registry,
+        channel: Channel,
+        small: SmallStates | None,
+        num_threads: int = 1,
+        *,
+        side: Side | None = None,
     ) -> None:
-        """`small` passes each rank's own state to its partner; None: there are no partners."""
+        """Hook every optimizer's step.
+
+        Args:
+            registry: What is tracked.
+            channel: Fresh keys.
+            small: Passes each rank's own state to its partner; None: there are no partners.
+            num_threads: That copy beside training.
+            side: Copies from a GPU; no other part of the attempt uses it.
+        """
         self.alike: Alike | None = None
         self.progress, self.off = 0, ""
         self._registry, self._channel, self._small = registry, channel, small
         self._num_threads = num_threads
         self._world, self._rank = channel.world.size, channel.world.rank
         self._held: list[Moment] = []  # the newest last, two at most
-        self._copies = ShareCopies()
+        self._side = side = side or Side()
+        self._shares_copied, self._copies = ShareCopies(side), HostCopies(side)
+        side.look_for_recorded()
         self._shares: tuple[Alike | None, list[Region]] = None, []
         self._never: set[str] = set()
         self._number = self._compared = 0
@@ -99,7 +124,9 @@ class Moments:
         """A window begins here, on all ranks. Collective as `capture` is."""
         if self.off or not self._make_safe():
             return None
-        self._stand_still()
+        if self._side.is_replayed:
+            return self._turn_off("a CUDA graph takes steps, of which nothing is heard")
+        self._drop_oldest()
         try:
             with self._registry.unchanged():
                 moment = self._take(cursor)
@@ -122,6 +149,14 @@ class Moments:
             copy.start()
         return None
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Read tensors on a GPU without waiting for what the training thread has asked of it.
+
+        A collective that never ends may be among that. What it asked for before the newest moment
+        is done, as `capture` waits for it.
+        """
+        return self._side.apart()
+
     @property
     def is_live(self) -> bool:
         """Whether no step was taken since the newest moment."""
@@ -143,6 +178,8 @@ class Moments:
         self.off = self.off or "closed"
         self._hook.remove()
         self._held = []
+        self._shares_copied.close()
+        self._copies.close()
 
     def _take(self, cursor: Cursor) -> Moment | None:
         captured = without_gradients(capture(self._registry))
@@ -150,21 +187,20 @@ class Moments:
             self._turn_off("the state is sharded: the newest snapshot that others keep will stand")
             return None
         self._number += 1
-        stepped = only_stepped(captured, self._registry) - self._never
+        stepped = only_stepped(captured, self._registry, (self._side.kind,)) - self._never
         alike = self._find_alike(captured, stepped)
         moment = Moment(
             cursor, alike.entries, small_file(captured, alike.layouts, self._rank, self._world)
         )
-        for name in alike.layouts:
-            tensor = captured.tensors[name]
-            if name in stepped:
-                moment.whole[name], moment.versions[name] = tensor, tensor._version
-            else:
-                moment.whole[name] = tensor.clone()
+        whole = {name: captured.tensors[name] for name in alike.layouts}
+        live = {name: tensor for name, tensor in whole.items() if name in stepped}
+        moment.versions = {name: tensor._version for name, tensor in live.items()}
+        others = {name: tensor for name, tensor in whole.items() if name not in live}
+        moment.whole = {**live, **self._copies.make(others)}
         if self._small is not None:
             regions = [r for r in self._own_shares(alike) if r.tensor in stepped and r.num_bytes]
             proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
-            moment.copied, moment.overlapped = self._copies.begin(
+            moment.copied, moment.overlapped = self._shares_copied.begin(
                 captured, regions, proves=proves, num_threads=self._num_threads
             )
         return moment
@@ -225,6 +261,8 @@ class Moments:
 
     def _before_step(self, *_: object) -> None:
         """The training thread, before any optimizer of this process steps."""
+        if self._side.is_recording():  # no step yet; the next `note` turns this off
+            return
         if self.off or not self.is_live or not self._make_safe():
             return
         with self._lock:
@@ -232,6 +270,15 @@ class Moments:
                 moment.live = moment.live and self._frozen
             self.progress += 1
         self._stand_still()
+
+    def _drop_oldest(self) -> None:
+        """Let go of the moment before the newest, which is safe: its memory is written over."""
+        while True:
+            self._stand_still()
+            with self._lock:
+                if not self._frozen:
+                    self._held = self._held[-1:]
+                    return
 
     def _make_safe(self) -> bool:
         """Return when the newest moment is kept on all ranks, so that the one before may go."""

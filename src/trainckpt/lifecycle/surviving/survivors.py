@@ -117,7 +117,8 @@ class Survivors:
             if not self._done:
                 self._done = True
                 try:
-                    self._saved = self._save(why)
+                    with self.moments.apart():
+                        self._saved = self._save(why)
                 except Exception as error:  # noqa: BLE001 - the process leaves anyway
                     logger.error("the survivors could save nothing: %s",
                                  getattr(error, "message", repr(error)))  # fmt: skip
