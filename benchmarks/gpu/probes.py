@@ -172,11 +172,12 @@ def hanging(findings: Findings, device: Any, folder: Path) -> None:
     device.busy(HANGS_S)
     begun = time.perf_counter()
     trained.moments.freeze()
-    moment = trained.moments.held()[-1]
-    share = trained.moments.alike.share(0)
-    _ = moment.small.head
-    shard, _entries = moment.file_of(0, 1, share, moment.small.memory)
-    _ = shard.head
+    with trained.moments.apart():
+        moment = trained.moments.held()[-1]
+        share = trained.moments.alike.share(0)
+        _ = moment.small.head
+        shard, _entries = moment.file_of(0, 1, share, moment.small.memory)
+        _ = shard.head
     seconds = time.perf_counter() - begun
     device.synchronize()
     found, _regions = read_small(shard.memory, "the shard file")
