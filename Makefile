@@ -23,7 +23,11 @@ test: $(VENV)/.dev slurm criu azurite
 	$(BIN)/python -m compileall -q src tests examples
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations 15
 
-test-long: $(VENV)/.dev
+$(VENV)/.acceptance: $(VENV)/.dev
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[acceptance]'
+	@touch $@
+
+test-long: $(VENV)/.acceptance
 	$(BIN)/python -m pytest -q -n 2 -m long
 
 # By apt, where this is root; otherwise the tests that need it are skipped.

@@ -11,6 +11,8 @@ from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How
 
+pytestmark = pytest.mark.long  # `make test-long` installs these packages
+
 STOPS = range(1, 19)  # passes of five batches
 
 
