@@ -142,6 +142,11 @@ def test_what_an_alarm_raises_inside_a_capture_reaches_the_script_and_the_next_s
     (optimizer,) = adam(model)
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, slow=slow, every="never") as ckpt:
         slow.is_slow = True
+        with pytest.raises(TimeoutError, match="an alarm of the script's"):
+            ckpt.boundary()  # in the trial at the first one
+        slow.is_slow = False
+        ckpt.boundary()
+        slow.is_slow = True
         failed = ckpt.save()
         with pytest.raises(TimeoutError, match="an alarm of the script's"):
             ckpt.boundary()

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.lifecycle.deciding import proven_files
 from trainckpt.lifecycle.places.place import PROVE_VARIABLE, WORK
-from trainckpt.lifecycle.reading.recorder import FOLDER
-from trainckpt.lifecycle.reading.written_files import read_written
+from trainckpt.lifecycle.reading.written_files import FOLDER, read_written
 from trainckpt.prove import naming
 from trainckpt.prove.compare import (
     Difference,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.preemption.alarms import raised_by_handler
 from trainckpt.state import side
 from trainckpt.state.attributes import PART as ATTRIBUTES
 from trainckpt.state.captured import Captured
@@ -40,6 +41,8 @@ def must_be_storable(registry: Registry) -> None:
         except ConfigurationError:
             raise
         except Exception as error:
+            if alarm := raised_by_handler(error):
+                raise alarm from None
             raise ConfigurationError(
                 f"the state of {kind.name} cannot be saved: {type(error).__name__}: {error}",
                 hint="its state_dict() has to work at any time between two batches",

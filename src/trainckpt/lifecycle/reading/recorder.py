@@ -20,7 +20,7 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format.digest import digest
 from trainckpt.format.strict import canonical
 from trainckpt.lifecycle.places.place import PROVE_VARIABLE
-from trainckpt.lifecycle.reading.written_files import record_writes
+from trainckpt.lifecycle.reading.written_files import FOLDER, record_writes
 from trainckpt.state import stage, values
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 HOLD_S = 15.0
-FOLDER = "folder"  # the proof's own, in its plan
 
 
 class Recorder:

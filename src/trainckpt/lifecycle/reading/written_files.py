@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "written"
+FOLDER = "folder"  # the proof's own, in its plan
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _TEMPORARY = ("tmp", "torch", "pymp-", "trainckpt")  # names of what libraries keep there
