@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests.data import datasets as d
 from trainckpt.data.carried import Watch
+from trainckpt.data.compare import restored
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.format.exactness import How, Restored
 
@@ -122,7 +123,9 @@ def test_what_does_not_is_named_as_it_trains_and_in_the_state(make, path, worker
         for _, _ in zip(range(4), loader, strict=False):
             pass
     said = f"train: {path} changed as it was read, and was not kept"
-    assert loader.restored(loader.state()) == [Restored("train", How.NOT_KEPT, said)]
+    assert restored("train", loader.state(), in_place=True) == [
+        Restored("train", How.NOT_KEPT, said)
+    ]
     loader.shutdown()
 
 
@@ -140,7 +143,7 @@ def test_it_is_named_once_over_all_passes():
 def test_files_that_are_opened_caches_and_generators_are_not_named(dataset, workers):
     loader = TrackedLoader(DataLoader(dataset(), batch_size=4, num_workers=workers), name="train")
     assert list(loader)
-    assert not any(p.how is How.NOT_KEPT for p in loader.restored(loader.state()))
+    assert not any(p.how is How.NOT_KEPT for p in restored("train", loader.state(), in_place=True))
 
 
 def test_after_the_first_batch_alone_it_is_in_the_state_and_not_warned_of():

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests.data import datasets as d
+from trainckpt.data.compare import restored
 from trainckpt.data.fingerprint import fingerprint
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.format.exactness import How, Restored, decide
@@ -188,7 +189,9 @@ def test_what_a_sampler_or_stream_changes_over_a_pass_is_in_the_state(loader, pa
     with pytest.warns(UserWarning, match=f"train: {path} changed over a pass, and is not kept"):
         list(loader)
     said = f"train: {path} changed as it was read, and was not kept"
-    assert loader.restored(loader.state()) == [Restored("train", How.NOT_KEPT, said)]
+    assert restored("train", loader.state(), in_place=True) == [
+        Restored("train", How.NOT_KEPT, said)
+    ]
 
 
 def told(loader) -> str:
@@ -198,7 +201,7 @@ def told(loader) -> str:
     batches = iter(tracked)
     next(batches), next(batches)
     assert tracked.problems() == []
-    return decide(tracked.restored(tracked.state())).word
+    return decide(restored("train", tracked.state(), in_place=True)).word
 
 
 def test_what_is_not_looked_at_before_a_resume_is_said_of_it():

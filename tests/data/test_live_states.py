@@ -117,8 +117,8 @@ class ReadAhead:
     def __getattr__(self, attribute):
         return getattr(self.loader, attribute)
 
-    def __trainckpt_source__(self, name):
-        return AheadSource(TwoAhead(), self.loader, name)
+    def __trainckpt_source__(self, name, report):
+        return AheadSource(TwoAhead(), self.loader, name, report)
 
 
 MAKES = {

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from tests.data import datasets as d
+from trainckpt.data.compare import restored
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How
@@ -151,7 +152,7 @@ def test_one_that_counts_its_epochs_in_this_process_is_named(tmp_path):
     loader = TrackedLoader(make(0), name="train")
     with pytest.warns(UserWarning, match=r"train: dataset\.pipeline.*epoch.* changed over a pass"):
         list(loader)
-    assert loader.restored(loader.state())[0].how is How.NOT_KEPT
+    assert restored("train", loader.state(), in_place=True)[0].how is How.NOT_KEPT
 
 
 def texts(rows):

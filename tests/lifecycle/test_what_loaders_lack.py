@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests.lifecycle.training import record
 from trainckpt import Checkpointer
@@ -64,12 +65,15 @@ def attempt(place, packs, until: int) -> list[list[float]]:
     return train(place, DataLoader(torch.arange(40.0), 4, collate_fn=packs), until)
 
 
-def train(place, loader, until: int) -> list[list[float]]:
+def train(place, loader, until: int, *, late: bool = False) -> list[list[float]]:
+    """As `attempt`; `late`: the loader is registered once the run has resumed."""
     model, seen = nn.Linear(1, 1), []
+    tracked = {} if late else {"loader": loader}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Checkpointer(place, model=model, optimizer=optimizer, loader=loader) as ckpt:
+    with Checkpointer(place, model=model, optimizer=optimizer, **tracked) as ckpt:
+        batches = ckpt.loader(loader)
         for _ in ckpt.epochs(2):
-            for batch in ckpt.batches():
+            for batch in batches:
                 seen.append(batch.tolist())
                 model(batch[:, None] / 40).sum().backward()
                 optimizer.step()
@@ -92,13 +96,50 @@ def test_a_remainder_that_is_not_kept_is_named_and_one_that_is_kept_goes_on(tmp_
     assert record(place, 2)["outcome"]["exactness"] == "same data, not bitwise"
 
 
-def test_the_resume_line_says_whose_word_it_takes(tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_the_resume_line_says_whose_word_it_takes(tmp_path, caplog, late):
+    caplog.set_level("INFO", "trainckpt")
     loaders = {
         "replayed and compared (loader)": lambda: DataLoader(Numbers(), 4),
         "as exact as OwnPosition's own state (loader)": lambda: OwnPosition(torch.arange(40.0), 4),
     }
     for number, (word, make) in enumerate(loaders.items()):
         place = tmp_path / f"run{number}"
-        came = train(place, make(), 13) + train(place, make(), 99)
+        came = train(place, make(), 13, late=late) + train(place, make(), 99, late=late)
         assert came == 2 * [batch.tolist() for batch in torch.arange(40.0).split(4)]
+        assert f": {word}\n" in caplog.text
         assert record(place, 2)["outcome"]["exactness"] == word
+
+
+class Turning(Sampler):
+    """Has another order in each process, and says nothing of it."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Turning.made += 1
+        self.order = torch.randperm(40, generator=torch.Generator().manual_seed(self.made)).tolist()
+
+    def __iter__(self):
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return 40
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_order_that_does_not_come_again_is_said_and_recorded(tmp_path, caplog, late):
+    for until in (4, 99):
+        train(tmp_path, DataLoader(torch.arange(40.0), 4, sampler=Turning()), until, late=late)
+    assert "not exact: loader: the order that Turning begins with is not the one" in caplog.text
+    outcome = record(tmp_path, 2)["outcome"]
+    assert outcome["exactness"] == "same data, not bitwise"
+    assert [(part["name"], part["how"]) for part in outcome["restored"]] == [("loader", "not kept")]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_loader_registered_after_the_resume_cannot_do_is_recorded(tmp_path, late):
+    for until in (4, 99):
+        loader = DataLoader(torch.arange(40.0), 4, in_order=False, num_workers=1)
+        train(tmp_path, loader, until, late=late)
+    assert record(tmp_path, 2)["outcome"]["exactness"] == "same data, not bitwise"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from trainckpt.data.dealing import Deal
-    from trainckpt.format.exactness import Restored
+    from trainckpt.format.exactness import Report
 
 
 class Reader(Protocol):
@@ -77,11 +77,11 @@ class AheadSource:
     kind = "ahead"
     deal: Deal | None = None
 
-    def __init__(self, reader: Reader, loader: DataLoader[Any], name: str) -> None:
+    def __init__(self, reader: Reader, loader: DataLoader[Any], name: str, report: Report) -> None:
         self.progress = Progress()
         self.dealer = reader.elsewhere
         self._reader = reader
-        self._under = LoaderSource(loader, name)
+        self._under = LoaderSource(loader, name, report)
         self._draws = loader.num_workers == 0
         self._iterator: Iterator[Any] | None = None
         self._ahead: deque[Fetched] = deque()  # fetched and not returned, oldest first
@@ -144,10 +144,6 @@ class AheadSource:
     def facts(self) -> dict[str, Any]:
         """Return what must be equal for a saved state to be exact here."""
         return {**self._under.facts(), **self._reader.facts()}
-
-    def restored(self, saved: dict[str, Any]) -> list[Restored]:
-        """Return how exact a resume is, where that is not looked at before it."""
-        return self._under.restored(saved["under"])
 
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""

@@ -26,6 +26,7 @@ Used by: the lifecycle (through the front door's `track`).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from trainckpt.format.exactness import Report
 
 
 class TrackedLoader:
@@ -55,6 +58,8 @@ class TrackedLoader:
         before_first_fetch: Called once after each `load_state`, before the first batch. True if it
             has put the random generators back: those that the data holds then come back too.
         leader: The loader whose boundaries a script passes that takes batches of this one as well.
+        report: Told how a resume goes on, where that turns out to be less than exactly; None: a
+            warning says so.
 
     Attributes:
         batches: Batches returned in this pass, those before a `load_elsewhere` included.
@@ -75,6 +80,7 @@ class TrackedLoader:
         on_boundary: Callable[[], None] | None = None,
         before_first_fetch: Callable[[], bool | None] | None = None,
         leader: TrackedLoader | None = None,
+        report: Report | None = None,
     ) -> None:
         self._loader = loader
         self._leader = leader
@@ -89,10 +95,11 @@ class TrackedLoader:
         # Of this rank since the run began, less `total_samples`; None: a loaded state did not say.
         self._earlier_samples: int | None = 0
         self.after_fetch: Callable[[Any], None] | None = None
+        self._report: Report = report or _warn
         self.loaded_pass = LoadedPass()
         self._skips_next_pass = False
         self._samples_before = 0
-        self._source = source_of(loader, name)
+        self._source = source_of(loader, name, self._report)
         facts = self._source.facts()
         # Lengths may depend on what a pass leaves over, or on the epoch: what is compared are those
         # of loaders that have just been made.
@@ -244,18 +251,6 @@ class TrackedLoader:
         """Return what makes a saved state not exactly loadable here, one sentence each."""
         return compare.differences(self.name, state, self._source.kind, self._current_facts())
 
-    def restored(self, state: dict[str, Any], *, in_place: bool = True) -> list[Restored]:
-        """Return how a resume from a saved state goes on, where that is not exactly and checked.
-
-        Args:
-            state: The saved one.
-            in_place: The pass goes on where it was, not in another data-parallel world.
-        """
-        paths = state.get("under", state).get("changing", [])
-        said = f"{self.name}: {', '.join(paths)[:200]} changed as it was read, and was not kept"
-        found = [Restored(self.name, How.NOT_KEPT, said)] if paths else []
-        return found + (self._source.restored(state) if in_place else [])
-
     def problems(self) -> list[Restored]:
         """Return what about this loader cannot be exact."""
         found = self._source.problems()
@@ -387,6 +382,10 @@ class TrackedLoader:
         self.in_pass, self.exhausted = False, exhausted
         if not exhausted:
             self.batches = 0
+
+
+def _warn(part: Restored) -> None:
+    warnings.warn(part.reason, stacklevel=6)
 
 
 class TrackedIterator:

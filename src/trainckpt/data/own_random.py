@@ -20,7 +20,6 @@ import json
 import random
 import sys
 import types
-import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -48,28 +47,28 @@ def capture(roots: Mapping[str, Any]) -> dict[str, bytes]:
     return found
 
 
-def restore(roots: Mapping[str, Any], saved: Mapping[str, bytes], whose: str) -> None:
-    """Put back what `capture` returned.
+def restore(roots: Mapping[str, Any], saved: Mapping[str, bytes], whose: str) -> str:
+    """Put back what `capture` returned; return a sentence about what could not be, or "".
 
     Args:
         roots: As they are in this process.
         saved: Path -> state.
-        whose: What a warning calls them: what is not there, or of another kind, stays as it is.
+        whose: What the sentence calls them: what is not there, or of another kind, stays as it is.
     """
     if not saved:
-        return
+        return ""
     there = dict(_generators(roots))
     lost = [
         path
         for path, state in saved.items()
         if path not in there or (_read(there[path]) != state and not _write(there[path], state))
     ]
-    if lost:
-        warnings.warn(
-            f"{whose}: {', '.join(lost)[:200]} cannot be put back: no generator of its kind is "
-            "there yet; make it in __init__. Data may differ from the uninterrupted run",
-            stacklevel=2,
-        )
+    if not lost:
+        return ""
+    return (
+        f"{whose}: {', '.join(lost)[:200]} cannot be put back: no generator of its kind is there "
+        "yet; make it in __init__. Data may differ from the uninterrupted run"
+    )
 
 
 def pack(states: Mapping[str, bytes]) -> bytes:

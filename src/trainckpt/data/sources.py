@@ -56,21 +56,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.data.ahead import AheadSource
+    from trainckpt.format.exactness import Report
 
 _EVERY = 8  # batches after which a stream's state is noted, to be tried
 
 Source: TypeAlias = "LoaderSource | StatefulSource | AheadSource"
 
 
-def source_of(loader: Iterable[Any], name: str) -> Source:
-    """Return how this loader is tracked; ConfigurationError if it cannot be."""
+def source_of(loader: Iterable[Any], name: str, report: Report) -> Source:
+    """Return how this loader is tracked; ConfigurationError if it cannot be.
+
+    `report` is told how a resume goes on, where that turns out to be less than exactly.
+    """
     own = getattr(type(loader), "__trainckpt_source__", None)
     if own is not None:  # an integration knows better
-        source: Source = own(loader, name)
+        source: Source = own(loader, name, report)
         return source
     if has_state(loader) and not _is_torch_method(loader, "state_dict"):
         refuse_arguments(loader, name)
-        return StatefulSource(loader, name)
+        return StatefulSource(loader, name, report)
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
             f"{name}: a {type(loader).__qualname__} is neither a torch DataLoader nor has "
@@ -88,7 +92,7 @@ def source_of(loader: Iterable[Any], name: str) -> Source:
     for _, asked in sampler.samplers_of(loader):
         if has_state(asked):
             refuse_arguments(asked, name)
-    return LoaderSource(loader, name)
+    return LoaderSource(loader, name, report)
 
 
 def _hint(loader: Any) -> str:
@@ -139,12 +143,13 @@ class LoaderSource:
         deal: What is dealt in the running or last pass; None before, or without a dealer.
     """
 
-    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+    def __init__(self, loader: DataLoader[Any], name: str, report: Report) -> None:
         self.kind = "iterable" if isinstance(loader.dataset, IterableDataset) else "map"
         self._changing = Changing(name)
         self.progress = self._progress()
         self._loader = loader
         self._name = name
+        self._report = report
         self._persistent = bool(loader.persistent_workers and loader.num_workers > 0)
         self._live: WorkersIterator | None = None  # persistent workers, between passes too
         self._latest: weakref.ref[Any] = weakref.ref(self)
@@ -163,7 +168,7 @@ class LoaderSource:
         self._stream: Stream | None = None  # an IterableDataset by whose own state it goes on
         if self.kind == "iterable" and not loader.num_workers and has_state(loader.dataset):
             refuse_arguments(loader.dataset, name)
-            self._stream = Stream(name, loader.dataset)
+            self._stream = Stream(name, loader.dataset, report)
         self.dealer = dealer_of(loader)
         self.deal: Deal | None = None
         self._ids: list[int] | None = None  # in a pass that the loader's own sampler does not deal
@@ -337,18 +342,6 @@ class LoaderSource:
             "generators and seeds": sorted(sampler.parts(self._captured(stateful=False))),
         }
 
-    def restored(self, saved: dict[str, Any]) -> list[Restored]:
-        """Return how a saved pass goes on, where that is not exactly and checked."""
-        if self.kind == "map" or not saved["position"] or saved["before"] is None:
-            return []  # its order is compared; or it goes on between passes
-        if self._stream is None:
-            how = f"{saved['batches']} batches are loaded again"
-            return [Restored(self._name, How.REPLAYED, how)]
-        if saved.get("trial") is not None or saved.get("ran_out") or saved["own"] is None:
-            return []  # its state is tried
-        kind = type(self._loader.dataset).__qualname__
-        return [Restored(self._name, How.OWN_STATE, f"{kind}'s own state")]
-
     def problems(self) -> list[str]:
         """Return what about this loader cannot be exact, one sentence each."""
         found = []
@@ -378,12 +371,12 @@ class LoaderSource:
             self._trial = None if trial is None else Trial.loaded(trial)
             self.progress.since = b"" if trial is None else trial["since"]
             return iterator
-        warnings.warn(
+        why = (
             f"{self._name}: the state of {type(stream.target).__qualname__} does not lead to the "
             "samples that came after it (a shuffle buffer is not in it, say): "
-            f"{saved['batches']} batches are loaded again",
-            stacklevel=5,
+            f"{saved['batches']} batches are loaded again"
         )
+        self._report(Restored(self._name, How.REPLAYED, why))
         stream.begin_again(saved["own"], saved["last end"])
         self._rewind_all()
         iterator = self._make(skip=0)
@@ -440,25 +433,25 @@ class LoaderSource:
         then, now = saved["workers"], self.progress.workers
         moved = [worker for worker in now if now[worker] != then.get(worker)]
         if saved.get("passed") != self.progress.passed or (moved and self._loader.num_workers):
-            warnings.warn(
+            why = (
                 f"{self._name}: the {saved['batches']} batches that were loaded again to get back "
                 "to the saved position are not, or not with the same randomness, those that were "
-                "trained on; data may differ from the uninterrupted run",
-                stacklevel=6,
+                "trained on; data may differ from the uninterrupted run"
             )
+            self._report(Restored(self._name, How.NOT_KEPT, why))
 
     def _compare_order(self, saved: dict[str, Any]) -> None:
         if saved.get("order", self.progress.order) == self.progress.order:
             return
         suspects = sampler.unproven(self._loader) or dict(sampler.samplers_of(self._loader))
         names = [type(one).__qualname__ for one in suspects.values()]
-        warnings.warn(
+        why = (
             f"{self._name}: the order that {' and '.join(names)} begins with is not the one that "
             f"{saved['position']} batches were trained in: it depends on more than seed, epoch and "
             "generators; give the sampler state_dict and load_state_dict. Data differs from the "
-            "uninterrupted run",
-            stacklevel=5,
+            "uninterrupted run"
         )
+        self._report(Restored(self._name, How.NOT_KEPT, why))
 
     def _sampler_values(self) -> dict[str, Any]:
         roots = sampler.unproven(self._loader)
@@ -536,7 +529,9 @@ class LoaderSource:
 
     def _put_data_generators(self, saved: dict[str, bytes]) -> None:
         roots = {**self._data, **sampler.unproven(self._loader)}
-        own_random.restore(roots, saved, self._name)
+        lost = own_random.restore(roots, saved, self._name)
+        if lost:
+            self._report(Restored(self._name, How.NOT_KEPT, lost))
 
     @property
     def _data(self) -> dict[str, Any]:

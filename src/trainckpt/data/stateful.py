@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import types
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +34,8 @@ from trainckpt.format.exactness import How, Restored
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trainckpt.format.exactness import Report
+
 
 MAIN = "main"  # Python's, NumPy's and torch's global generators, as one
 
@@ -45,7 +46,7 @@ class StatefulSource:
     kind = "stateful"
     deal: Deal | None = None
 
-    def __init__(self, loader: Any, name: str) -> None:
+    def __init__(self, loader: Any, name: str, report: Report) -> None:
         self.progress = Progress()
         self.dealer: Dealer | str = (
             f"a {type(loader).__qualname__} keeps its position itself, in a form that nobody can "
@@ -53,9 +54,11 @@ class StatefulSource:
         )
         self._loader = loader
         self._name = name
+        self._report = report
         self._stream = Stream(
             name,
             loader,
+            report,
             iterate=self._opened,
             generators=(self._randomness, self._put_randomness),
             asks=False,
@@ -149,13 +152,6 @@ class StatefulSource:
             "length": length(self._loader),
         }
 
-    def restored(self, saved: dict[str, Any]) -> list[Restored]:
-        """Return that it goes on by the object's own state, unless nothing was taken of it."""
-        if saved["own"] is None:
-            return []
-        kind = type(self._loader).__qualname__
-        return [Restored(self._name, How.OWN_STATE, f"{kind}'s own state")]
-
     def problems(self) -> list[str]:
         """Nothing is known of what the object itself forgets."""
         return []
@@ -192,12 +188,12 @@ class StatefulSource:
         if later is None:  # saved after the first batch ever
             return {key for key in first if (is_lazy if key == MAIN else "sampler" in key)}
         if is_lazy and MAIN in first and MAIN in later:
-            warnings.warn(
+            why = (
                 f"{self._name}: {type(self._loader).__qualname__} draws from the main random "
                 "generators as it begins a pass and for each batch, so what it draws for the first "
-                "batch after a resume is not known; data may differ from the uninterrupted run",
-                stacklevel=5,
+                "batch after a resume is not known; data may differ from the uninterrupted run"
             )
+            self._report(Restored(self._name, How.INFERRED, why))
             return {*first} - {*later} | {MAIN}
         return {*first} - {*later}
 
@@ -253,4 +249,6 @@ class StatefulSource:
         self._put_generators({key: saved[key] for key in self._paths if key in saved})
 
     def _put_generators(self, saved: dict[str, bytes]) -> None:
-        own_random.restore({"loader": self._loader}, saved, self._name)
+        lost = own_random.restore({"loader": self._loader}, saved, self._name)
+        if lost:
+            self._report(Restored(self._name, How.NOT_KEPT, lost))

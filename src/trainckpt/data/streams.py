@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,9 +32,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainckpt.data import own_random
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from trainckpt.format.exactness import Report
 
 
 class Seen(NamedTuple):
@@ -52,6 +54,7 @@ class Stream:
         name: What messages call its loader.
         target: The iterable, as the script made it.
         iterate: Begins a pass, where more than `iter(target)` is to be done.
+        report: Told where the next pass begins, if that is inferred.
         generators: Reads, and puts back, the random generators that a pass draws from.
         asks: Ask for its state before its first pass; some begin a pass when they are asked.
 
@@ -63,6 +66,7 @@ class Stream:
         self,
         name: str,
         target: Any,
+        report: Report,
         *,
         iterate: Callable[[], Iterator[Any]] | None = None,
         generators: tuple[Callable[[], Any], Callable[[Any], None]] = (main_rng, set_main_rng),
@@ -70,6 +74,7 @@ class Stream:
     ) -> None:
         self.name = name
         self.target = target
+        self._report = report
         self._iterate = iterate or functools.partial(iter, target)
         self._read_rng, self._write_rng = generators
         self._asks = asks
@@ -158,11 +163,11 @@ class Stream:
             self._go(self._put_back, ended)
             self._write_rng(before)
         if doubt:
-            warnings.warn(
+            why = (
                 f"{self.name}: the place of {type(self.target).__qualname__} between two passes is "
-                f"inferred ({doubt}); data may differ from the uninterrupted run",
-                stacklevel=5,
+                f"inferred ({doubt}); data may differ from the uninterrupted run"
             )
+            self._report(Restored(self.name, How.INFERRED, why))
 
     def draws(self) -> tuple[Any, Any]:
         """Return the generators after the first sample of the pass that `begin_pass` led to.

@@ -17,6 +17,7 @@ of the user's code pass through torch's ExceptionWrapper and are never wrapped h
 from __future__ import annotations
 
 import json
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -127,7 +128,9 @@ class WorkerStart:
         if worker in self.saved:
             set_main_rng(self.saved[worker])
             own = own_random.unpack(self.saved[worker].get(OWN, b""))
-            own_random.restore(self.tap.data(), own, f"worker {worker}")
+            lost = own_random.restore(self.tap.data(), own, f"worker {worker}")
+            if lost:
+                warnings.warn(lost, stacklevel=2)
             carried.restore(self.tap.data(), self.saved[worker].get(CARRIED, {}))
         _told.clear()
         _told.update(packed_rng())

@@ -14,6 +14,7 @@ Used by: data, state and integrations, whose objects say it; lifecycle, which de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ class Restored:
     def from_json(cls, value: dict[str, Any]) -> Restored:
         """Return what `to_json` gave."""
         return cls(value["name"], How(value["how"]), value["reason"])
+
+
+Report = Callable[[Restored], None]  # told of a part as it turns out how it was restored
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from trainckpt.integrations.adapter import Relied
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from trainckpt.format.exactness import Report
+
 _LOADERS = "accelerate.data_loader"
 RELIED = (
     Relied(f"{_LOADERS}:DataLoaderShard", "adjust_state_dict_for_prefetch", "reads one ahead"),
@@ -74,8 +76,8 @@ class PreparedLoader:
             raise AttributeError(attribute)
         return getattr(self.shard, attribute)
 
-    def __trainckpt_source__(self, name: str) -> AheadSource:
-        return AheadSource(ShardReader(self.shard), self.shard.base_dataloader, name)
+    def __trainckpt_source__(self, name: str, report: Report) -> AheadSource:
+        return AheadSource(ShardReader(self.shard), self.shard.base_dataloader, name, report)
 
 
 class ShardReader:

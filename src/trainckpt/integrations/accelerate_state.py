@@ -97,6 +97,8 @@ class Remembered:
         tracked_then: The prepared loaders that were tracked when the loaded state was saved.
     """
 
+    __trainckpt_loads_in_steps__ = True
+
     def __init__(self, accelerator: Any, tracked: Callable[[], list[Any]]) -> None:
         self.tracked_then: list[Any] = []
         self._accelerator = accelerator

@@ -40,6 +40,8 @@ class HookState:
         begun: The first boundary was reached: everybody's on_train_start is over.
     """
 
+    __trainckpt_loads_in_steps__ = True
+
     def __init__(self, trainer: Any, ours: object, registered: dict[str, nn.Module]) -> None:
         self.begun = False
         self._trainer = trainer

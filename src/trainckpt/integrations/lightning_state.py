@@ -27,6 +27,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 class LoopState:
     """Where the Trainer's fit loop is; tracked under the name "trainer"."""
 
+    __trainckpt_loads_in_steps__ = True
+
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._accumulate = _accumulation(trainer)

@@ -57,6 +57,8 @@ class TrainerPart:
         state: The Trainer's, of this training.
     """
 
+    __trainckpt_loads_in_steps__ = True
+
     def __init__(self, trainer: Any, later: Sequence[Any] = ()) -> None:
         self.begun = -1
         self.finished = False

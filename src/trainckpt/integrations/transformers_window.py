@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from trainckpt.data.loader import TrackedIterator
+    from trainckpt.format.exactness import Report
 
 
 class Left(BaseException):
@@ -119,8 +120,8 @@ class TrainedLoader:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._reader.shard)
 
-    def __trainckpt_source__(self, name: str) -> AheadSource:
-        return AheadSource(self._reader, self._reader.shard.base_dataloader, name)
+    def __trainckpt_source__(self, name: str, report: Report) -> AheadSource:
+        return AheadSource(self._reader, self._reader.shard.base_dataloader, name, report)
 
 
 class Window:

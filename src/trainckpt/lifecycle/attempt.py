@@ -31,6 +31,7 @@ from trainckpt.lifecycle.reasons import (
     of_all_ranks,
     other_state,
     own_objects,
+    said_after_loading,
     said_by_objects,
 )
 from trainckpt.lifecycle.resuming.announce import say_how_it_stops, say_where
@@ -248,12 +249,13 @@ def _make_ready(crew: Crew, beginning: Beginning) -> Attempt:
         # What is encrypted nobody here can read back.
         departure.rest = _rest(crew, facts, saver, lean=survival is None and seals is None)
     if beginning.manifest is not None:
-        parts = [*crew.problems, *other_state(beginning, own_objects(crew))]
-        parts += [*said_by_objects(crew, beginning), *not_deterministic(here)]
-        parts = of_all_ranks(crew.channel, parts)
-        departure.restored = (*parts, *differences(beginning.manifest.fingerprint, here))
+        parts = other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
+        parts += not_deterministic(here) + differences(beginning.manifest.fingerprint, here)
+        departure.restored = (*crew.problems, *parts)
         _refer(saver, seals, beginning)
         _arrive(crew, departure, beginning, parent)
+        parts = [*crew.problems, *parts, *said_after_loading(crew, beginning)]
+        departure.restored = tuple(of_all_ranks(crew.channel, parts))
     if crew.world.rank == 0:
         say_where(crew.tier, beginning, departure.exactness, crew.registry)
         _say_what_was_chosen(crew, initial)

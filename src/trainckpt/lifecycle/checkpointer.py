@@ -104,6 +104,7 @@ class Checkpointer(Known, Hooked):
         self._recorder = recorder.recorder_from_environment(self._world.rank, registry)
         self._first = self._to_prove = True
         self._problems = list[Restored]()
+        self._attempt: Attempt | None = None
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         for name, value in keywords.items():
             registry.add(name, value)
@@ -127,7 +128,6 @@ class Checkpointer(Known, Hooked):
             self._loaders, self._problems, LastWords(self._tier, self._world.rank), self._files,
             self._hooks, slower, data_world,
         )  # fmt: skip
-        self._attempt: Attempt | None = None
 
     # ---- life cycle
 
@@ -234,6 +234,7 @@ class Checkpointer(Known, Hooked):
             loader, name=name, leader=leader,
             on_boundary=self._loader_boundary if first else None,
             before_first_fetch=self._arrival.before_first_fetch if first else None,
+            report=self._report,
         )  # fmt: skip
         if first and self._recorder is not None:
             tracked.after_fetch = self._recorder.batch
@@ -393,6 +394,15 @@ class Checkpointer(Known, Hooked):
         self._problems += problems
         for problem in problems:
             logger.warning("not exact: %s", problem.reason)
+        if self._attempt is not None and self._attempt.resumed_from is not None:
+            self._attempt.departure.restored += tuple(problems)
+
+    def _report(self, part: Restored) -> None:
+        """Take how a loader goes on, as it turns out while it does."""
+        if self._attempt is None:
+            self._note([part])  # as its state is loaded
+        else:
+            self._attempt.departure.note([part])
 
     def _has_returned(self) -> bool:
         stopped = self._attempt is not None and self._attempt.departure.stopped

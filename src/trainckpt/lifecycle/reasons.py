@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.data import compare as loader_states
 from trainckpt.format.exactness import How, Restored
 from trainckpt.lifecycle.places.attach import RANKS_TIMEOUT_S
 from trainckpt.lifecycle.reading.contents import models_in
 from trainckpt.lifecycle.run import gpu_settings
-from trainckpt.state import apply, attributes
+from trainckpt.state import apply, attributes, reloaded
+from trainckpt.state.capture import LOADERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from trainckpt.lifecycle.resuming.resume import Beginning
     from trainckpt.ranks.channel import Channel
     from trainckpt.state.kinds.generic import GenericState
-    from trainckpt.state.kinds.loader import LoaderState
     from trainckpt.state.kinds.optimizer import OptimizerState
 
 
@@ -37,14 +38,25 @@ def said_by_objects(crew: Crew, beginning: Beginning) -> list[Restored]:
     if saved is None:
         return []
     found = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
-    tracked: list[OptimizerState | LoaderState | GenericState] = [*registry.optimizers]
-    for each in [*tracked, *registry.loaders, *registry.generics]:
+    tracked: list[OptimizerState | GenericState] = [*registry.optimizers, *registry.generics]
+    for each in tracked:
         found += each.restored(saved)
+    for name in saved.values.get(LOADERS, ()):  # those too that the script has still to register
+        state = saved.decode(saved.values[name])
+        found += loader_states.restored(name, state, in_place=saved.exact)
     if names := attributes.not_restored(registry.watched, saved, of_callbacks=False):
         why = (f"in no state_dict, so not as when it was saved: {_some(names)} "
                f"({attributes.HINT}, or let the script set them)")  # fmt: skip
         found.append(Restored("attributes", How.NOT_KEPT, why))
     return found
+
+
+def said_after_loading(crew: Crew, beginning: Beginning) -> list[Restored]:
+    """Return which objects with a state_dict of their own do not give back what they loaded."""
+    saved = beginning.saved
+    if saved is None:
+        return []
+    return [part for each in crew.registry.generics for part in reloaded.compare(each, saved)]
 
 
 def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:

@@ -119,10 +119,13 @@ class Departure:
         return decide(self.restored)
 
     def note(self, parts: Sequence[Restored]) -> None:
-        """Warn of and record what was seen only when training had gone on. Training thread."""
+        """Say and record what was seen only when training had gone on. Training thread."""
         for part in parts:
             self.restored += (part,)
-            logger.warning("not exact: %s", part.reason)
+            if part.how is How.REPLAYED:
+                logger.info("%s", part.reason)
+            else:
+                logger.warning("not exact: %s", part.reason)
 
     def _born_untracked(self, loader: Any) -> None:
         """The workers of a loader that nobody tracks."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
-    from trainckpt.format.exactness import Restored
     from trainckpt.state.captured import Captured, Saved
 
 
@@ -27,12 +26,6 @@ class LoaderState:
         if saved.exact:
             return self.loader.differences(state)
         return self.loader.differences_elsewhere(state, saved.worlds)
-
-    def restored(self, saved: Saved) -> list[Restored]:
-        """Return how it goes on, where that is not exactly and checked."""
-        if self.name not in saved.values:
-            return []
-        return self.loader.restored(saved.decode(saved.values[self.name]), in_place=saved.exact)
 
     def apply(self, saved: Saved) -> None:
         """Make the loader go on where the saved one was, or at the start of its window."""
