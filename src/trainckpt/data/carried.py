@@ -1,4 +1,4 @@
-"""What a dataset or a collate_fn carries from one batch to the next: a remainder, a counter.
+"""Keep what a dataset or collate_fn carries from batch to batch: a remainder, a counter.
 
 Workers hold copies of both, and a resume makes them anew. So what is carried is kept where they
 have state_dict and load_state_dict: with each batch, as that worker's randomness is (worker.py).

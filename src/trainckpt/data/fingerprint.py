@@ -1,4 +1,4 @@
-"""What a batch holds, in eight bytes: tells whether the same batch came again.
+"""Return eight bytes that tell whether the same batch came again.
 
 Of each tensor and array its type, its shape and its first and last kilobytes count, so that a batch
 of images costs no more than one of tokens. Tensors on devices count by type and shape: reading them

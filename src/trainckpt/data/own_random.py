@@ -113,7 +113,7 @@ def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is reachable, the nearest first, each once."""
+    """Return all that is reachable, the nearest first, each once."""
     kinds = _kinds()
     seen: dict[int, Any] = {}  # the values too: an address is not given to another meanwhile
     ahead = deque((name, root, 0) for name, root in roots.items())

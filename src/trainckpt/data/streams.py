@@ -238,7 +238,7 @@ class Stream:
         return True
 
     def _left(self, ended: Any) -> bool:
-        """Whether what brought it there was seen to lead to the same samples and the same state."""
+        """Return True if the way there was seen to lead to the same samples and state."""
         made, rng = self._undo(ended), self._read_rng()
         self._draw(1)
         left = copy.deepcopy(self.target.state_dict())

@@ -115,7 +115,7 @@ class Departure:
 
     @property
     def exactness(self) -> Exactness:
-        """What the resume is called that this attempt began with, as far as it is known."""
+        """Return what this attempt's resume is called, as far as it is known."""
         return decide(self.restored)
 
     def note(self, parts: Sequence[Restored]) -> None:
