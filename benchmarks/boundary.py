@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainckpt
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import Agreement, Alone, Watcher, World
+from trainckpt.ranks import BoundaryGate, LocalStore, Watcher, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ GOAL_US = 5.0
 @contextlib.contextmanager
 def agreement_alone() -> Iterator[Callable[[], object]]:
     """`Agreement.at_boundary` on one rank, signals watched."""
-    agreement = Agreement()
-    watcher = Watcher(agreement, Alone(World(0, 1, 0, "here")), [SignalSource()])
+    agreement = BoundaryGate()
+    watcher = Watcher(agreement, LocalStore(World(0, 1, 0, "here")), [SignalSource()])
     watcher.start()
     yield agreement.at_boundary
     watcher.stop()
@@ -42,8 +42,8 @@ def agreement_alone() -> Iterator[Callable[[], object]]:
 @contextlib.contextmanager
 def agreement_and_check() -> Iterator[Callable[[], object]]:
     """The same, and the look whether the wakeup descriptor is still ours."""
-    agreement, source = Agreement(), SignalSource()
-    watcher = Watcher(agreement, Alone(World(0, 1, 0, "here")), [source])
+    agreement, source = BoundaryGate(), SignalSource()
+    watcher = Watcher(agreement, LocalStore(World(0, 1, 0, "here")), [source])
     watcher.start()
 
     def boundary() -> object:

@@ -94,10 +94,13 @@ def measure(name, data, level):
         assert again == parts
     speed = len(data) / statistics.median(there) / 1e6
     return {
-        "what": name, "level": level, "megabytes": round(len(data) / 1e6, 1),
-        "left": round(sum(map(len, small)) / len(data), 4), "breaks_even_mb_per_s": round(speed),
+        "what": name,
+        "level": level,
+        "megabytes": round(len(data) / 1e6, 1),
+        "left": round(sum(map(len, small)) / len(data), 4),
+        "breaks_even_mb_per_s": round(speed),
         "decompress_mb_per_s": round(len(data) / statistics.median(back) / 1e6),
-    }  # fmt: skip
+    }
 
 
 def main():
@@ -116,10 +119,13 @@ def main():
         import zstandard
 
         machine = {
-            "cores": os.cpu_count(), "threads": 1, "steps": arguments.steps,
-            "machine": platform.machine(), "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "threads": 1,
+            "steps": arguments.steps,
+            "machine": platform.machine(),
+            "torch": torch.__version__,
             "zstandard": zstandard.__version__,
-        }  # fmt: skip
+        }
         Path(arguments.json).write_text(
             json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n"
         )

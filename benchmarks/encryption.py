@@ -156,11 +156,15 @@ def main():
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(arguments, Path(folder))
     rows = [
-        {"kind": kind, "gigabytes": arguments.gigabytes, "rounds": len(of_kind["durable_s"]),
-         **{name: statistics.median(values) for name, values in of_kind.items() if values},
-         "samples": of_kind}
+        {
+            "kind": kind,
+            "gigabytes": arguments.gigabytes,
+            "rounds": len(of_kind["durable_s"]),
+            **{name: statistics.median(values) for name, values in of_kind.items() if values},
+            "samples": of_kind,
+        }
         for kind, of_kind in found.items()
-    ]  # fmt: skip
+    ]
     for row in rows:
         print(
             {

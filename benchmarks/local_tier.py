@@ -30,11 +30,11 @@ from trainckpt.format.manifest import SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import Region
 from trainckpt.snapshot.restore import Reader
-from trainckpt.snapshot.save import write_shard
+from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.state.captured import Captured
 from trainckpt.state.destination import Destination
-from trainckpt.state.stage import stage
-from trainckpt.tiers.local import LocalTier
+from trainckpt.state.staging import stage
+from trainckpt.storage.local import LocalTier
 
 PIECE_BYTES = 8 << 20
 THREADS = (1, 2, 4)
@@ -119,8 +119,9 @@ def main():
 def measure(tier, gigabytes, rounds):
     """Medians of interleaved rounds, in seconds."""
     captured = captured_of(gigabytes)
-    regions = [Region(n, "F32", (0,), (t.numel(),), (t.numel(),))
-               for n, t in captured.tensors.items()]  # fmt: skip
+    regions = [
+        Region(n, "F32", (0,), (t.numel(),), (t.numel(),)) for n, t in captured.tensors.items()
+    ]
 
     def memory(num_bytes):
         return memoryview(mmap.mmap(-1, num_bytes))[:num_bytes]  # shared memory
@@ -156,14 +157,17 @@ def measure(tier, gigabytes, rounds):
     floor_write = min(medians[f"raw_write_{n}_s"] for n in THREADS)
     floor_read = min(medians[f"raw_read_{n}_s"] for n in THREADS)
     return {
-        "gigabytes": gigabytes, "bytes": len(pages), "rounds": rounds, **medians,
+        "gigabytes": gigabytes,
+        "bytes": len(pages),
+        "rounds": rounds,
+        **medians,
         "write_over_one_writer": round(medians["write_s"] / medians["raw_write_1_s"], 3),
         "write_over_best": round(medians["write_s"] / floor_write, 3),
         "read_over_one_reader": round(medians["read_s"] / medians["raw_read_1_s"], 3),
         "read_over_best": round(medians["read_s"] / floor_read, 3),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
         "command": "python -m benchmarks.local_tier",
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -126,14 +126,16 @@ def measure(run: Path, kind: str, gigabytes: float, saves: int) -> dict[str, obj
         "optimizer": kind,
         "trainable": round(len_of(trained) / len_of(model.parameters()), 4),
         "floor_share": round(changed / whole, 4),
-        "saves": saves, "full_bytes": each[0], "save_bytes": usual,
+        "saves": saves,
+        "full_bytes": each[0],
+        "save_bytes": usual,
         "beside_bytes": usual - changed,
         "share": round(usual / each[0], 4),
         "of_full_training": round(
             usual / full_training_bytes(run.with_name("full " + kind), kind, layers), 4
         ),
         "loses_nothing": all(torch.equal(loaded[name], value) for name, value in weights.items()),
-    }  # fmt: skip
+    }
 
 
 def len_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -75,8 +75,10 @@ def main() -> None:
     for code, (num_data, num_parity) in CODES.items():
         found = rates(num_data, num_parity, int(options.megabytes * 1e6), max(options.rounds, 5))
         rows.append({"code": code, **{f"{name}_gb_per_s": rate for name, rate in found.items()}})
-        print(f"{code:8} encode {found['encode']:6.2f}  rebuild {found['rebuild']:6.2f}  "
-              f"copy {found['copy']:6.2f} GB/s of data")  # fmt: skip
+        print(
+            f"{code:8} encode {found['encode']:6.2f}  rebuild {found['rebuild']:6.2f}  "
+            f"copy {found['copy']:6.2f} GB/s of data"
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

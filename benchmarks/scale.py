@@ -26,16 +26,15 @@ from trainckpt.format import shard_file
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.files import FileEntry, Files
+from trainckpt.format.json_io import canonical
 from trainckpt.format.layout import Layout, replicated, whole
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.shard_file import Region, ShardHeader
-from trainckpt.format.strict import canonical
+from trainckpt.snapshot.commit import merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.restore_plan import Planner, plan_restore
-from trainckpt.snapshot.save import Receipt
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.snapshot.shared_plan import Sharing
-from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
+from trainckpt.snapshot.shard_writer import Receipt
 
 WORLDS = (16, 256, 4096, 16384)
 LAYERS, HIDDEN, FFN, VOCABULARY, KEYS = 126, 16384, 53248, 128256, 1024
@@ -168,8 +167,12 @@ def save_side(plan, rank):
     report = {"receipt": receipt, "table": D}
     groups = {"groups": {"optimizer over it": ["", plan.world, D]}, "place": [0, 9, 0, 27, 0]}
     sent = len(json.dumps(report)) + len(json.dumps(groups))
-    return {"save_plan_s": seconds, "header_bytes": len(head), "sent_bytes": sent,
-            "regions": len(planned)}  # fmt: skip
+    return {
+        "save_plan_s": seconds,
+        "header_bytes": len(head),
+        "sent_bytes": sent,
+        "regions": len(planned),
+    }
 
 
 def commit_side(plan):
@@ -180,12 +183,14 @@ def commit_side(plan):
         tables[digest(data)] = data
     names = list(tables)
     reports = [
-        json.dumps({
-            "receipt": Receipt(FileEntry(shard_file_name(r), 2**31 + r, "", D)).to_json(),
-            "table": names[plan.stage_of(r)],
-        })
+        json.dumps(
+            {
+                "receipt": Receipt(FileEntry(shard_file_name(r), 2**31 + r, "", D)).to_json(),
+                "table": names[plan.stage_of(r)],
+            }
+        )
         for r in range(plan.world)
-    ]  # fmt: skip
+    ]
     digests = [json.dumps({"optimizer": ["", plan.world, D]}) for _ in range(plan.world)]
 
     def work():
@@ -193,9 +198,11 @@ def commit_side(plan):
         told = [json.loads(text) for text in reports]
         files = Files.of([Receipt.from_json(report["receipt"]).file for report in told])
         merged = merge_tables(
-            [table_from_json(json.loads(tables[name]), plan.world)
-             for name in dict.fromkeys(report["table"] for report in told)]
-        )  # fmt: skip
+            [
+                table_from_json(json.loads(tables[name]), plan.world)
+                for name in dict.fromkeys(report["table"] for report in told)
+            ]
+        )
         manifest = Manifest(
             "run", SnapshotName(1, 1, 9, 0), None, Cursor(step=9), plan.world, files, merged, 1.0
         )
@@ -208,7 +215,6 @@ def commit_side(plan):
 def restore_side(manifest, other, rank):
     """The plan of one rank of another layout."""
     tensors = other.of_stage(other.stage_of(rank))
-    layouts = {n: layout for n, (_, layout) in tensors.items() if layout and n in manifest.tensors}
     wanted = {
         name: layout.box(shape, layout.coordinate(rank)) if layout else None
         for name, (shape, layout) in tensors.items()
@@ -217,15 +223,11 @@ def restore_side(manifest, other, rank):
 
     def work():
         planner = Planner(manifest)
-        groups = Sharing(manifest, planner, rank).groups(wanted, layouts)
-        shared = {tensor.name for group in groups for tensor in group.tensors}
-        pieces = [p for group in groups for tensor in group.tensors for p in tensor.share(group.me)]
-        alone = {name: box for name, box in wanted.items() if name not in shared}
         donor = rank % manifest.world
-        return plan_restore(manifest, alone, donor=donor, planner=planner), pieces, shared
+        return plan_restore(manifest, wanted, donor=donor, planner=planner)
 
-    seconds, (reads, pieces, shared) = timed(work)
-    return seconds, len(reads) + len(pieces), len(shared)
+    seconds, reads = timed(work)
+    return seconds, len(reads)
 
 
 def measure(kind, world, rounds):
@@ -242,7 +244,7 @@ def measure(kind, world, rounds):
         rows["save_plan_s"].append(max(each["save_plan_s"] for each in saves))
         rows["commit_s"].append(commit_s)
         rows["manifest_load_s"].append(load_s)
-        rows["restore_plan_s"].append(max(seconds for seconds, *_ in restores))
+        rows["restore_plan_s"].append(max(seconds for seconds, _ in restores))
     return {
         "layout": plan.name,
         "into": other.name,
@@ -250,8 +252,7 @@ def measure(kind, world, rounds):
         **{key: statistics.median(values) for key, values in rows.items()},
         "header_bytes": max(each["header_bytes"] for each in saves),
         "sent_bytes": max(each["sent_bytes"] for each in saves),
-        "reads": max(number for _, number, _ in restores),
-        "tensors_read_together": max(number for *_, number in restores),
+        "reads": max(number for _, number in restores),
         "manifest_bytes": len(data),
         "tensors": len(manifest.tensors),
     }
@@ -271,11 +272,15 @@ def main() -> None:
             row = measure(kind, world, arguments.rounds)
             found.append(row)
             cells = (
-                f"{row['save_plan_s'] * 1e3:.1f} ms", f"{row['commit_s']:.3f} s",
-                f"{row['manifest_load_s'] * 1e3:.0f} ms", f"{row['restore_plan_s'] * 1e3:.1f} ms",
-                f"{row['header_bytes'] / 1e3:.0f} kB", f"{row['sent_bytes']} B",
-                f"{row['manifest_bytes'] / 1e6:.2f} MB", str(row["reads"]),
-            )  # fmt: skip
+                f"{row['save_plan_s'] * 1e3:.1f} ms",
+                f"{row['commit_s']:.3f} s",
+                f"{row['manifest_load_s'] * 1e3:.0f} ms",
+                f"{row['restore_plan_s'] * 1e3:.1f} ms",
+                f"{row['header_bytes'] / 1e3:.0f} kB",
+                f"{row['sent_bytes']} B",
+                f"{row['manifest_bytes'] / 1e6:.2f} MB",
+                str(row["reads"]),
+            )
             print(f"{row['layout']:10} {world:6} " + " ".join(f"{cell:>12}" for cell in cells))
     if arguments.json:
         document = {

@@ -77,7 +77,7 @@ def bytes_of(ckpt):
     if survival is None:
         return {"sent": 0, "copied": 0}
     moments = survival._moments
-    assert not moments.off, moments.off
+    assert not moments.why_off, moments.why_off
     if moments._small is None:
         return {"sent": 0, "copied": 0}
     copied = sum(region.num_bytes for region in moments._own_shares(moments.alike))
@@ -114,18 +114,34 @@ def rows_of(found, arguments):
     for kind, of_kind in found.items():
         ratios = [a / b for a, b in zip(of_kind["step_s"], found["off"]["step_s"], strict=True)]
         rows.append(
-            {"kind": kind, "rounds": len(ratios), "bytes": of_kind["bytes"],
-             "step_s": statistics.median(of_kind["step_s"]),
-             "slowdown": statistics.median(ratios), "slowdown_upper95": upper95(ratios),
-             "samples": of_kind["step_s"]}
-        )  # fmt: skip
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()
-               if k != "samples"})  # fmt: skip
+            {
+                "kind": kind,
+                "rounds": len(ratios),
+                "bytes": of_kind["bytes"],
+                "step_s": statistics.median(of_kind["step_s"]),
+                "slowdown": statistics.median(ratios),
+                "slowdown_upper95": upper95(ratios),
+                "samples": of_kind["step_s"],
+            }
+        )
+        print(
+            {
+                k: round(v, 4) if isinstance(v, float) else v
+                for k, v in rows[-1].items()
+                if k != "samples"
+            }
+        )
     machine = {
-        "cores": os.cpu_count(), "ranks": arguments.ranks, "hosts": 1, "compute_threads": 1,
-        "wait_s": arguments.wait_s, "gigabytes": arguments.gigabytes, "steps": arguments.steps,
-        "machine": platform.machine(), "torch": torch.__version__,
-    }  # fmt: skip
+        "cores": os.cpu_count(),
+        "ranks": arguments.ranks,
+        "hosts": 1,
+        "compute_threads": 1,
+        "wait_s": arguments.wait_s,
+        "gigabytes": arguments.gigabytes,
+        "steps": arguments.steps,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
     return {"machine": machine, "rows": rows}
 
 
@@ -145,11 +161,21 @@ def main():
         return
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-             str(arguments.ranks), "-m", "benchmarks.small_state", *sys.argv[1:],
-             "--folder", folder],
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(arguments.ranks),
+                "-m",
+                "benchmarks.small_state",
+                *sys.argv[1:],
+                "--folder",
+                folder,
+            ],
             check=True,
-        )  # fmt: skip
+        )
         found = json.loads(Path(folder, "found.json").read_text())
     result = rows_of(found, arguments)
     if arguments.json:

@@ -123,17 +123,23 @@ class Bench:
                 times[how].append(self.launch(system, how, place))
                 if how == FRESH:
                     shutil.rmtree(place, ignore_errors=True)
-            print(f"{system}: " + ", ".join(f"{h} {t[-1]:.2f} s" for h, t in times.items()),
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"{system}: " + ", ".join(f"{h} {t[-1]:.2f} s" for h, t in times.items()),
+                file=sys.stderr,
+            )
         extra = [r - f for f, r in zip(times[FRESH], times[RESUME], strict=True)]
         return {
-            "system": system, "ranks": self.given.ranks, "bytes": self.num_bytes,
-            "memory": self.given.memory, "caches": self.given.caches, "pairs": len(extra),
+            "system": system,
+            "ranks": self.given.ranks,
+            "bytes": self.num_bytes,
+            "memory": self.given.memory,
+            "caches": self.given.caches,
+            "pairs": len(extra),
             "fresh_s": round(statistics.median(times[FRESH]), 3),
             "resume_s": round(statistics.median(times[RESUME]), 3),
             "extra_s": round(statistics.median(extra), 3),
             "extra_of_each_s": [round(one, 3) for one in extra],
-        }  # fmt: skip
+        }
 
     def launch(self, system: str, how: str, place: Path) -> float:
         """Seconds until the last rank has done its first step."""
@@ -149,9 +155,13 @@ class Bench:
         marks = Path(tempfile.mkdtemp(dir=self.folder))
         begun = time.monotonic()
         done = subprocess.run(
-            self.command(system, how, place, marks), env=self.environment(), capture_output=True,
-            text=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
+            self.command(system, how, place, marks),
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
         notes = [json.loads(path.read_text()) for path in marks.glob("*[0-9]")]
         if len(notes) != self.given.ranks:
             raise RuntimeError(f"{system}, {how}: exit code {done.returncode}\n{done.stderr}")
@@ -166,10 +176,22 @@ class Bench:
         else:
             launcher = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", nproc]
         return [
-            *launcher, "-m", "benchmarks.startup", "--job", system, "--how", how,
-            "--place", str(place), "--marks", str(marks), "--threads", str(self.threads),
-            "--gigabytes", str(self.given.gigabytes),
-        ]  # fmt: skip
+            *launcher,
+            "-m",
+            "benchmarks.startup",
+            "--job",
+            system,
+            "--how",
+            how,
+            "--place",
+            str(place),
+            "--marks",
+            str(marks),
+            "--threads",
+            str(self.threads),
+            "--gigabytes",
+            str(self.given.gigabytes),
+        ]
 
     def environment(self) -> dict[str, str]:
         memory = {"TRAINCKPT_MEMORY": str(self.memory)} if self.memory else {}
@@ -178,9 +200,10 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.startup", description=__doc__,
+        prog="python -m benchmarks.startup",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.2)
     parser.add_argument("--ranks", type=int, default=2)

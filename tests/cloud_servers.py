@@ -59,9 +59,15 @@ def why_no_gcs() -> str:
 def azurite():
     """A server with an empty container."""
     command = [
-        shutil.which("node"), AZURITE, "--blobPort", "0", "--inMemoryPersistence",
-        "--disableTelemetry", "--silent", "--skipApiVersionCheck",
-    ]  # fmt: skip
+        shutil.which("node"),
+        AZURITE,
+        "--blobPort",
+        "0",
+        "--inMemoryPersistence",
+        "--disableTelemetry",
+        "--silent",
+        "--skipApiVersionCheck",
+    ]
     accounts = {**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}"}
     with running(command, accounts) as (process, port):
         server = AzuriteServer(process, port)

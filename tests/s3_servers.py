@@ -19,8 +19,15 @@ KEY, SECRET = "trainckpt-tests-access", "trainckpt-tests-secret"
 BUCKET = "bucket"
 _PORT = re.compile(rb"http://127\.0\.0\.1:(\d+)")
 _MOTO = """
-import logging, sys
+import logging, sys, threading
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
+# It looks for the object and then writes it: without a lock two creators win now and then.
+lock, put = threading.Lock(), S3Response.put_object
+def put_alone(response):
+    with lock:
+        return put(response)
+S3Response.put_object = put_alone
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
@@ -62,10 +69,18 @@ def rclone(folder: Path):
     (folder / BUCKET).mkdir(parents=True, exist_ok=True)
     program = Path(sys.executable).with_name("rclone")
     command = [
-        program, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}",
-        "--config", os.devnull,
-        "-v", str(folder),
-    ]  # fmt: skip
+        program,
+        "serve",
+        "s3",
+        "--addr",
+        "127.0.0.1:0",
+        "--auth-key",
+        f"{KEY},{SECRET}",
+        "--config",
+        os.devnull,
+        "-v",
+        str(folder),
+    ]
     with running(command) as (process, port):
         yield Server(process, port, folder)
 
@@ -81,9 +96,13 @@ def moto():
 def running(command, env=None):
     """The process of a server, and the port that it says it listens on."""
     process = subprocess.Popen(
-        command, env=env, preexec_fn=_end_with_parent,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        env=env,
+        preexec_fn=_end_with_parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         said = b""
         for line in process.stdout:

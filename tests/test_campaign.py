@@ -23,8 +23,11 @@ ONE_RANK_SEEDS = [18]
 # fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2, and by tp; ddp
 # from the first step on, continued by tp, of whose ranks two draw alike
 OTHER_LAYOUTS = [
-    (families.LAYOUTS, 1), (families.LAYOUTS, 14), (families.RESHARD, 2), (families.RESHARD, 23),
-]  # fmt: skip
+    (families.LAYOUTS, 1),
+    (families.LAYOUTS, 14),
+    (families.RESHARD, 2),
+    (families.RESHARD, 23),
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +44,10 @@ def test_a_run_stopped_at_random_instants_is_the_run_that_was_not(running, seed)
 
 
 @pytest.mark.parametrize(
-    "seed", ONE_RANK_SEEDS,
+    "seed",
+    ONE_RANK_SEEDS,
     ids=lambda seed: f"seed {seed}: {families.draw(families.ONE_RANK, seed).words}",
-)  # fmt: skip
+)
 def test_one_rank_that_hears_of_a_stop_stops_all_at_its_micro_batch_with_75(running, seed):
     line, logs = running.run(seed, family=families.ONE_RANK)
 
@@ -53,10 +57,13 @@ def test_one_rank_that_hears_of_a_stop_stops_all_at_its_micro_batch_with_75(runn
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), OTHER_LAYOUTS,
-    ids=[f"{family} seed {seed}: {families.draw(family, seed).words}"
-         for family, seed in OTHER_LAYOUTS],
-)  # fmt: skip
+    ("family", "seed"),
+    OTHER_LAYOUTS,
+    ids=[
+        f"{family} seed {seed}: {families.draw(family, seed).words}"
+        for family, seed in OTHER_LAYOUTS
+    ],
+)
 def test_a_run_whose_tensors_are_cut_goes_on_exactly_or_in_another_layout(running, family, seed):
     line, logs = running.run(seed, family=family)
 

@@ -10,10 +10,21 @@ import pytest
 from benchmarks.compare.rows import upper95
 
 KEYS = {
-    "system", "ranks", "bytes", "compute", "stall_s", "durable_s", "restore_cold_s",
-    "restore_memory_s", "floor_copy_s", "floor_write_s", "floor_read_s", "floor_fresh_copy_s",
-    "slowdown", "slowdown_upper95",
-}  # fmt: skip
+    "system",
+    "ranks",
+    "bytes",
+    "compute",
+    "stall_s",
+    "durable_s",
+    "restore_cold_s",
+    "restore_memory_s",
+    "floor_copy_s",
+    "floor_write_s",
+    "floor_read_s",
+    "floor_fresh_copy_s",
+    "slowdown",
+    "slowdown_upper95",
+}
 
 
 def test_a_small_job_has_a_row_for_each_system_with_floors_and_what_was_restored_is_what_was_saved(
@@ -21,11 +32,32 @@ def test_a_small_job_has_a_row_for_each_system_with_floors_and_what_was_restored
 ):
     out = tmp_path / "rows.json"
     command = [
-        sys.executable, "-m", "benchmarks.compare", "--json", str(out), "--folder", str(tmp_path),
-        "--systems", "trainckpt-plain,torch.save", "--ranks", "1", "--gigabytes", "0.003",
-        "--rounds", "1", "--pairs", "5", "--window", "2", "--compute", "off-cpu",
-        "--step-seconds", "0.001", "--threads", "1",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.compare",
+        "--json",
+        str(out),
+        "--folder",
+        str(tmp_path),
+        "--systems",
+        "trainckpt-plain,torch.save",
+        "--ranks",
+        "1",
+        "--gigabytes",
+        "0.003",
+        "--rounds",
+        "1",
+        "--pairs",
+        "5",
+        "--window",
+        "2",
+        "--compute",
+        "off-cpu",
+        "--step-seconds",
+        "0.001",
+        "--threads",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())

@@ -16,11 +16,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+import trainckpt
 from trainckpt import errors
+from trainckpt.attempt.options import TABLE, read_options
 from trainckpt.cli.main import VERBS, build_parser
+from trainckpt.format import json_io, names
 from trainckpt.format import manifest as manifests
-from trainckpt.format import names, strict
-from trainckpt.lifecycle.run.options import TABLE, read_options
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -146,6 +147,12 @@ def is_code(row: list[str]) -> bool:
     return row[0].isdecimal()
 
 
+def test_the_python_reference_has_every_public_name():
+    text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    found = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+    assert {f"trainckpt.{name}" for name in trainckpt.__all__} <= found
+
+
 # ---- commands
 
 
@@ -177,10 +184,10 @@ def test_every_verb_and_each_of_its_options_is_documented():
 
 def test_the_run_record_of_the_format_document_has_the_digest_it_shows():
     sealed, rest = blocks(FORMAT, "json")[:2]
-    assert strict.unsealed(strict.parse(sealed.encode(), "it", max_bytes=1000), "it") == (
+    assert json_io.unsealed(json_io.parse(sealed.encode(), "it", max_bytes=1000), "it") == (
         json.loads(rest)
     )
-    assert strict.sealed(json.loads(rest)) == sealed.strip().encode()
+    assert json_io.sealed(json.loads(rest)) == sealed.strip().encode()
 
 
 def test_the_manifest_of_the_format_document_is_one():
@@ -229,3 +236,35 @@ def test_the_licence_is_whole():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_loop_of_fabric_in_the_guide_resumes_bitwise(tmp_path):
+    guide = (ROOT / "docs/lightning.md").read_text(encoding="utf-8").partition("## Fabric")[2]
+    (example,) = blocks(guide, "python")
+    losses = []
+    for folder, stops in (("straight", False), ("run", True), ("run", False)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "train.py").write_text(example)
+        command = (
+            [sys.executable, "-c", STOP_AFTER_TWO_STEPS] if stops else [sys.executable, "train.py"]
+        )
+        done = subprocess.run(
+            command, cwd=tmp_path / folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == (75 if stops else 0), done.stderr
+        losses.append(done.stdout.split()[-1:])
+    assert "resumed from s2" in done.stderr
+    assert "micro-batch 0: bitwise" in done.stderr
+    assert losses[2] == losses[0]
+
+
+def test_every_test_that_holds_a_public_report_exists():
+    table = (ROOT / "tests/acceptance/README.md").read_text(encoding="utf-8")
+    held = [line.split(" | ")[3] for line in table.splitlines() if re.match(r"\| \d", line)]
+    assert len(held) == 34
+    files = {path for cell in held for path in re.findall(r"[\w/]+\.py", cell)}
+    assert [path for path in sorted(files) if not (ROOT / "tests" / path).is_file()] == []
+    code = "\n".join((ROOT / "tests" / path).read_text(encoding="utf-8") for path in files)
+    defined = set(re.findall(r"^(?:def|class) (\w+)", code, re.MULTILINE))
+    named = {name for cell in held for name in re.findall(r"`(\w+)`", cell)}
+    assert sorted(named - defined - {"own_values"}) == []

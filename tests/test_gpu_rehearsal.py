@@ -16,23 +16,41 @@ NUMBER = (int, float)
 FIGURES = {
     "A": {"python": str, "torch": str, "kernel": str, "cores": int, "host_memory": int},
     "B": {
-        "pinned": NUMBER, "registered": NUMBER, "registered_bytes_equal": bool,
-        "pageable": NUMBER, "small_one_by_one": NUMBER, "small_packed": NUMBER,
-        "small_by_trainckpt": NUMBER, "small_bytes_equal": bool, "register_per_gb": NUMBER,
-        "launch_gap_quiet": NUMBER, "launch_gap_while_registering": NUMBER,
+        "pinned": NUMBER,
+        "registered": NUMBER,
+        "registered_bytes_equal": bool,
+        "pageable": NUMBER,
+        "small_one_by_one": NUMBER,
+        "small_packed": NUMBER,
+        "small_by_trainckpt": NUMBER,
+        "small_bytes_equal": bool,
+        "register_per_gb": NUMBER,
+        "launch_gap_quiet": NUMBER,
+        "launch_gap_while_registering": NUMBER,
     },
     "C": {"files": int, "tests": int, "failed": list},
     "D": {"captured": bool},
     "E": {
-        "disk_write": NUMBER, "floor_copy": NUMBER, "stall_overlap": NUMBER, "slowdown": NUMBER,
-        "stall_plain": NUMBER, "stall beside torch.save": NUMBER, "rows": list,
+        "disk_write": NUMBER,
+        "floor_copy": NUMBER,
+        "stall_overlap": NUMBER,
+        "slowdown": NUMBER,
+        "stall_plain": NUMBER,
+        "stall beside torch.save": NUMBER,
+        "rows": list,
     },
     "F": {},
     "G": {
-        "tf32": bool, "replicas": NUMBER, "replicas_sees_a_byte": bool, "growth": NUMBER,
-        "memory": NUMBER, "hanging": NUMBER, "hanging_bytes_equal": bool, "visible": bool,
+        "tf32": bool,
+        "replicas": NUMBER,
+        "replicas_sees_a_byte": bool,
+        "growth": NUMBER,
+        "memory": NUMBER,
+        "hanging": NUMBER,
+        "hanging_bytes_equal": bool,
+        "visible": bool,
     },
-}  # fmt: skip
+}
 ONLY_ON_A_CARD = {
     "A": {"card", "driver", "link", "dumps_of_gpus"},
     "B": set(),
@@ -48,9 +66,17 @@ DUMPED = {"kind": str, "restored": bool, "training": bool, "pause_seconds": NUMB
 def run(tmp_path, *more):
     out = tmp_path / "gpu.json"
     command = [
-        sys.executable, "-m", "benchmarks.gpu", "--json", str(out), "--device", "cpu",
-        "--folder", str(tmp_path), *more,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--json",
+        str(out),
+        "--device",
+        "cpu",
+        "--folder",
+        str(tmp_path),
+        *more,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done, json.loads(out.read_text())
 
@@ -107,8 +133,11 @@ def test_nothing_that_a_stage_has_started_outlives_it(tmp_path, lasts_s, limit_s
     program, log = LEAVES_A_SESSION.format(lasts_s=lasts_s), tmp_path / "log"
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, program, str(limit_s), str(log)],
-        capture_output=True, text=True, check=False, timeout=90,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
     assert done.stdout.split() == [code], done.stderr
     assert not Path("/proc", log.read_text().strip()).exists()
 
@@ -142,13 +171,25 @@ def test_on_a_card_figures_are_judged_and_what_would_need_one_has_failed(tmp_pat
             raise ValueError("no such thing")
     passed = {one["name"]: one["passed"] for one in json.loads((tmp_path / "card").read_text())}
     assert passed == {
-        "fast": True, "slow": False, "unknown": False, "wide": True, "link": False, "broken": False,
-    }  # fmt: skip
+        "fast": True,
+        "slow": False,
+        "unknown": False,
+        "wide": True,
+        "link": False,
+        "broken": False,
+    }
     judged = [one["name"] for one in rehearsal.figures if one["passed"] is not None]
     assert judged == ["broken"]
     result = {"card": "", "device": "cpu", "machine": "", "started": "", "passed": False}
-    stage = {"stage": "A", "title": "facts", "status": FAILED, "reason": "slow", "seconds": 1.0,
-             "limit_s": 2.0, "figures": card.figures}  # fmt: skip
+    stage = {
+        "stage": "A",
+        "title": "facts",
+        "status": FAILED,
+        "reason": "slow",
+        "seconds": 1.0,
+        "limit_s": 2.0,
+        "figures": card.figures,
+    }
     lines = table({**result, "stages": [stage]}).splitlines()
     assert "  FAIL slow                              1.5 s  (at most 1.0)" in lines
     assert any("broken" in line and "no such thing" in line for line in lines)

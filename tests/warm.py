@@ -29,10 +29,13 @@ class Process:
     def __init__(self, server, words, out, err, *, env=None, cwd=ROOT, enter=None):
         self._server, self.returncode = server, None
         (self.pid,) = server.ask(
-            python=[str(word) for word in words], cwd=str(cwd), enter=enter,
+            python=[str(word) for word in words],
+            cwd=str(cwd),
+            enter=enter,
             environment=dict(os.environ) if env is None else env,
-            out=f"/proc/{os.getpid()}/fd/{out}", err=f"/proc/{os.getpid()}/fd/{err}",
-        )["pids"]  # fmt: skip
+            out=f"/proc/{os.getpid()}/fd/{out}",
+            err=f"/proc/{os.getpid()}/fd/{err}",
+        )["pids"]
 
     def poll(self):
         """Its exit code, or None while it runs."""

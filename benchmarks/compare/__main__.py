@@ -119,11 +119,18 @@ def job_rows(
     threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
     step_s = arguments.step_seconds or 0.15 * max(1.0, gigabytes)
     given = {
-        "--gigabytes": gigabytes, "--compute": compute, "--systems": ",".join(arguments.systems),
-        "--rounds": arguments.rounds, "--pairs": arguments.pairs, "--window": arguments.window,
-        "--step-seconds": step_s, "--batch": arguments.batch, "--threads": threads,
-        "--device": arguments.device, "--inside": folder,
-    }  # fmt: skip
+        "--gigabytes": gigabytes,
+        "--compute": compute,
+        "--systems": ",".join(arguments.systems),
+        "--rounds": arguments.rounds,
+        "--pairs": arguments.pairs,
+        "--window": arguments.window,
+        "--step-seconds": step_s,
+        "--batch": arguments.batch,
+        "--threads": threads,
+        "--device": arguments.device,
+        "--inside": folder,
+    }
     command = [sys.executable, "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
@@ -131,19 +138,25 @@ def job_rows(
     command += ["--no-restore"] * arguments.no_restore
     try:
         subprocess.run(
-            command, check=True, env=environment(ranks, threads), stdout=sys.stderr,
+            command,
+            check=True,
+            env=environment(ranks, threads),
+            stdout=sys.stderr,
             timeout=arguments.limit_s,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         print(f"ended after {arguments.limit_s} s: rows of what was measured", file=sys.stderr)
         if not (folder / "found.json").exists():
             return []
     found = json.loads((folder / "found.json").read_text())
     job = {
-        **found["job"], "ranks": ranks, "threads": threads, "left_out": found["left_out"],
+        **found["job"],
+        "ranks": ranks,
+        "threads": threads,
+        "left_out": found["left_out"],
         "machine": f"{words()}, {found['versions']}",
         "command": shlex.join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
-    }  # fmt: skip
+    }
     floors = medians(found["floors"])
     measured = {name: each for name, each in found["samples"].items() if each["plain"]}
     return [row(name, samples, floors, job) for name, samples in measured.items()]
@@ -158,9 +171,13 @@ def environment(ranks: int, threads: int) -> dict[str, str]:
     """
     kept = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
     alone = {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     found = {**kept, **os.environ, **(alone if ranks == 1 else {})}
     return {**found, "OMP_NUM_THREADS": str(threads)}
 
@@ -171,10 +188,17 @@ def inside(arguments: argparse.Namespace) -> None:
 
     device = start(arguments.device, arguments.threads)
     plan = Plan(
-        arguments.gigabytes[0], arguments.compute[0], arguments.step_seconds, device,
-        tuple(arguments.systems), arguments.rounds, arguments.pairs, arguments.window,
-        arguments.batch, restores=not arguments.no_restore,
-    )  # fmt: skip
+        arguments.gigabytes[0],
+        arguments.compute[0],
+        arguments.step_seconds,
+        device,
+        tuple(arguments.systems),
+        arguments.rounds,
+        arguments.pairs,
+        arguments.window,
+        arguments.batch,
+        restores=not arguments.no_restore,
+    )
     job = Job(plan, arguments.inside, partial(write_found, arguments.inside))
     job.measure()
     leave()

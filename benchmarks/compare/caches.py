@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _KEEP = """
 import ctypes, sys
-from trainckpt.tiers.direct import address, libc, memory, populate
+from trainckpt.storage.direct_io import address, memory, populate
+from trainckpt.storage.libc import libc
 NO_LARGE_PAGES, NOT_NEEDED, PAGE, STEP = 15, 4, 4096, 1 << 20
 size = int(sys.argv[1])
 block = memory(size)
@@ -89,8 +90,10 @@ def memory_kept(num_bytes: int) -> Iterator[None]:
     size = num_bytes // PAGE_BYTES * PAGE_BYTES
     keeper = subprocess.Popen(
         [sys.executable, "-c", _KEEP, str(size)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     with keeper, keeper.stdin:

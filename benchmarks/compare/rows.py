@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FLOORS = (
-    "floor_copy_s", "floor_write_s", "floor_read_s", "floor_fresh_copy_s", "floor_copy_share_s",
-)  # fmt: skip
+    "floor_copy_s",
+    "floor_write_s",
+    "floor_read_s",
+    "floor_fresh_copy_s",
+    "floor_copy_share_s",
+)
 COLUMNS = (
     ("stall_s", "floor_copy_s"),
     ("durable_s", "floor_write_s"),

@@ -56,8 +56,13 @@ def outside(args, ranks):
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable]
         if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                        str(ranks)]  # fmt: skip
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(ranks),
+            ]
         command += ["-m", "benchmarks.exactness", "--framework", args.framework]
         command += ["--workers", ",".join(map(str, args.workers)), "--stops", args.stops]
         command += ["--systems", args.systems, "--inside", out]
@@ -89,7 +94,7 @@ def inside(args):
     import torch
     import torch.distributed as dist
 
-    from trainckpt.ranks.channel import connect
+    from trainckpt.ranks.store import connect
     from trainckpt.ranks.world import current_world
 
     module = importlib.import_module(f"benchmarks.exactness.{args.framework}")

@@ -58,9 +58,16 @@ def judge(attempt, case, stops, meet):
     """
     with folder(case, meet) as place:
         straight = _run(attempt, case, place, None)
-    row = {"system": case.system, "workers": case.workers, "ranks": case.ranks,
-           "stops": list(stops), "resumed": 0, "samples_equal": 0, "losses_equal": 0,
-           "wrong_stops": []}  # fmt: skip
+    row = {
+        "system": case.system,
+        "workers": case.workers,
+        "ranks": case.ranks,
+        "stops": list(stops),
+        "resumed": 0,
+        "samples_equal": 0,
+        "losses_equal": 0,
+        "wrong_stops": [],
+    }
     for text in stops:
         with folder(case, meet) as place:
             stop = Stop.parse(text)

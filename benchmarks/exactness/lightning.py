@@ -123,11 +123,18 @@ def attempt(case, place, stop, record):
     if case.system == FSDP2:
         strategy = ModelParallelStrategy(case.ranks, tensor_parallel_size=1)
     trainer = lightning.Trainer(
-        max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATE, accelerator="cpu",
-        devices=case.ranks, strategy=strategy, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        num_sanity_val_steps=2, callbacks=callbacks,
-    )  # fmt: skip
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=ACCUMULATE,
+        accelerator="cpu",
+        devices=case.ranks,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=2,
+        callbacks=callbacks,
+    )
     kind, more = loader_class(case), {"num_workers": case.workers}
     if case.workers:
         more["multiprocessing_context"] = "fork"
@@ -135,9 +142,12 @@ def attempt(case, place, stop, record):
     validation = DataLoader(Augmented(8 * case.ranks), BATCH)
     try:
         trainer.fit(
-            module, training, validation, weights_only=False,
+            module,
+            training,
+            validation,
+            weights_only=False,
             ckpt_path=file if file.exists() else None,
-        )  # fmt: skip
+        )
     except Leave:
         pass
     if case.system == FSDP2:

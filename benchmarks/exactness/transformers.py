@@ -114,13 +114,24 @@ def attempt(case, place, stop, record):
 def trainer_of(case, place, record, callbacks):
     """Everything made anew."""
     arguments = transformers.TrainingArguments(
-        output_dir=str(place), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=ACCUMULATE, per_device_eval_batch_size=BATCH,
-        learning_rate=0.01, lr_scheduler_type="cosine", dataloader_num_workers=case.workers,
-        eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True, seed=3,
-        disable_tqdm=True, logging_strategy="epoch", remove_unused_columns=False,
+        output_dir=str(place),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATE,
+        per_device_eval_batch_size=BATCH,
+        learning_rate=0.01,
+        lr_scheduler_type="cosine",
+        dataloader_num_workers=case.workers,
+        eval_strategy="epoch",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        seed=3,
+        disable_tqdm=True,
+        logging_strategy="epoch",
+        remove_unused_columns=False,
         dataloader_multiprocessing_context="fork" if case.workers else None,
-    )  # fmt: skip
+    )
     trainer = transformers.Trainer(
         model=Toy(record),
         args=arguments,

@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu.findings import NEEDS_CARD, Findings, write_json
 
-from trainckpt.process_dump import tree
-from trainckpt.supervisor.adopted import orphans_come_here
+from trainckpt.launcher.processes import orphans_come_here
+from trainckpt.process_dump import process_tree
 
 SHOWN_LOG_CHARACTERS = 1500
 POLL_S = 0.05
@@ -70,10 +70,14 @@ def main() -> int:
         return be_stage(arguments)
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
-        "device": arguments.device, "card": "", "machine": platform.platform(),
+        "device": arguments.device,
+        "card": "",
+        "machine": platform.platform(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "minutes": arguments.minutes, "passed": False, "stages": [],
-    }  # fmt: skip
+        "minutes": arguments.minutes,
+        "passed": False,
+        "stages": [],
+    }
     ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="trainckpt-gpu-", dir=arguments.folder) as folder:
         left = list(arguments.stages)
@@ -116,19 +120,34 @@ def run_stage(letter: str, limit_s: float, folder: Path, device: str) -> dict[st
     figures, log, scratch = folder / f"{letter}.json", folder / f"{letter}.log", folder / letter
     scratch.mkdir()
     command = [
-        sys.executable, "-m", "benchmarks.gpu", "--inside", letter, "--device", device,
-        "--json", str(figures), "--folder", str(scratch), "--limit-s", f"{limit_s:.1f}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--inside",
+        letter,
+        "--device",
+        device,
+        "--json",
+        str(figures),
+        "--folder",
+        str(scratch),
+        "--limit-s",
+        f"{limit_s:.1f}",
+    ]
     tell(f"{letter} {STAGES[letter].module}: at most {limit_s:.0f} s")
     begun = time.monotonic()
     code = run_limited(command, limit_s, log)
     found = json.loads(figures.read_text()) if figures.exists() else []
     status, reason = judge(found, code, limit_s)
     stage = {
-        "stage": letter, "title": STAGES[letter].module, "status": status, "reason": reason,
-        "seconds": round(time.monotonic() - begun, 1), "limit_s": round(limit_s, 1),
+        "stage": letter,
+        "title": STAGES[letter].module,
+        "status": status,
+        "reason": reason,
+        "seconds": round(time.monotonic() - begun, 1),
+        "limit_s": round(limit_s, 1),
         "figures": found,
-    }  # fmt: skip
+    }
     if status != PASSED:
         stage["log"] = log.read_text(errors="replace")[-SHOWN_LOG_CHARACTERS:]
     return stage
@@ -165,7 +184,7 @@ def judge(figures: list[dict[str, Any]], code: int | None, limit_s: float) -> tu
 def kill_descendants() -> None:
     """Kill whatever this process's stage has left running, in whatever session."""
     me, until = os.getpid(), time.monotonic() + KILLED_WITHIN_S
-    while (others := tree.processes(me)[1:]) and time.monotonic() < until:
+    while (others := process_tree.processes(me)[1:]) and time.monotonic() < until:
         for pid in others:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

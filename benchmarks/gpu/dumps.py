@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.process_dump import criu, gpu_signs
+from trainckpt.process_dump import criu, gpu_state
 from trainckpt.process_dump.cuda_driver import CudaDriver
 
 if TYPE_CHECKING:
@@ -28,9 +28,13 @@ if TYPE_CHECKING:
 PROGRAMS = Path(__file__).parent / "programs"
 CLI = [sys.executable, "-m", "trainckpt"]
 ALONE = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-}  # fmt: skip
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
 LOCK_MS, POLL_S, COUNTS_WITHIN_S = 10_000, 0.02, 40.0
 SHOWN_CHARACTERS, MICRO_BATCHES = 1200, 120
 
@@ -55,9 +59,13 @@ def driver_alone(findings: Findings, folder: Path, name: str, *, watched: bool) 
     folder.mkdir()
     command = [sys.executable, str(PROGRAMS / "counting.py"), "cuda", *["--nvml"] * watched]
     log = folder / "log"
-    with log.open("wb") as output, CudaDriver() as driver, subprocess.Popen(
-        command, stdout=output, stderr=output, stdin=subprocess.DEVNULL
-    ) as process:  # fmt: skip
+    with (
+        log.open("wb") as output,
+        CudaDriver() as driver,
+        subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+        ) as process,
+    ):
         try:
             counted(process, log, 3)
             seconds = {}
@@ -67,7 +75,7 @@ def driver_alone(findings: Findings, folder: Path, name: str, *, watched: bool) 
                 getattr(driver, call)(process.pid, *arguments)
                 seconds[call] = round(time.perf_counter() - begun, 4)
                 if call == "checkpoint":
-                    holders = gpu_signs.holders([process.pid])
+                    holders = gpu_state.holders([process.pid])
             findings.add(f"{name}_seconds", seconds, "s")
             free = not holders
             goal, passed = ("", None) if watched else ("no device file stays open", free)
@@ -139,17 +147,30 @@ class Training:
     def _script(self, name: str) -> list[str]:
         folder = self._folder / name
         return [
-            str(PROGRAMS / "train.py"), "--run", str(folder / "run"), "--trace",
-            str(folder / "trace"), "--device", self._device.kind, "--micro-batches",
-            str(MICRO_BATCHES), "--backend", "gloo",
-        ]  # fmt: skip
+            str(PROGRAMS / "train.py"),
+            "--run",
+            str(folder / "run"),
+            "--trace",
+            str(folder / "trace"),
+            "--device",
+            self._device.kind,
+            "--micro-batches",
+            str(MICRO_BATCHES),
+            "--backend",
+            "gloo",
+        ]
 
     def _start(self, name: str, command: list[str], **more: str) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self._folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **more}, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=self._folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **more},
+                start_new_session=True,
+            )
 
     def _said(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")[-SHOWN_CHARACTERS:]

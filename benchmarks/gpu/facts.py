@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainckpt.process_dump import criu, gpus
+from trainckpt.process_dump import criu, gpu_state
 from trainckpt.process_dump.cuda_driver import CudaDriver
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Bytes per second of one lane, by PCIe generation.
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 PAYLOAD = 256 / (256 + 24)  # a packet's data, beside its header, sequence number and checksum
-PACKAGES = ("numpy", "cuda-bindings", "nvidia-ml-py", "xxhash", "stringzilla", "safetensors")
+PACKAGES = ("numpy", "cuda-bindings", "nvidia-ml-py", "xxhash", "safetensors")
 
 
 def run(findings: Findings, device: Any, folder: Path, ends: float) -> None:
@@ -57,7 +57,7 @@ def run(findings: Findings, device: Any, folder: Path, ends: float) -> None:
     with findings.attempt("driver"):
         with CudaDriver() as driver:
             machine = driver.machine()
-        why = gpus.why_not_here(machine)[0]
+        why = gpu_state.why_not_here(machine)[0]
         findings.add("driver", machine.driver)
         findings.add("persistence_mode", machine.persistent)
         findings.add("dumps_of_gpus", not why, goal="possible", passed=not why, why=why)

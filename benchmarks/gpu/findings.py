@@ -50,9 +50,15 @@ class Findings:
     ) -> None:
         """Add a figure; with `passed` it is judged on any device."""
         self.figures.append(
-            {"name": name, "value": rounded(value), "unit": unit, "goal": goal, "passed": passed,
-             "why": why[-WHY_CHARACTERS:]}
-        )  # fmt: skip
+            {
+                "name": name,
+                "value": rounded(value),
+                "unit": unit,
+                "goal": goal,
+                "passed": passed,
+                "why": why[-WHY_CHARACTERS:],
+            }
+        )
         write_json(self._path, self.figures)
 
     def at_most(self, name: str, value: float | None, unit: str, limit: float) -> None:

@@ -22,8 +22,8 @@ import torch
 from benchmarks.gpu.device import GB, fastest
 from benchmarks.gpu.facts import pcie_link
 
-from trainckpt.state.side import Side
-from trainckpt.tiers.direct import populate
+from trainckpt.state.device_copy import DeviceCopier
+from trainckpt.storage.direct_io import populate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,14 +108,14 @@ def small_copies(findings: Findings, device: Any) -> None:
 
 
 @contextmanager
-def registered_side(device: Any, source: torch.Tensor, memory: mmap.mmap) -> Iterator[Side]:
+def registered_side(device: Any, source: torch.Tensor, memory: mmap.mmap) -> Iterator[DeviceCopier]:
     """Give trainckpt's copies from this device, with the memory registered.
 
     Raises:
         RuntimeError: the driver refuses memory, or copies.
     """
     said: list[str] = []
-    side = Side(device.platform(), said.append)
+    side = DeviceCopier(device.platform(), said.append)
     side.use([source])
     side.register(memoryview(memory))
     try:

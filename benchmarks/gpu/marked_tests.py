@@ -68,16 +68,30 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start pytest for one share of the tests."""
     command = [
-        sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "benchmarks.gpu.one_of", "-p",
-        "no:cacheprovider", "--continue-on-collection-errors", *files,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "benchmarks.gpu.one_of",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        *files,
+    ]
     plan = {"at": at, "number": number, "result": str(result)}
     environment = {name: text for name, text in os.environ.items() if "PYTEST" not in name}
     with (folder / f"{at}.log").open("wb") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            command,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
             env={**environment, PLAN: json.dumps(plan)},
-        )  # fmt: skip
+        )
 
 
 def said(folder: Path, codes: list[int | None]) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from trainckpt.process_dump import criu
 
 FOLDER = Path(__file__).parents[2] / ".gpu"
-PACKAGES = ("stringzilla>=5.0",)
+PACKAGES = ("xxhash>=3.0",)
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
 
@@ -39,9 +39,11 @@ def main() -> int:
     download(arguments.packages, arguments.python, arguments.folder / "wheels")
     if (criu.INSTALLED / "usr/sbin/criu").is_file():
         shutil.copytree(
-            criu.INSTALLED, arguments.folder / "criu", symlinks=True,
+            criu.INSTALLED,
+            arguments.folder / "criu",
+            symlinks=True,
             ignore=shutil.ignore_patterns("share"),
-        )  # fmt: skip
+        )
     else:
         print("without CRIU: `make criu` first, to take it along", file=sys.stderr)
     project = [FOLDER.parent / name for name in ("src", "tests", "benchmarks", "examples")]
@@ -54,9 +56,21 @@ def download(packages: list[str], python: str, wheels: Path) -> None:
     """Fetch the wheels by pip."""
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     command = [
-        sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:",
-        "--implementation", "cp", "--python-version", python, *platforms, "-d", str(wheels),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--implementation",
+        "cp",
+        "--python-version",
+        python,
+        *platforms,
+        "-d",
+        str(wheels),
+    ]
     subprocess.run([*command, *packages], check=True)
 
 

@@ -109,22 +109,40 @@ def job(
     """Run one job of benchmarks.compare, and return the rows that it has within the limit."""
     out = where / f"trainckpt-gpu-{systems[0]}-{os.getpid()}.json"
     small = {
-        "--gigabytes": REHEARSED_GIGABYTES, "--batch": 1, "--pairs": 1, "--window": 2,
-        "--threads": 1, "--compute": "off-cpu", "--step-seconds": 0.001,
-    }  # fmt: skip
+        "--gigabytes": REHEARSED_GIGABYTES,
+        "--batch": 1,
+        "--pairs": 1,
+        "--window": 2,
+        "--threads": 1,
+        "--compute": "off-cpu",
+        "--step-seconds": 0.001,
+    }
     given = {
-        "--json": out, "--systems": ",".join(systems), "--ranks": 1, "--gigabytes": GIGABYTES,
-        "--compute": "busy", "--rounds": 1, "--pairs": pairs, "--device": device.kind,
-        "--batch": batch, "--window": WINDOW, "--folder": where,
-        "--limit-s": f"{max(1.0, limit_s):.1f}", **({} if device.on_card else small),
-    }  # fmt: skip
+        "--json": out,
+        "--systems": ",".join(systems),
+        "--ranks": 1,
+        "--gigabytes": GIGABYTES,
+        "--compute": "busy",
+        "--rounds": 1,
+        "--pairs": pairs,
+        "--device": device.kind,
+        "--batch": batch,
+        "--window": WINDOW,
+        "--folder": where,
+        "--limit-s": f"{max(1.0, limit_s):.1f}",
+        **({} if device.on_card else small),
+    }
     command = [sys.executable, "-m", "benchmarks.compare", "--no-restore"]
     command += [str(word) for pair in given.items() for word in pair]
     begun = time.monotonic()
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     name, why = f"seconds of {systems[0]}...", done.stdout[-SHOWN_CHARACTERS:]
     findings.add(name, time.monotonic() - begun, "s", why=why)
     rows = json.loads(out.read_text()) if out.exists() else []

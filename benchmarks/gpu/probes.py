@@ -23,15 +23,15 @@ from benchmarks.gpu.device import GB
 
 import trainckpt
 from trainckpt.format.cursor import Cursor
-from trainckpt.lifecycle.surviving.moments import Moments
-from trainckpt.ranks.channel import Alone
+from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
 from trainckpt.state.captured import Captured
-from trainckpt.state.moment import read_small
+from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.registry import Registry
 from trainckpt.state.replicas import group_digests
-from trainckpt.state.side import Side
-from trainckpt.tiers.arena import Own
+from trainckpt.state.step_state import read_small
+from trainckpt.storage.arena import Own
+from trainckpt.survivors.step_history import StepHistory
 
 if TYPE_CHECKING:
     from benchmarks.gpu.findings import Findings
@@ -91,7 +91,7 @@ def replicas(findings: Findings, device: Any, folder: Path) -> None:
 def growth(findings: Findings, device: Any, folder: Path) -> None:
     """Register an arena, and again when it has grown by a page."""
     said: list[str] = []
-    side, arena = Side(device.platform(), said.append), Own(None)  # type: ignore[arg-type]
+    side, arena = DeviceCopier(device.platform(), said.append), Own(None)  # type: ignore[arg-type]
     arena.keeps = side.keep
     side.use([torch.zeros(1, device=device.torch_device)])
     seconds = []
@@ -116,7 +116,7 @@ class Partner:
 
     owners = ()
 
-    def bring(self, moment: Any) -> None:
+    def send(self, moment: Any) -> None:
         """It is safe."""
         moment.safe.set()
 
@@ -135,7 +135,7 @@ class Trained:
         registry.add("model", self.model)
         registry.add("optimizer", self.optimizer)
         small: Any = Partner()
-        self.moments = Moments(registry, Alone(World(0, 1, 0, "here")), small)
+        self.moments = StepHistory(registry, LocalStore(World(0, 1, 0, "here")), small)
 
     def train(self) -> None:
         """Train one step."""
@@ -152,10 +152,10 @@ def memory(findings: Findings, device: Any, folder: Path) -> None:
         device.forget_peak()
         for window in range(WINDOWS):
             if with_moments:
-                trained.moments.note(Cursor(step=window))
+                trained.moments.record(Cursor(step=window))
             trained.train()
         peaks.append(device.peak_bytes())
-    off = trained.moments.off
+    off = trained.moments.why_off
     trained.moments.close()
     if off:
         raise RuntimeError(f"moments are off: {off}")
@@ -165,16 +165,16 @@ def memory(findings: Findings, device: Any, folder: Path) -> None:
 def hanging(findings: Findings, device: Any, folder: Path) -> None:
     """Read a moment while the stream that trains does nothing for some seconds."""
     trained = Trained(device, device.large_bytes // 4)
-    trained.moments.note(Cursor(step=1))
+    trained.moments.record(Cursor(step=1))
     trained.train()  # what copies is made by now
-    trained.moments.note(Cursor(step=2))
+    trained.moments.record(Cursor(step=2))
     then = trained.model.weight.detach().clone()
     device.busy(HANGS_S)
     begun = time.perf_counter()
     trained.moments.freeze()
-    with trained.moments.apart():
-        moment = trained.moments.held()[-1]
-        share = trained.moments.alike.share(0)
+    with trained.moments.on_own_stream():
+        moment = trained.moments.states()[-1]
+        share = trained.moments.replicated.share(0)
         _ = moment.small.head
         shard, _entries = moment.file_of(0, 1, share, moment.small.memory)
         _ = shard.head
@@ -192,9 +192,12 @@ def visible(findings: Findings, device: Any, folder: Path) -> None:
     place, attempts = folder / "visible", []
     for kind, variables in ((device.kind, {}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
         done = subprocess.run(
-            [sys.executable, str(VISIBLE), str(place), kind], env={**os.environ, **variables},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [sys.executable, str(VISIBLE), str(place), kind],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         attempts.append((done, json.loads(done.stdout.splitlines()[0]) if done.stdout else {}))
     (_first, _), (second, found) = attempts
     good = second.returncode == 0 and found.get("resumed_from", 0) > 0

@@ -62,6 +62,10 @@ def start(folder: Path, ranks: int | None, stops: int, flags: list[str]) -> subp
         command += ["--nproc", str(ranks)]
     command += ["--keep", str(folder / "proof"), "--", str(SCRIPT), "--run", str(folder / "run")]
     return subprocess.Popen(
-        [*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [*command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )

@@ -9,6 +9,7 @@ with trainckpt.Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt import rank_status as _told  # noqa: F401 - so a supervisor learns of the import
 from trainckpt.errors import (
     ConfigurationError,
     NoAgreement,
@@ -22,14 +23,13 @@ from trainckpt.errors import (
 )
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.versions import VERSION
-from trainckpt.importing import without_collections
-from trainckpt.lifecycle.run import told as _told  # noqa: F401 - so a supervisor learns of the import
-from trainckpt.lifecycle.stopping.stopped import Stopped
+from trainckpt.gc_pause import gc_paused
+from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     from trainckpt import lightning as lightning
-    from trainckpt.lifecycle.checkpointer import Checkpointer
-    from trainckpt.lifecycle.reading.load import load
+    from trainckpt.checkpointer import Checkpointer
+    from trainckpt.inspect.load import load
     from trainckpt.state.attributes import Attributes
 
 __all__ = [
@@ -53,8 +53,8 @@ __version__ = VERSION
 # Loaded when first asked for: they import torch, which takes seconds that `trainckpt list` has not.
 _LATER = {
     "Attributes": "trainckpt.state.attributes",
-    "Checkpointer": "trainckpt.lifecycle.checkpointer",
-    "load": "trainckpt.lifecycle.reading.load",
+    "Checkpointer": "trainckpt.checkpointer",
+    "load": "trainckpt.inspect.load",
 }
 # Modules; each imports its framework.
 _TRAINERS = frozenset({"accelerate", "lightning", "transformers"})
@@ -66,7 +66,7 @@ if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let an
             return import_module(f"trainckpt.{name}")
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        with without_collections():
+        with gc_paused():
             found = getattr(import_module(_LATER[name]), name)
         globals()[name] = found
         return found

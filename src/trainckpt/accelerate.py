@@ -9,7 +9,7 @@
 docs/accelerate.md says what is exact and what is refused.
 """
 
-from trainckpt.integrations.adapter import require
+from trainckpt.integrations.compat import require
 
 require("accelerate", "accelerate")
 

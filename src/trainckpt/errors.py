@@ -11,7 +11,6 @@
     +-- SaveFailed          74  a save did not commit; the older snapshot stands
 
 A test compares this table with the classes. Foreign exceptions are translated where they enter.
-Floor 0. Uses: nothing. Used by: everyone.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ if TYPE_CHECKING:
 
 
 class TrainckptError(Exception):
-    """Anything trainckpt raises on purpose.
+    """Base class of all errors of trainckpt.
 
     Attributes:
-        hint: What to type or change next; may be empty.
-        exit_code: What a command that ends by this error returns to its caller.
+        message: The error without its hint.
+        hint: The next thing to type or change; may be empty.
+        exit_code: Exit code of a command that ends with this error.
     """
 
     exit_code = 70
@@ -42,17 +42,17 @@ class TrainckptError(Exception):
 
 
 class ConfigurationError(TrainckptError):
-    """An option, a tracked object or a way of launching that cannot work."""
+    """An option, a tracked object or a launch cannot work."""
 
     exit_code = 78
 
 
 class StateMismatch(ConfigurationError):
-    """The snapshot is whole, but the script's objects are not the ones it was taken of.
+    """The snapshot is whole, but the script's objects differ from it.
 
     Attributes:
-        what: What was compared.
-        differences: Every difference found, one sentence each, not only the first.
+        what: Description of the comparison.
+        differences: Every difference, one sentence each.
     """
 
     def __init__(self, what: str, differences: Sequence[str], *, hint: str = "") -> None:
@@ -63,7 +63,7 @@ class StateMismatch(ConfigurationError):
 
 
 class NothingToResume(TrainckptError):
-    """There is no record of this run at this place."""
+    """The run directory has no record of a run."""
 
     exit_code = 66
 
@@ -78,8 +78,8 @@ class NoUsableSnapshot(UnusableSnapshot):
     """Commits were recorded for this run, and every candidate was refused.
 
     Attributes:
-        run: The run that was searched.
-        refused: Snapshot name -> why it cannot be used, newest first.
+        run: URL of the run.
+        refused: Snapshot name -> reason of the refusal, newest first.
     """
 
     def __init__(self, run: str, refused: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class NoUsableSnapshot(UnusableSnapshot):
 
 
 class TierUnavailable(TrainckptError):
-    """A place for bytes did not answer, or refused us. Never treated as an empty place."""
+    """A run directory or tier did not answer or denied access; it may not be empty."""
 
     exit_code = 69
 

@@ -5,7 +5,7 @@ Works with `lightning` and, if that was imported instead, with `pytorch_lightnin
 
 import sys
 
-from trainckpt.integrations.adapter import require
+from trainckpt.integrations.compat import require
 
 if "pytorch_lightning" not in sys.modules:
     require("lightning.pytorch", extra="lightning")

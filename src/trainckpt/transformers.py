@@ -5,7 +5,7 @@
 docs/transformers.md says what is exact and what is refused.
 """
 
-from trainckpt.integrations.adapter import require
+from trainckpt.integrations.compat import require
 
 require("transformers", "transformers")
 require("accelerate", "accelerate")

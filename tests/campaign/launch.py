@@ -39,9 +39,13 @@ class Server:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.campaign.server"],
-            cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def ask(self, **request: object) -> dict:
         print(json.dumps(request), file=self._process.stdin, flush=True)
@@ -129,9 +133,13 @@ class Torchrun:
         ]
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                command, env=environment() | own, stdin=subprocess.DEVNULL, stdout=out,
-                stderr=out, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=environment() | own,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
     def _script(self) -> list[str]:
         return [str(ROOT / "examples" / f"{self._settings.model}.py")]
@@ -227,9 +235,13 @@ def rank_variables(settings: Settings, rank: int, port: int) -> dict[str, str]:
         return {}
     world = str(settings.ranks)
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 @cache

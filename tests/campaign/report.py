@@ -166,8 +166,12 @@ def _ends(lines: list[dict[str, Any]]) -> str:
 
 def _one_rank(lines: list[dict[str, Any]]) -> str:
     """The family "one-rank": `trainckpt run`, SIGTERM to one rank alone."""
-    stops = [(line["settings"]["ranks"], s) for line in lines for s in line["stops"]
-             if s["ended"] != "finished"]  # fmt: skip
+    stops = [
+        (line["settings"]["ranks"], s)
+        for line in lines
+        for s in line["stops"]
+        if s["ended"] != "finished"
+    ]
     runs = Counter(ranks for ranks, _ in stops)
     of_cases = Counter(line["settings"]["ranks"] for line in lines)
     by_ranks = ", ".join(f"{runs[n]} of {n} ranks ({of_cases[n]} cases)" for n in sorted(runs))
@@ -204,11 +208,13 @@ def _summary(lines: list[dict[str, Any]]) -> str:
         _table("signal", lines, lambda line: {s["signal"] for s in line["stops"]}),
         _table("ended", lines, lambda line: {s["ended"] for s in line["stops"]}),
         _table("launcher", lines, lambda line: {line["launcher"]}),
-        *(_table(name, lines, lambda line, name=name: {line["settings"][name]})
-          for name in ("model", "parallel", "ranks", "accumulate", "workers", "dropout")),
+        *(
+            _table(name, lines, lambda line, name=name: {line["settings"][name]})
+            for name in ("model", "parallel", "ranks", "accumulate", "workers", "dropout")
+        ),
         _table("stops", lines, lambda line: {len(line["stops"])}),
         _quotas(lines, stops),
-    ]  # fmt: skip
+    ]
     return "\n".join(parts)
 
 
@@ -229,11 +235,18 @@ def _quotas(lines: list[dict], stops: list[dict]) -> str:
     rows = [
         (stopped >= CASES, f"{stopped} of {CASES} cases that were stopped"),
         (not failed, f"{len(failed)} failed{': seeds ' if failed else ''}{str(failed)[1:-1]}"),
-        (min(share, of_stops) >= INSIDE,
-         f"{share:.0%} of cases, {of_stops:.0%} of stops inside a window"),
-        *((category[name] >= EACH, f"{category[name]} cases hit {words} (at least {EACH})")
-          for name, words in ((cases.SAVE, "a save"), (cases.START_UP, "the start-up"),
-                              (cases.WORKERS, "the start of workers"))),
+        (
+            min(share, of_stops) >= INSIDE,
+            f"{share:.0%} of cases, {of_stops:.0%} of stops inside a window",
+        ),
+        *(
+            (category[name] >= EACH, f"{category[name]} cases hit {words} (at least {EACH})")
+            for name, words in (
+                (cases.SAVE, "a save"),
+                (cases.START_UP, "the start-up"),
+                (cases.WORKERS, "the start of workers"),
+            )
+        ),
         (real >= REAL, f"{real} cases of the real torchrun (at least {REAL})"),
-    ]  # fmt: skip
+    ]
     return "\n".join(f"{'met    ' if met else 'NOT MET'}  {text}" for met, text in rows)

@@ -30,10 +30,18 @@ import sys
 from pathlib import Path
 
 PRELOADED = (
-    "numpy", "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "torch.nn.parallel",
-    "torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.utils.data", "trainckpt",
-)  # fmt: skip
+    "numpy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.utils.data",
+    "trainckpt",
+)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import trainckpt
-from trainckpt.lifecycle.resuming.resume import AT_VARIABLE
+from trainckpt.resume.resume import AT_VARIABLE
 
 
 @pytest.fixture

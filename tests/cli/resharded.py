@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainckpt import Checkpointer, load
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 
 def plain(seed=0):

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from trainckpt.attempt import launch
 from trainckpt.cli.main import VERBS, main, parse
 from trainckpt.errors import ConfigurationError
-from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.lifecycle.run import launch
-from trainckpt.snapshot import attempts
-from trainckpt.supervisor.command import FLAGS, WITH_VALUE
-from trainckpt.supervisor.supervise import split_torchrun_options, torchrun_command
+from trainckpt.format.attempt_record import AttemptRecord
+from trainckpt.launcher.supervise import split_torchrun_options, torchrun_command
+from trainckpt.launcher.torchrun_command import FLAGS, WITH_VALUE
+from trainckpt.run_directory.run_url import open_directory
+from trainckpt.snapshot import attempt_history
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
@@ -39,9 +39,12 @@ def test_help_works_and_says_checkpoint(verb, capsys):
         (["list"], "required: RUN"),
         (["list", "--frobnicate", "x"], "list does not know --frobnicate"),
         (["run", "--nproc", "-1", "x.py"], "is not a number from 1 on"),
-        (["run", "--frobnicate", "x.py"], "--frobnicate is an option neither of trainckpt run"),
-        (["run"], "there is no script to run"),
-        (["run", "--max-restarts=0"], "there is no script to run"),
+        (
+            ["run", "--frobnicate", "x.py"],
+            "neither trainckpt run nor torchrun has an option --frobnicate",
+        ),
+        (["run"], "no script was given"),
+        (["run", "--max-restarts=0"], "no script was given"),
     ],
 )
 def test_what_cannot_work_is_78_with_a_hint(argv, why, capsys):
@@ -170,24 +173,45 @@ def run_command(*argv: str) -> list[str]:
     return torchrun_command(arguments.nproc, options, command)[1:]
 
 
-TORCHRUN = ["-m", "trainckpt.supervisor.agent"]
+TORCHRUN = ["-m", "trainckpt.launcher.torchrun_agent"]
 
 
 def test_torchrun_options_pass_through_in_their_order():
     """With `=` or a value of their own, before the script, with or without `--`."""
     assert run_command("--nproc", "2", "--max-restarts=0", "train.py", "--lr", "1") == [
-        *TORCHRUN, "--nproc-per-node=2", "--max-restarts=0", "--", "train.py", "--lr", "1"
-    ]  # fmt: skip
+        *TORCHRUN,
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--",
+        "train.py",
+        "--lr",
+        "1",
+    ]
     assert run_command("--max-restarts=0", "--nproc-per-node=2", "--", "train.py", "--json") == [
-        *TORCHRUN, "--max-restarts=0", "--nproc-per-node=2", "--", "train.py", "--json"
-    ]  # fmt: skip
+        *TORCHRUN,
+        "--max-restarts=0",
+        "--nproc-per-node=2",
+        "--",
+        "train.py",
+        "--json",
+    ]
     assert run_command("--rdzv-backend", "c10d", "--standalone", "-m", "package.train") == [
-        *TORCHRUN, "--nproc-per-node=1", "--rdzv-backend", "c10d", "--standalone", "-m", "--",
+        *TORCHRUN,
+        "--nproc-per-node=1",
+        "--rdzv-backend",
+        "c10d",
+        "--standalone",
+        "-m",
+        "--",
         "package.train",
-    ]  # fmt: skip
+    ]
     assert run_command("--no-python", "./train.sh") == [
-        *TORCHRUN, "--nproc-per-node=1", "--no-python", "--", "./train.sh"
-    ]  # fmt: skip
+        *TORCHRUN,
+        "--nproc-per-node=1",
+        "--no-python",
+        "--",
+        "./train.sh",
+    ]
 
 
 def test_the_common_options_of_torchrun_are_known_as_torchrun_takes_them():
@@ -200,7 +224,8 @@ def test_the_common_options_of_torchrun_are_known_as_torchrun_takes_them():
 def test_a_command_is_split_without_torch():
     """It would take a second in which nothing is launched."""
     code = (
-        "import sys; from trainckpt.cli import run; from trainckpt.supervisor import command;"
+        "import sys; from trainckpt.cli import run;"
+        "from trainckpt.launcher import torchrun_command as command;"
         "command.split_torchrun_options(['--nnodes', '2', '--standalone', '-m', 'train']);"
         "sys.exit('torch' in sys.modules)"
     )
@@ -211,25 +236,28 @@ def test_a_rare_option_of_torchrun_is_told_by_torchrun():
     """With its value, and as a flag."""
     assert run_command("--role", "x", "--run-path", "train.py")[-1] == "train.py"
     assert run_command("--role", "x", "--run-path", "train.py")[-5:-2] == [
-        "--role", "x", "--run-path"
-    ]  # fmt: skip
+        "--role",
+        "x",
+        "--run-path",
+    ]
 
 
 def test_an_option_of_ours_after_those_of_torchrun_is_told_apart():
     """`--nproc` is ours, torchrun's is `--nproc-per-node`: refused, not guessed."""
-    with pytest.raises(ConfigurationError, match="--nproc is an option neither"):
+    with pytest.raises(ConfigurationError, match="has an option --nproc"):
         run_command("--rdzv-backend", "c10d", "--nproc", "2", "train.py")
 
 
 def recorded(run, argv: list[str]) -> None:
     """A run with one attempt that was launched like this."""
     tier = open_directory(str(run))
-    attempts.found_run(tier)
+    attempt_history.found_run(tier)
     facts = {
-        "argv": launch.redact_arguments(argv), "launch": {"kind": "python", "nproc": 1},
+        "argv": launch.redact_arguments(argv),
+        "launch": {"kind": "python", "nproc": 1},
         "cwd": str(run),
-    }  # fmt: skip
-    attempts.claim(tier, lambda number: AttemptRecord(number, facts=facts))
+    }
+    attempt_history.claim(tier, lambda number: AttemptRecord(number, facts=facts))
 
 
 def test_a_command_whose_secret_was_not_stored_is_not_guessed(tmp_path, capsys):
@@ -247,14 +275,14 @@ def test_a_command_whose_secret_was_not_stored_is_not_guessed(tmp_path, capsys):
 def test_a_run_whose_attempts_left_no_command_is_66(tmp_path, capsys):
     """There is nothing to launch, and it says how to go on."""
     tier = open_directory(str(tmp_path / "run"))
-    attempts.found_run(tier)
-    attempts.claim(tier, AttemptRecord)
+    attempt_history.found_run(tier)
+    attempt_history.claim(tier, AttemptRecord)
     assert main(["resume", str(tmp_path / "run")]) == 66
-    assert "left its command" in capsys.readouterr().err
+    assert "recorded its command" in capsys.readouterr().err
 
 
 def test_a_recorded_interpreter_that_is_gone_is_78(tmp_path, capsys):
     """The run may have moved to a machine without that environment."""
     recorded(tmp_path / "run", [str(tmp_path / "no-such-python"), "train.py"])
     assert main(["resume", str(tmp_path / "run")]) == 78
-    assert "cannot be started" in capsys.readouterr().err
+    assert "cannot start" in capsys.readouterr().err

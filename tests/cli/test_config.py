@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from trainckpt.attempt.options import TABLE
 from trainckpt.cli.main import main
-from trainckpt.lifecycle.run.options import TABLE
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 import trainckpt
 from tests.cli.resharded import train_sharded
-from tests.lifecycle.training import attempt
+from tests.end_to_end.training import attempt
 from tests.ranks.processes import run_ranks
 from trainckpt.cli.main import main
 
@@ -123,9 +123,11 @@ def test_types_shapes_and_what_only_one_has(tmp_path, capsys):
     a, b = snapshot_of(tmp_path / "a", model=one), snapshot_of(tmp_path / "b", model=two)
     found = {t["name"]: (t["kind"], t["detail"]) for t in diffed(capsys, a, b)[1]["tensors"]}
     assert found == {
-        "model/w": ("only in B", ""), "model/x": ("shape", "[2] and [3]"),
-        "model/y": ("type", "float32 and float16"), "model/z": ("only in A", ""),
-    }  # fmt: skip
+        "model/w": ("only in B", ""),
+        "model/x": ("shape", "[2] and [3]"),
+        "model/y": ("type", "float32 and float16"),
+        "model/z": ("only in A", ""),
+    }
 
 
 def test_snapshots_of_different_layouts_are_compared_whole(tmp_path, capsys):

@@ -8,20 +8,42 @@ import threading
 
 import pytest
 
+from trainckpt.attempt import heartbeat, machine_checks
 from trainckpt.cli import doctor, doctor_speed
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
-from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.run import heartbeat, machine
-from trainckpt.snapshot import attempts
-from trainckpt.tiers import capabilities, large_pages, past_cache, userfault
-from trainckpt.tiers.local import LocalTier
+from trainckpt.format.attempt_record import AttemptRecord
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage import fs_probe
+from trainckpt.storage.local import LocalTier
 
-MACHINE = ["python", "torch", "torch.distributed", "store of the ranks", "TCPStore.clone", "GPUs",
-           "signals", "memory", "large pages", "fresh memory", "copies", "shared memory", "cores",
-           "encryption", "process dumps", "dumps of GPU state"]  # fmt: skip
-PLACE = ["run's place", "file system", "rename", "create only", "directory sync", "flock",
-         "O_DIRECT", "speed", "free space", "run"]  # fmt: skip
+MACHINE = [
+    "python",
+    "torch",
+    "torch.distributed",
+    "store of the ranks",
+    "TCPStore.clone",
+    "GPUs",
+    "signals",
+    "memory",
+    "shared memory",
+    "cores",
+    "encryption",
+    "process dumps",
+    "dumps of GPU state",
+]
+PLACE = [
+    "run's place",
+    "file system",
+    "rename",
+    "create only",
+    "directory sync",
+    "flock",
+    "O_DIRECT",
+    "speed",
+    "free space",
+    "run",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -48,73 +70,6 @@ def told(capsys, *arguments, code=0) -> dict[str, dict]:
     return {item["name"]: item for item in found["items"]}
 
 
-@pytest.mark.parametrize(
-    ("general", "middle", "ok", "value"),
-    [
-        ("never", "madvise", True, "from 64 KiB on"),
-        ("always", "never", True, "2 MiB, for everybody"),
-        ("never", "never", False, "none"),
-    ],
-)
-def test_the_large_pages_of_a_machine_are_told_with_how_to_have_more(
-    tmp_path, general, middle, ok, value
-):
-    (tmp_path / "enabled").write_text(f"[{general}]\n")
-    for size, who in (("2048", "inherit"), ("64", middle)):
-        folder = tmp_path / f"hugepages-{size}kB"
-        folder.mkdir()
-        (folder / "enabled").write_text(f"[{who}]\n")
-    found = machine.large_pages_of(tmp_path)
-    assert (found.ok, found.value, found.needed) == (ok, value, False)
-    assert ok or f"echo madvise > {tmp_path}/hugepages-64kB/enabled" in found.cure
-
-
-@pytest.mark.parametrize(
-    ("small_s", "ok", "value"),
-    [(60.0, True, "2 MiB"), (-1.0, False, "2 MiB, which come slowly here")],
-)
-def test_large_pages_of_2_mib_are_tried(tmp_path, monkeypatch, small_s, ok, value):
-    monkeypatch.setattr(large_pages, "SMALL_S", small_s)
-    monkeypatch.setattr(large_pages, "STALLED_S", 600.0)
-    (tmp_path / "enabled").write_text("always [madvise] never\n")
-    (tmp_path / "hpage_pmd_size").write_text(f"{2 << 20}\n")
-    found = machine.large_pages_of(tmp_path)
-    assert (found.ok, found.value) == (ok, value)
-
-
-@pytest.mark.parametrize(
-    ("available", "large", "ok", "value"),
-    [
-        (True, True, True, "is made of large pages"),
-        (True, False, True, "is made with what is read (userfaultfd)"),
-        (False, True, True, "is made of large pages"),
-        (False, False, False, "is made a page at a time"),
-    ],
-)
-def test_how_fresh_memory_is_filled_is_told(monkeypatch, available, large, ok, value):
-    monkeypatch.setattr(userfault, "is_available", lambda: available)
-    monkeypatch.setattr(large_pages.LargePages, "come_by_themselves", large)
-    found = machine.fresh_memory_of()
-    assert (found.ok, found.value, found.needed) == (ok, value, False)
-    assert ok or "userfaultfd" in found.cure
-
-
-@pytest.mark.parametrize(
-    ("functions", "is_for", "ok", "value"),
-    [
-        (("copy", "copy"), True, True, "go past the cache"),
-        (None, True, False, "go through the cache"),
-        (None, False, True, "go through the cache"),
-    ],
-)
-def test_how_large_tensors_are_copied_is_told(monkeypatch, functions, is_for, ok, value):
-    monkeypatch.setattr(past_cache, "functions", lambda: functions)
-    monkeypatch.setattr(past_cache, "is_for_this_machine", lambda: is_for)
-    found = machine.copies_of()
-    assert (found.ok, found.value, found.needed) == (ok, value, False)
-    assert ok or "pip install" in found.cure
-
-
 def test_this_machine_has_all_that_is_needed(capsys):
     found = told(capsys)
     assert list(found) == MACHINE
@@ -122,12 +77,14 @@ def test_this_machine_has_all_that_is_needed(capsys):
         assert found[name]["ok"], found[name]
     assert found["signals"]["value"] == "SIGTERM is heard"
     assert main(["doctor"]) == 0
-    assert "all that is needed is there" in capsys.readouterr().out
+    assert "all needed features are available" in capsys.readouterr().out
 
 
 def test_what_the_options_name_for_encryption_is_looked_at(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(machine, "examine", lambda size: [])
-    monkeypatch.setattr(doctor.doctor_dumps, "examine", lambda: machine.Item("-", True, "-"))
+    monkeypatch.setattr(machine_checks, "examine", lambda size: [])
+    monkeypatch.setattr(
+        doctor, "examine_dumps", lambda: machine_checks.MachineCheck("-", True, "-")
+    )
     path, identity = tmp_path / "id", keys.generate()
     keys.write_identity(path, identity)
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", identity.recipient)
@@ -142,7 +99,7 @@ def test_what_the_options_name_for_encryption_is_looked_at(tmp_path, capsys, mon
     assert "holds no identity" in told(capsys, code=1)["identity"]["value"]
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", identity.recipient[:-1])
     assert "is no trainckpt-recipient" in told(capsys, code=1)["recipients"]["value"]
-    monkeypatch.setattr("trainckpt.encryption.package.find_spec", lambda name: None)
+    monkeypatch.setattr("trainckpt.encryption.keys.find_spec", lambda name: None)
     assert told(capsys, code=1)["encryption"]["cure"] == "pip install 'trainckpt[crypto]'"
     for name in ("TRAINCKPT_ENCRYPT_TO", "TRAINCKPT_IDENTITY"):
         monkeypatch.delenv(name)
@@ -156,7 +113,7 @@ def test_a_run_is_looked_at_and_nothing_is_left_in_it(make_run, capsys, no_machi
     found = told(capsys, run)
     assert list(found) == [*PLACE, "newest snapshot", "live attempt"]
     assert all(found[name]["ok"] for name in ("rename", "create only", "free space"))
-    assert found["run"]["value"] == attempts.run_id(LocalTier(run))
+    assert found["run"]["value"] == attempt_history.run_id(LocalTier(run))
     assert found["newest snapshot"]["value"].startswith("s2~1.2, ")
     assert found["live attempt"]["value"] == "none"
     assert "writes" in found["speed"]["value"]
@@ -165,7 +122,7 @@ def test_a_run_is_looked_at_and_nothing_is_left_in_it(make_run, capsys, no_machi
 
 def test_a_live_attempt_is_named(make_run, capsys, no_machine):
     tier = LocalTier(make_run(steps=1))
-    attempts.claim(tier, lambda n: AttemptRecord(n, None))
+    attempt_history.claim(tier, lambda n: AttemptRecord(n, None))
     heartbeat.path_of(tier, 2).touch()
     capsys.readouterr()
     assert told(capsys, tier.url)["live attempt"]["value"].startswith("attempt 2 is alive")
@@ -190,7 +147,7 @@ def test_a_place_that_is_a_file_is_refused_with_a_cure(tmp_path, capsys, no_mach
     assert main(["doctor", str(tmp_path / "file")]) == 1
     shown = capsys.readouterr().out
     assert "FAILS" in shown
-    assert "needed, and not there: run's place" in shown
+    assert "needed but missing: run's place" in shown
 
 
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives root away, so needs it")
@@ -209,10 +166,11 @@ def test_a_place_that_cannot_be_written_is_refused(make_run):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == doctor.FAILED
 
 
-def test_a_file_system_on_which_nothing_can_be_committed_fails(tmp_path, capsys, monkeypatch,
-                                                               no_machine):  # fmt: skip
-    poor = capabilities.Capabilities("strange", False, "", False, False, False, False, 10)
-    monkeypatch.setattr(capabilities, "measure", lambda folder: poor)
+def test_a_file_system_on_which_nothing_can_be_committed_fails(
+    tmp_path, capsys, monkeypatch, no_machine
+):
+    poor = fs_probe.Capabilities("strange", False, "", False, False, False, False, 10)
+    monkeypatch.setattr(fs_probe, "measure", lambda folder: poor)
     found = told(capsys, tmp_path, code=1)
     needed = [name for name, item in found.items() if not item["ok"] and item["needed"]]
     lacks = [name for name, item in found.items() if not item["ok"] and not item["needed"]]
@@ -225,8 +183,8 @@ def test_a_disk_with_no_room_for_the_next_snapshots_fails(
     make_run, capsys, monkeypatch, no_machine
 ):
     run = make_run(steps=1)
-    full = capabilities.Capabilities("ext4", True, "link", True, True, True, True, 5000)
-    monkeypatch.setattr(capabilities, "measure", lambda folder: full)
+    full = fs_probe.Capabilities("ext4", True, "link", True, True, True, True, 5000)
+    monkeypatch.setattr(fs_probe, "measure", lambda folder: full)
     capsys.readouterr()
     assert told(capsys, run, code=1)["free space"]["cure"] == "free space there, or lower keep_last"
 
@@ -237,7 +195,7 @@ def test_a_run_of_which_nothing_is_usable_fails_and_one_without_commits_does_not
     run = make_run(steps=1)
     for file in run.glob("snapshots/*/*.safetensors"):
         file.unlink()
-    attempts.found_run(LocalTier(tmp_path / "new"))
+    attempt_history.found_run(LocalTier(tmp_path / "new"))
     capsys.readouterr()
     found = told(capsys, run, code=1)["newest snapshot"]
     assert found["value"] == "none is usable"
@@ -254,7 +212,7 @@ def test_a_damaged_record_of_the_run_fails(make_run, capsys, no_machine):
 
 def test_off_the_main_thread_signals_are_not_heard_and_the_cure_is_named():
     found = []
-    thread = threading.Thread(target=lambda: found.append(machine._signals()))
+    thread = threading.Thread(target=lambda: found.append(machine_checks._signals()))
     thread.start()
     thread.join()
     assert not found[0].ok

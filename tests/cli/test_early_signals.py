@@ -35,9 +35,14 @@ def command(tmp_path):
     def run(text: str, *argv: str, **variables: str):
         whole = textwrap.dedent(COMMAND) + textwrap.dedent(text) + "\nmain.entry()\n"
         done = subprocess.run(
-            [sys.executable, "-c", whole, *argv], capture_output=True, text=True, check=False,
-            env={**os.environ, **variables}, cwd=tmp_path, timeout=120,
-        )  # fmt: skip
+            [sys.executable, "-c", whole, *argv],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **variables},
+            cwd=tmp_path,
+            timeout=120,
+        )
         return done.returncode, done.stderr
 
     return run
@@ -69,8 +74,9 @@ def test_a_signal_while_run_is_imported_is_a_stop(command, script, tmp_path, num
     """Nothing is begun, and the scheduler is told to start it again."""
     code, said = command(f"imported_after({int(number)})", "run", "--", script)
     assert (code, said) == (
-        75, "trainckpt: a signal came before the command was started; exit code 75\n"
-    )  # fmt: skip
+        75,
+        "trainckpt: a signal came before the command was started; exit code 75\n",
+    )
     assert not (tmp_path / "begun").exists()
 
 
@@ -95,11 +101,11 @@ def test_a_command_that_names_no_script_ends_as_without_the_signal(command):
 
 
 HANGS = """
-    from trainckpt.cli import dump_home
+    from trainckpt.run_directory import run_url
     def hangs(*_):
         kill(*numbers)
         threading.Event().wait(100)
-    dump_home.bring_home = hangs
+    run_url.open_place = hangs
 """
 
 
@@ -109,8 +115,9 @@ def test_a_signal_while_resume_looks_is_a_stop_however_long_that_takes(command, 
     begun = time.monotonic()
     found, said = command(f"numbers = {numbers}\n{textwrap.dedent(HANGS)}", "resume", "runs/a")
     assert (found, said) == (
-        code, f"trainckpt: a signal came before the command was started; exit code {code}\n"
-    )  # fmt: skip
+        code,
+        f"trainckpt: a signal came before the command was started; exit code {code}\n",
+    )
     assert time.monotonic() - begun < 60
 
 

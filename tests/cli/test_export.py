@@ -11,7 +11,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import trainckpt
-from tests.cli.test_show import golden
+from tests.cli.test_output import golden
 from trainckpt.cli.main import main
 from trainckpt.format import layout
 
@@ -121,9 +121,13 @@ def test_only_what_was_asked_for_is_exported(trained, tmp_path, capsys):
     out = tmp_path / "m.safetensors"
     exported(capsys, run, out, "--tensors", "norm.*,head.weight")
     assert set(load_file(out)) == {
-        "head.weight", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var",
+        "head.weight",
+        "norm.weight",
+        "norm.bias",
+        "norm.running_mean",
+        "norm.running_var",
         "norm.num_batches_tracked",
-    }  # fmt: skip
+    }
     assert (
         main(["export", "--json", "--force", str(run), str(out), "--tensors", "nrm.weight"]) == 78
     )

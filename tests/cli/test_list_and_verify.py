@@ -11,8 +11,20 @@ import pytest
 from trainckpt.cli.main import main
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED
 
-LISTED = {"id", "kind", "attempt", "epoch", "step", "micro", "world", "bytes", "created", "tiers",
-          "usable", "reason"}  # fmt: skip
+LISTED = {
+    "id",
+    "kind",
+    "attempt",
+    "epoch",
+    "step",
+    "micro",
+    "world",
+    "bytes",
+    "created",
+    "tiers",
+    "usable",
+    "reason",
+}
 
 
 def told(capsys) -> dict:
@@ -103,8 +115,9 @@ def test_verify_misses_the_newest_commit_that_was_recorded(make_run, capsys):
     assert main(["verify", "--json", str(run)]) == 65
     (bad,) = [copy for copy in told(capsys)["copies"] if not copy["ok"]]
     assert (bad["snapshot"], bad["reason"]) == (
-        "s3~1.3", "attempt 1 has committed it, and it is not there"
-    )  # fmt: skip
+        "s3~1.3",
+        "attempt 1 committed it, but it is missing",
+    )
 
 
 def test_verify_reads_every_file_of_every_snapshot(make_run, capsys):

@@ -14,18 +14,26 @@ import pytest
 
 from tests.cli import pausing
 from tests.ranks.processes import context, run_ranks
-from trainckpt.cli import asking, pause
+from trainckpt.attempt import heartbeat
+from trainckpt.attempt.heartbeat import Heartbeat
+from trainckpt.cli import dump_client, pause
 from trainckpt.cli.main import main
-from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.deciding.dump_choice import DUMP
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.lifecycle.run.heartbeat import Heartbeat
-from trainckpt.snapshot import attempts
-from trainckpt.supervisor import requests
-from trainckpt.tiers.local import LocalTier
+from trainckpt.dumping.dump_choice import DUMP
+from trainckpt.format.attempt_record import AttemptRecord
+from trainckpt.launcher import dump_requests
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage.local import LocalTier
 
-OUTCOME = {"outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds",
-           "exit_code"}  # fmt: skip
+OUTCOME = {
+    "outcome",
+    "snapshot",
+    "kind",
+    "exactness",
+    "lost_micro_batches",
+    "tiers",
+    "seconds",
+    "exit_code",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +65,11 @@ def living(run, attempt=1, **how):
 
 def has_begun(run, attempt=1):
     """Alive, and past its first boundary."""
-    record = attempts.read_attempts(LocalTier(run)).get(attempt)
+    record = attempt_history.read_attempts(LocalTier(run)).get(attempt)
     return (
-        bool(record) and record.state == "running" and heartbeat.is_alive(LocalTier(run), attempt)
+        bool(record)
+        and record.state == "running"
+        and heartbeat.attempt_is_alive(LocalTier(run), attempt)
     )
 
 
@@ -91,7 +101,7 @@ def test_a_live_run_is_paused_says_what_it_saved_and_goes_on_later(tmp_path, cap
     finish.start()
     finish.join(60)
     assert finish.exitcode == 0
-    again = attempts.read_attempts(LocalTier(run))[2]
+    again = attempt_history.read_attempts(LocalTier(run))[2]
     assert (again.parent, again.outcome["outcome"]) == (told["snapshot"], "finished")
     assert again.outcome["exactness"] == "bitwise"
 
@@ -126,21 +136,24 @@ def test_a_notice_that_nobody_answered_stands_and_never_stops_the_next_attempt(t
     assert "attempt 1 has not stopped within 0.5 s" in json.loads(capsys.readouterr().out)["error"]
     (notice,) = notices(tmp_path)
     assert json.loads((tmp_path / "notices" / notice).read_text()) == {
-        "reason": "trainckpt pause", "seconds_left": 0.5, "mode": None, "dump": False,
-    }  # fmt: skip
+        "reason": "trainckpt pause",
+        "seconds_left": 0.5,
+        "mode": None,
+        "dump": False,
+    }
     played.heart.stop()
 
     train = context.Process(target=pausing.train, args=(0, str(tmp_path)), kwargs={"steps": 120})
     train.start()  # longer than a second: its watcher has looked at the notices
     train.join(60)
     assert train.exitcode == 0
-    assert attempts.read_attempts(played.tier)[2].outcome["outcome"] == "finished"
+    assert attempt_history.read_attempts(played.tier)[2].outcome["outcome"] == "finished"
     assert notices(tmp_path) == [notice]
 
 
 def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, capsys, monkeypatch):
     """The supervisor chose it, and died, or its host."""
-    monkeypatch.setattr(asking, "SAY_EVERY_S", 0.2)
+    monkeypatch.setattr(dump_client, "SAY_EVERY_S", 0.2)
     played = Played(tmp_path, facts={"launch": {"by": "supervisor"}})
     dies = threading.Thread(target=chooses_a_dump, args=(played.tier,))
     dies.start()
@@ -154,8 +167,10 @@ def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, caps
 
 
 def chooses_a_dump(tier):
-    wait_for(lambda: requests.find(tier, 1, set()))
-    requests.answer(tier, requests.find(tier, 1, set()), requests.Answer(DUMP, "it fits"))
+    wait_for(lambda: dump_requests.find(tier, 1, set()))
+    dump_requests.answer(
+        tier, dump_requests.find(tier, 1, set()), dump_requests.DumpAnswer(DUMP, "it fits")
+    )
 
 
 def test_a_run_that_is_killed_meanwhile_is_66_and_says_so(tmp_path, capsys, monkeypatch):
@@ -165,7 +180,7 @@ def test_a_run_that_is_killed_meanwhile_is_66_and_says_so(tmp_path, capsys, monk
     with living(run, stuck_at=2) as process:
         threading.Timer(0.5, process.kill).start()
         assert main(["pause", str(run)]) == 66
-    assert "attempt 1 died before it could stop, without a word" in capsys.readouterr().err
+    assert "attempt 1 died before it could stop, for an unknown reason" in capsys.readouterr().err
 
 
 # ---- attempts that a test plays
@@ -176,8 +191,8 @@ class Played:
 
     def __init__(self, run, beats=True, **record):
         self.tier = LocalTier(run)
-        attempts.found_run(self.tier)
-        self.record = attempts.claim(self.tier, lambda n: AttemptRecord(n, None, **record))
+        attempt_history.found_run(self.tier)
+        self.record = attempt_history.claim(self.tier, lambda n: AttemptRecord(n, None, **record))
         self.heart = Heartbeat(self.tier, self.record.attempt)
         if beats:
             self.heart.start()
@@ -197,7 +212,7 @@ class Played:
                 "reason": "its end",
                 **facts,
             }
-            attempts.replace(self.tier, self.record.with_(state="ended", outcome=outcome))
+            attempt_history.replace(self.tier, self.record.with_(state="ended", outcome=outcome))
             self.heart.stop()
 
         threading.Thread(target=end, daemon=True).start()
@@ -211,10 +226,15 @@ class Played:
         ("failed", {"exit_code": 1}, 66, "attempt 1 failed before it could stop (its end)"),
         ("killed", {"snapshot": None}, 66, "killed before it could stop (its end); it saved"),
         ("stopped", {"lost_micro_batches": 3}, 74, "its last save failed: s4~1.1 in "),
-        ("killed", {"exit_code": 71}, 71, "its ranks were not in time: its end; go on from s4~1.1"),
+        (
+            "killed",
+            {"exit_code": 71},
+            71,
+            "its ranks were too late: its end; newest snapshot: s4~1.1",
+        ),
         ("stopped", {"snapshot": None, "exit_code": 65}, 65, "stopped, but nothing could be saved"),
     ],
-)  # fmt: skip
+)
 def test_however_the_attempt_ends_the_code_and_a_sentence_say_so(
     tmp_path, capsys, how, facts, code, words
 ):
@@ -237,10 +257,10 @@ def test_the_newest_live_attempt_is_the_one_that_is_told(tmp_path):
     newest = Played(tmp_path)
     newest.ends("stopped")
     assert main(["pause", str(tmp_path)]) == 0
-    assert attempts.read_attempts(older.tier)[1].outcome is None
+    assert attempt_history.read_attempts(older.tier)[1].outcome is None
     older.ends("stopped")
     assert main(["pause", str(tmp_path)]) == 0
-    assert attempts.read_attempts(older.tier)[1].outcome is not None
+    assert attempt_history.read_attempts(older.tier)[1].outcome is not None
 
 
 def test_progress_of_a_long_wait_goes_to_stderr(tmp_path, capsys, monkeypatch):
@@ -260,15 +280,16 @@ def test_progress_of_a_long_wait_goes_to_stderr(tmp_path, capsys, monkeypatch):
     assert re.search(r"pause: waiting, \d+ s; newest snapshot: s4~1\.1\n", shown.err)
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_notice(tmp_path, capsys):
+def test_an_interrupt_ends_the_wait_and_not_the_notice(tmp_path, capsys, monkeypatch):
+    """The interrupt comes between two looks at the run, never while a file is being opened."""
+    monkeypatch.setattr(pause, "SAY_EVERY_S", 0.2)
     played = Played(tmp_path)
-    here = os.getpid()
 
-    def interrupt():
-        wait_for(lambda: notices(tmp_path))
-        os.kill(here, signal.SIGINT)
+    def interrupt_the_wait(text):
+        if text.startswith("waiting, "):
+            os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
+    monkeypatch.setattr(pause, "_say", interrupt_the_wait)
     assert main(["pause", "--json", str(tmp_path)]) == 130
     assert "the notice stands" in json.loads(capsys.readouterr().out)["error"]
     assert len(notices(tmp_path)) == 1

@@ -9,13 +9,13 @@ import pytest
 
 from tests.process_dump.test_restore import RECORD
 from tests.snapshot.written import written
+from trainckpt.attempt import heartbeat
 from trainckpt.cli.main import main
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.dump import DumpName, WrittenFile
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.snapshot import attempts
-from trainckpt.tiers.local import LocalTier
-from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 
 def pruned(capsys, *argv) -> dict:
@@ -67,7 +67,7 @@ def test_abandoned_branches_go_only_where_that_is_asked_for(make_run, capsys):
 def test_what_a_live_attempt_has_not_committed_stays_and_dead_files_go(make_run, capsys):
     run = make_run(steps=1)
     tier = LocalTier(run)
-    attempts.claim(tier, lambda n: AttemptRecord(n, "s1~1.1", "running"))
+    attempt_history.claim(tier, lambda n: AttemptRecord(n, "s1~1.1", "running"))
     for name in ("s9~1.9", "s5~2.1"):
         written(tier, name)
     heartbeat.path_of(tier, 2).touch()
@@ -82,11 +82,11 @@ def test_what_a_live_attempt_has_not_committed_stays_and_dead_files_go(make_run,
 def test_what_a_live_attempt_is_reading_stays(make_run, capsys):
     run = make_run(steps=3)
     tier = LocalTier(run)
-    attempts.claim(tier, lambda n: AttemptRecord(n, facts={"reading": "s1~1.1"}))
+    attempt_history.claim(tier, lambda n: AttemptRecord(n, facts={"reading": "s1~1.1"}))
     heartbeat.path_of(tier, 2).touch()
     said = pruned(capsys, run, "--keep-last", "1", "--abandoned")
     assert [row["name"] for row in said["pruned"]] == ["s2~1.2"]
-    assert "has not chosen yet" in said["notes"][0]
+    assert "has not chosen its snapshot yet" in said["notes"][0]
 
 
 def test_a_run_that_is_pruned_while_it_trains_goes_on_saving(make_run, capsys):
@@ -113,20 +113,22 @@ def test_memory_that_dumped_processes_have_open_stays_until_no_resume_brings_the
     make_run, capsys
 ):
     run = make_run(steps=2)
-    place, tier = MemoryPlace.of(str(run)), LocalTier(run)
+    place, tier = SharedMemoryDir.of(str(run)), LocalTier(run)
     arena = place.arena(0, 0)
     arena.reserve(5000)
     arena.close()
     dump = replace(
-        RECORD, name=DumpName(1, 9), run=attempts.run_id(tier),
+        RECORD,
+        name=DumpName(1, 9),
+        run=attempt_history.run_id(tier),
         written=(WrittenFile(str(arena.path), 5000),),
-    )  # fmt: skip
+    )
     (run / dump.name.folder).mkdir(parents=True)
     tier.replace(dump.name.record, dump.dump())
     assert main(["prune", str(run)]) == 0
     assert "of this host's memory stay: the processes of dump~1.9" in capsys.readouterr().out
     assert arena.path.exists()
-    attempts.claim(tier, lambda number: AttemptRecord(number, None))
+    attempt_history.claim(tier, lambda number: AttemptRecord(number, None))
     assert main(["prune", str(run)]) == 0
     assert "of this host's memory were given back" in capsys.readouterr().out
     assert not place.root.exists()

@@ -20,18 +20,19 @@ import pytest
 
 from tests.campaign import launch
 from tests.campaign.cases import Settings
+from tests.limits import HANG_S
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
-from trainckpt.format.attempt import AttemptRecord
-from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.snapshot import attempts
-from trainckpt.tiers import kept
-from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.format.attempt_record import AttemptRecord
+from trainckpt.run_directory.run_url import open_directory
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage import replica_slots
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 ROOT = launch.ROOT
 MAIN = str(ROOT / "src" / "trainckpt" / "cli" / "main.py")
 SETTINGS = Settings("char_gpt", "ddp", 2, 3, 2, 0.1, 2, 4)
-STEPS, LIMIT_S = 30, 100.0
+STEPS = 30
 
 
 def argv(folder: Path) -> list[str]:
@@ -55,11 +56,11 @@ def merged(folder: Path, rank: int) -> list[str]:
 
 
 def outcome(folder: Path, attempt: int) -> dict:
-    return attempts.read_attempts(open_directory(str(folder / "run")))[attempt].outcome
+    return attempt_history.read_attempts(open_directory(str(folder / "run")))[attempt].outcome
 
 
 def wait_for(condition, process=None) -> None:
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -94,7 +95,7 @@ class Trainckpt:
 
 
 def newest_pids(folder: Path) -> list[int]:
-    records = attempts.read_attempts(open_directory(str(folder / "run")))
+    records = attempt_history.read_attempts(open_directory(str(folder / "run")))
     return records[max(records)].facts["pids"]
 
 
@@ -118,9 +119,15 @@ def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
     run = str(folder / "run")
 
     first = Trainckpt(
-        server, folder / "first", "run", "--nproc", "2", "--", f"{ROOT}/examples/char_gpt.py",
+        server,
+        folder / "first",
+        "run",
+        "--nproc",
+        "2",
+        "--",
+        f"{ROOT}/examples/char_gpt.py",
         *argv(folder),
-    )  # fmt: skip
+    )
     code = first.after(folder, 12, lambda: send_all(newest_pids(folder), signal.SIGKILL))
     assert code not in (0, 75), first.shown()
     killed = outcome(folder, 1)
@@ -166,15 +173,19 @@ def test_a_script_that_fails_by_itself_passes_its_code_through(tmp_path):
             *("--max-restarts=0", "--nproc-per-node=2", "--", str(script)),
             *("--run", str(tmp_path / "run"), "--fail-at", "2,1"),
         ],
-        env=launch.environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        env=launch.environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
         cwd=tmp_path,
-    )  # fmt: skip
+    )
     assert done.returncode == 3, done.stderr
     told = json.loads(done.stdout)
     assert told["outcome"] == "failed"
     assert told["exit_code"] == 3
     assert {"snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds"} <= set(told)
-    record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
+    record = attempt_history.read_attempts(open_directory(str(tmp_path / "run")))[1]
     assert record.outcome["outcome"] == "failed"
     assert record.facts["world"] == 2
 
@@ -198,12 +209,14 @@ def recorded(tmp_path):
 
     def make(kind: str, code: int = 0, **more: object) -> Path:
         tier = open_directory(str(tmp_path / "run"))
-        attempts.found_run(tier)
+        attempt_history.found_run(tier)
         facts = {
-            "argv": [sys.executable, "-c", TELL, str(file), str(code)], "cwd": str(tmp_path),
-            "launch": {"kind": kind, "nproc": 1}, **more,
-        }  # fmt: skip
-        attempts.claim(tier, lambda number: AttemptRecord(number, facts=facts))
+            "argv": [sys.executable, "-c", TELL, str(file), str(code)],
+            "cwd": str(tmp_path),
+            "launch": {"kind": kind, "nproc": 1},
+            **more,
+        }
+        attempt_history.claim(tier, lambda number: AttemptRecord(number, facts=facts))
         return file
 
     return make
@@ -285,9 +298,9 @@ def test_a_snapshot_that_may_be_in_memory_or_in_a_silent_tier_is_left_to_the_lau
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "run.json").write_text("{")
     assert main(["resume", str(run), "--at", "s9", "--tiers", str(tmp_path / "far")]) == 0
-    memory = MemoryPlace.of(str(run))
+    memory = SharedMemoryDir.of(str(run))
     manifest = next(run.glob("snapshots/s3~*/manifest.json"))
-    kept.write_manifest(memory, f"snapshots/{manifest.parent.name}", manifest.read_bytes())
+    replica_slots.write_manifest(memory, f"snapshots/{manifest.parent.name}", manifest.read_bytes())
     shutil.rmtree(manifest.parent)
     assert main(["resume", str(run), "--at", "s3"]) == 0
     assert len(told(file)) == 2
@@ -344,14 +357,12 @@ def test_a_run_that_is_resumed_is_no_part_of_the_slurm_job_in_which_it_began(
 def test_a_command_without_a_checkpointer_keeps_its_options_when_it_is_launched_again(
     recorded, tmp_path, capfd
 ):
-    """The supervisor needs them too: where its dumps are copied to, and to whom encrypted."""
-    far, to = str(tmp_path / "far"), keys.generate().recipient
-    env = {"TRAINCKPT_TIERS": far, "TRAINCKPT_ENCRYPT_TO": to}
+    """The supervisor needs them too: to whom its dumps are encrypted."""
+    env = {"TRAINCKPT_ENCRYPT_TO": keys.generate().recipient}
     recorded("python", launch={"kind": "python", "nproc": 1, "by": "supervisor"}, env=env)
     assert main(["resume", str(tmp_path / "run")]) == 0
-    facts = attempts.read_attempts(open_directory(str(tmp_path / "run")))[2].facts
+    facts = attempt_history.read_attempts(open_directory(str(tmp_path / "run")))[2].facts
     assert {name: facts["env"].get(name) for name in env} == env
-    assert [tier["url"] for tier in facts["tiers"]] == [far]
 
 
 def test_a_run_of_srun_says_what_to_type(recorded, tmp_path, capfd):

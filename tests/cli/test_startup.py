@@ -13,8 +13,8 @@ import termios
 import pytest
 
 import trainckpt
-from trainckpt.cli import main, show
-from trainckpt.lifecycle.run.told import imported
+from trainckpt.attempt.rank_status import has_imported
+from trainckpt.cli import main, output
 
 FREE_OF_TORCH = ["list", "show", "verify", "pause", "config"]
 
@@ -42,8 +42,12 @@ def test_no_verb_imports_torch_to_read_its_arguments_and_those_that_only_look_ne
         "    assert code == (66 if verb == 'pause' else 0), (verb, code)\n"
         "    assert 'torch' not in sys.modules, verb\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(run), *FREE_OF_TORCH],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run), *FREE_OF_TORCH],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -51,7 +55,7 @@ def test_the_import_is_seen_by_a_supervisor_although_torch_is_not_loaded(tmp_pat
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
     code = "import sys, trainckpt; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert imported(tmp_path)
+    assert has_imported(tmp_path)
 
 
 def test_the_front_door_names_the_checkpointer_before_it_is_loaded():
@@ -61,7 +65,7 @@ def test_the_front_door_names_the_checkpointer_before_it_is_loaded():
         "from trainckpt import Checkpointer\n"
         "assert trainckpt.Checkpointer is Checkpointer\n"
         "from trainckpt import *\n"
-        "assert Checkpointer.__module__ == 'trainckpt.lifecycle.checkpointer'\n"
+        "assert Checkpointer.__module__ == 'trainckpt.checkpointer'\n"
         "assert not hasattr(trainckpt, 'Checkpoint')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -77,7 +81,7 @@ def test_a_table_has_every_letter_on_a_narrow_terminal_too(columns):
     """What does not fit is broken by the terminal, never cut or spread over columns of a letter."""
     name = "optimizer/model/self_attn.out_proj.weight/exp_avg_sq"
     code = f"""if True:
-        from trainckpt.cli import show
+        from trainckpt.cli import output as show
         show.table(("tensor", "type", "when", "files"),
                    [({name!r}, "F32", "2026-11-26 12:26:20", "rank00000.safetensors")])
     """
@@ -94,7 +98,7 @@ def test_a_table_has_every_letter_on_a_narrow_terminal_too(columns):
 
 
 def test_brackets_in_a_table_are_no_markup(capsys):
-    show.table(("name",), [("blocks[bold]0[/bold]",)], title="runs/[red]x")
+    output.table(("name",), [("blocks[bold]0[/bold]",)], title="runs/[red]x")
     shown = capsys.readouterr().out
     assert "blocks[bold]0[/bold]" in shown
     assert "runs/[red]x" in shown

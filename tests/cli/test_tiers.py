@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_list_and_verify import flip_a_bit, snapshot, told
-from tests.lifecycle.training import attempt, record, usable
+from tests.end_to_end.training import attempt, record, usable
 from tests.s3_servers import BUCKET
-from trainckpt.cli import doctor, doctor_speed, tiers_shown
+from trainckpt.attempt import heartbeat
+from trainckpt.cli import doctor, doctor_speed, tier_status
 from trainckpt.cli.main import main
-from trainckpt.format import strict
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.snapshot import attempts
-from trainckpt.tiers import calls
-from trainckpt.tiers.calls import Limits
-from trainckpt.tiers.local import LocalTier
-from trainckpt.tiers.memory import MemoryPlace
-from trainckpt.tiers.object_store import open_object_store
+from trainckpt.format import json_io
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage import retry
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.object_store import open_object_store
+from trainckpt.storage.retry import Limits
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +52,37 @@ def test_list_tells_which_tiers_hold_each_snapshot_also_when_the_place_is_gone(t
     assert main(["list", "--json", str(run)]) == 0
     (only,) = told(capsys)["candidates"]
     assert (only["name"], only["tiers"], only["usable"]) == (newest, ["far"], True)
+
+
+def test_a_copy_of_a_dump_that_an_earlier_version_left_in_a_tier_is_not_read_and_pruned(
+    tiered, capsys
+):
+    run, far, newest = tiered
+    folder = far / "dumps" / "dump~1.9"
+    (folder / "images").mkdir(parents=True)
+    for name in ("dump.json", "dump.mac", "images/core-1.img"):
+        (folder / name).write_bytes(b"damaged")
+    ended = attempt_history.read_attempts(LocalTier(run))[1]
+    outcome = {**ended.outcome, "outcome": "stopped", "snapshot": "dump~1.9", "kind": "dump"}
+    facts = {**ended.facts, "tiers": [{"name": "far", "url": str(far)}]}
+    for place in (run, far):
+        attempt_history.replace(LocalTier(place), ended.with_(outcome=outcome, facts=facts))
+
+    for place in (run, far):
+        capsys.readouterr()
+        assert main(["list", "--json", str(place)]) == 0
+        assert {each["kind"] for each in told(capsys)["candidates"]} == {"snapshot"}
+        assert main(["verify", str(place)]) == 0
+        assert main(["verify", f"{place}@dump~1.9"]) == 65
+    for verb in ("flush", "fetch"):
+        capsys.readouterr()
+        assert main([verb, f"{run}@dump~1.9"]) == 78
+        assert "dump~1.9 is a process dump, which stays in" in capsys.readouterr().err
+        assert main([verb, "--json", str(run)]) == 0
+        assert told(capsys)["snapshot"] == newest
+    assert main(["prune", "--json", str(run)]) == 0
+    assert [(row["name"], row["bytes"]) for row in told(capsys)["pruned"]][-1] == ("dump~1.9", 7)
+    assert not folder.exists()
 
 
 def test_verify_reads_every_copy_and_names_the_bad_one_and_flush_and_fetch_repair_it(
@@ -116,9 +147,9 @@ def test_fetch_brings_the_attempts_that_the_place_lacks_and_changes_none_that_it
     """The tier was away while the place went on, and holds what was known before."""
     run, far, newest = tiered
     ours = LocalTier(run)
-    stale = attempts.read_attempts(ours)[1].with_(outcome=None, newest_commit=None)
+    stale = attempt_history.read_attempts(ours)[1].with_(outcome=None, newest_commit=None)
     (far / "attempts/1.json").write_bytes(stale.dump())
-    attempts.replace(LocalTier(far), stale.with_(attempt=2, parent=newest))
+    attempt_history.replace(LocalTier(far), stale.with_(attempt=2, parent=newest))
     before = (run / "attempts/1.json").read_bytes()
     flip_a_bit(snapshot(run, newest.partition("~")[0]) / "rank00000.safetensors")
     assert main(["fetch", str(run), "--from", str(far)]) == 0
@@ -133,7 +164,7 @@ def test_flush_and_fetch_leave_another_snapshot_of_the_same_name_as_it_is(tiered
     run, far, newest = tiered
     manifest = json.loads((far / "snapshots" / newest / "manifest.json").read_text())
     del manifest["digest"]
-    other = strict.sealed({**manifest, "created": manifest["created"] + 1})
+    other = json_io.sealed({**manifest, "created": manifest["created"] + 1})
     (far / "snapshots" / newest / "manifest.json").write_bytes(other)
     flip_a_bit(snapshot(far, newest.partition("~")[0]) / "rank00000.safetensors")
     for verb, target, which in (("flush", far, "--to"), ("fetch", run, "--from")):
@@ -145,7 +176,7 @@ def test_flush_and_fetch_leave_another_snapshot_of_the_same_name_as_it_is(tiered
 
 def test_what_stands_in_memory_is_a_copy_too(make_run, capsys):
     run = make_run(steps=2)
-    memory = MemoryPlace.of(str(run))
+    memory = SharedMemoryDir.of(str(run))
     newest = max((run / "snapshots").iterdir())
     folder = memory.root / "snapshots" / newest.name
     folder.mkdir(parents=True, mode=0o700)
@@ -170,18 +201,19 @@ def test_list_says_of_each_tier_where_it_is_and_what_the_run_has_met_there(tiere
     tier = LocalTier(run)
     met = {"far": {"breaker": "open", "lags": "s2~1.2: 503", "since": 0.0}}
     facts = {"tiers": [{"name": "far", "url": str(far)}], "tier_trouble": met}
-    found = attempts.read_attempts(tier)[1]
-    attempts.replace(tier, found.with_(facts={**found.facts, **facts}))
+    found = attempt_history.read_attempts(tier)[1]
+    attempt_history.replace(tier, found.with_(facts={**found.facts, **facts}))
     assert main(["list", "--json", str(run)]) == 0
     assert told(capsys)["tiers"][1]["trouble"] == {"attempt": 1, **met["far"]}
-    words = tiers_shown.in_words({"attempt": 1, **met["far"]})
+    words = tier_status.in_words({"attempt": 1, **met["far"]})
     assert words.endswith(", left alone (open), lags behind: s2~1.2: 503")
     shutil.rmtree(far)
     far.write_text("")
     assert main(["list", "--json", str(run)]) == 0
     assert [(t["name"], t["answers"]) for t in told(capsys)["tiers"]] == [
-        ("local", True), ("far", False)
-    ]  # fmt: skip
+        ("local", True),
+        ("far", False),
+    ]
     assert main(["list", str(run)]) == 0
     assert "newest there" in capsys.readouterr().out
 
@@ -211,7 +243,7 @@ def test_doctor_measures_every_tier_and_says_how_calls_to_a_store_went(
     assert open_object_store(f"{store}?token=hush").list("") == []
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
-    monkeypatch.setattr(calls, "Limits", partial(Limits, give_up_first_s=0.0))
+    monkeypatch.setattr(retry, "Limits", partial(Limits, give_up_first_s=0.0))
     found = items()
     assert not found["tier s3"]["ok"]
     assert not found["tier s3"]["needed"]
@@ -219,8 +251,9 @@ def test_doctor_measures_every_tier_and_says_how_calls_to_a_store_went(
     assert found["calls to s3"]["value"].startswith("open; met ")
 
 
-def test_prune_goes_over_every_tier_or_the_one_that_is_named(make_run, tmp_path, capsys,
-                                                             monkeypatch):  # fmt: skip
+def test_prune_goes_over_every_tier_or_the_one_that_is_named(
+    make_run, tmp_path, capsys, monkeypatch
+):
     run, far = make_run(steps=3), tmp_path / "far"
     monkeypatch.setenv("TRAINCKPT_TIERS", str(far))
     names = usable(run)
@@ -247,7 +280,7 @@ def test_prune_goes_over_every_tier_or_the_one_that_is_named(make_run, tmp_path,
     far.write_text("")
     rows, document = pruned(code=69)
     assert rows == []
-    assert document["notes"][-1].startswith("the tier far stays as it is: ")
+    assert document["notes"][-1].startswith("tier far was not pruned: ")
 
 
 @pytest.mark.parametrize("verb", [["prune", "--tier"], ["fetch", "--from"]])
@@ -262,7 +295,7 @@ def test_a_tier_that_does_not_hold_the_run_is_78_with_those_that_do(tiered, caps
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.lifecycle.training import attempt
+from tests.end_to_end.training import attempt
 
 attempt("runs/elsewhere", epochs=2)
 """
@@ -277,10 +310,13 @@ def test_a_run_that_is_in_a_store_alone_goes_on_on_another_machine_by_its_url(
     begun_from = usable(tmp_path / "there/run")[-1]
     shutil.rmtree(tmp_path / "there")
     store = open_object_store(url)
-    told_then = attempts.read_attempts(store)[1]
-    launched = {"argv": ["/no/such/bin/python", "train.py"], "cwd": "/no/such/folder",
-                "launch": {"kind": "python", "nproc": 1}}  # fmt: skip
-    attempts.replace(store, told_then.with_(facts={**told_then.facts, **launched}))
+    told_then = attempt_history.read_attempts(store)[1]
+    launched = {
+        "argv": ["/no/such/bin/python", "train.py"],
+        "cwd": "/no/such/folder",
+        "launch": {"kind": "python", "nproc": 1},
+    }
+    attempt_history.replace(store, told_then.with_(facts={**told_then.facts, **launched}))
 
     here.mkdir()
     (here / "train.py").write_text(SCRIPT.format(root=str(ROOT)))

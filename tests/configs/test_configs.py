@@ -22,10 +22,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from trainckpt.attempt.options import read_options
 from trainckpt.cli.main import parse
 from trainckpt.errors import ConfigurationError, NothingToResume, UnusableSnapshot
-from trainckpt.lifecycle.run.options import read_options
-from trainckpt.supervisor.command import split_torchrun_options
+from trainckpt.launcher.torchrun_command import split_torchrun_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path for path in CONFIGS.rglob("*") if path.is_file())
@@ -157,9 +157,12 @@ def condor_jobs(*texts: str) -> list[Any]:
     """The job that HTCondor makes of each submit file, or, as a text, why it makes none."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("condor_jobs.py"))],
-        input=json.dumps(texts), env={**os.environ, "CONDOR_CONFIG": os.devnull},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        input=json.dumps(texts),
+        env={**os.environ, "CONDOR_CONFIG": os.devnull},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -220,12 +223,14 @@ TEXT, NUMBER = str, int
 # Of a JobSet only what stands around its Job, which is looked at as one.
 SET_RULE = {"name": TEXT, "action": TEXT, "onJobFailureReasons": [TEXT]}
 JOB_SET = {
-    "apiVersion": TEXT, "kind": TEXT, "metadata": {"name": TEXT},
+    "apiVersion": TEXT,
+    "kind": TEXT,
+    "metadata": {"name": TEXT},
     "spec": {
         "failurePolicy": {"maxRestarts": NUMBER, "rules": [SET_RULE]},
         "replicatedJobs": [{"name": TEXT, "replicas": NUMBER, "template": {"spec": dict}}],
     },
-}  # fmt: skip
+}
 
 
 def wrong(value: Any, shape: Any, where: str = "") -> list[str]:

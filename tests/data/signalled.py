@@ -56,7 +56,7 @@ def signalled(start: str, number: int) -> None:
     tracked = TrackedLoader(loader, name="train")
     batches = iter(tracked)
     next(batches)
-    workers = tracked._source._live._workers
+    workers = tracked._source._persistent_iterator._workers
     counts = [len(seen)]
     for _ in range(2):
         os.killpg(os.getpgrp(), number)
@@ -75,7 +75,7 @@ def leave(persistent: bool) -> None:
     tracked = TrackedLoader(loader, name="train")
     batches = iter(tracked)
     next(batches)
-    print([worker.pid for worker in tracked._source._latest()._workers])
+    print([worker.pid for worker in tracked._source._last_iterator()._workers])
     sys.modules["kept until the very end"] = (tracked, batches)  # type: ignore[assignment]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from tests.data import datasets as d
-from trainckpt.data.ahead import AheadSource
+from trainckpt.data.prefetching_source import PrefetchingSource
 
 
 class LiveSampler(Sampler):
@@ -118,7 +118,7 @@ class ReadAhead:
         return getattr(self.loader, attribute)
 
     def __trainckpt_source__(self, name, report):
-        return AheadSource(TwoAhead(), self.loader, name, report)
+        return PrefetchingSource(TwoAhead(), self.loader, name, report)
 
 
 MAKES = {

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from tests.data import datasets as d
-from trainckpt.data.compare import restored
 from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.state_differences import restored
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How
 

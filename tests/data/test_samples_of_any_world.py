@@ -150,7 +150,7 @@ class Rank:
         if self.micro == 0:
             is_old = self.loader.state()["elsewhere"]  # nothing trained since: the old world's deal
             self.window = replace(here, deal=deal and self.window.deal) if is_old else here
-            self.loader.mark_window()
+            self.loader.record_window_start()
         if self.left == 0:
             self.place, self.saved = here, self.loader.state()
             raise StoppedError
@@ -182,8 +182,8 @@ def resharded(ranks: list[Rank], world: World, chosen: int, merged: list) -> lis
     place = Place(start.epoch, start.over, 0, start.ends, deal)
     found = [Rank(script, world, number, [], place) for number in range(world.ranks)]
     for new in found:
-        assert new.loader.differences_elsewhere(ranks[chosen].saved) == []
-        new.loader.load_elsewhere(ranks[chosen].saved)
+        assert new.loader.differences_in_other_world(ranks[chosen].saved) == []
+        new.loader.load_in_other_world(ranks[chosen].saved)
         new.window = replace(place, deal=start.deal)
     return found
 

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from tests import warm
 from tests.data.datasets import Plain
-from tests.lifecycle.training import ACCUMULATE, Parts, record
+from tests.end_to_end.training import ACCUMULATE, Parts, record
 from trainckpt import Checkpointer
-from trainckpt.data.untracked import shield_every_loader
+from trainckpt.data.untracked_loaders import shield_all_loaders
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -55,7 +55,7 @@ def test_a_signal_to_the_group_kills_no_untracked_worker_and_the_stop_is_saved(s
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_workers_of_a_loader_that_the_collector_finds_end_without_a_word():
-    shield_every_loader()
+    shield_all_loaders()
     loader = DataLoader(Plain(), 4, num_workers=1, persistent_workers=True)
     for _ in loader:
         pass

@@ -34,7 +34,7 @@ def marked_after(loader: DataLoader, batches: int, more: int = 0) -> dict:
     running = iter(one)
     for _ in range(batches):
         next(running)
-    one.mark_window()
+    one.record_window_start()
     for _ in range(more):
         next(running)
     return one.state()
@@ -42,7 +42,7 @@ def marked_after(loader: DataLoader, batches: int, more: int = 0) -> dict:
 
 def elsewhere(state: dict, loader: DataLoader, **options) -> TrackedLoader:
     one = tracked(loader, **options)
-    one.load_elsewhere(state)
+    one.load_in_other_world(state)
     return one
 
 
@@ -105,7 +105,7 @@ def test_a_window_may_have_begun_in_the_epoch_before():
     running = iter(one)
     for _ in range(4):
         next(running)
-    one.mark_window()
+    one.record_window_start()
     assert len(list(running)) == 2
     one.sampler.set_epoch(1)
     next(iter(one))
@@ -138,7 +138,7 @@ def test_a_window_that_began_between_passes_goes_on_with_a_plain_pass():
     """With its evaluation still to come, the owner lets the finished pass end at once."""
     one = tracked(dealt(2))
     ids(one)
-    one.mark_window()
+    one.record_window_start()
     for state in (one.state(), (next(iter(one)), one.state())[1]):
         again = elsewhere(state, dealt(3))
         assert (again.in_pass, again.exhausted, again.batches) == (False, True, 6)
@@ -166,7 +166,7 @@ def test_worlds_can_change_again_and_again_in_one_epoch():
         one = elsewhere(state, dealt(ranks, ranks - 1, batch=batch))
         running = iter(one)
         next(running)
-        one.mark_window()
+        one.record_window_start()
         state = one.state()
         trained += ranks * batch
     left = [ids(elsewhere(state, dealt(3, rank))) for rank in range(3)]
@@ -178,7 +178,7 @@ def test_a_state_between_loading_and_the_first_batch_can_be_loaded_anywhere():
     """Nothing was trained yet: it is the old window's start still, marked again or not."""
     old = marked_after(dealt(2), 3, more=1)
     one = elsewhere(old, dealt(3))
-    one.mark_window()
+    one.record_window_start()
     state = one.state()
     same = tracked(dealt(3))
     same.load_state(state)
@@ -195,9 +195,9 @@ def test_an_older_state_without_a_window_still_loads():
     one.load_state(state)
     assert one.state()["window"] is None
     assert ids(one) == ids(dealt(2))[6:]
-    assert "does not say where its window began" in one.differences_elsewhere(state)[0]
+    assert "does not say where its window began" in one.differences_in_other_world(state)[0]
     with pytest.raises(StateMismatch, match="another number of ranks"):
-        one.load_elsewhere(state)
+        one.load_in_other_world(state)
 
 
 def test_a_mark_outlives_an_exact_resume():
@@ -208,7 +208,7 @@ def test_a_mark_outlives_an_exact_resume():
     next(iter(one))
     assert one.state()["window"] == state["window"]
     one.load_state(state)
-    one.mark_window()
+    one.record_window_start()
     assert one.state()["window"] == marked_after(dealt(2), 4)["window"]
 
 
@@ -242,7 +242,7 @@ def test_a_pass_dealt_elsewhere_can_be_stopped_and_goes_on_bitwise(kind):
     def run(stop: int | None) -> d.Run:
         d.seed_all(7)
         one = d.Run(dealt(3, 1, generator=torch.Generator().manual_seed(2), **options), stop=stop)
-        one.loader.load_elsewhere(state)
+        one.loader.load_in_other_world(state)
         if stop is None:
             one.train(epochs=2)
             one.loader.shutdown()
@@ -351,12 +351,12 @@ def test_one_process_that_shuffles_goes_back_to_the_same_order(own, kept):
             running = iter(one)
             for _ in range(batches):
                 next(running)
-            one.mark_window()
+            one.record_window_start()
             next(running)
             state = one.state()
             one.shutdown()
             again = make(2)
-            again.load_elsewhere(state)
+            again.load_in_other_world(state)
             assert ids(again) == whole[epoch][2 * batches :]
             if own:
                 assert ids(again) == whole[epoch + 1]
@@ -379,15 +379,15 @@ def test_what_cannot_be_dealt_elsewhere_is_named_with_what_to_use_instead():
     }
     for words, loader in cannot.items():
         one = tracked(loader)
-        one.mark_window()
-        (sentence,) = one.differences_elsewhere(good)
+        one.record_window_start()
+        (sentence,) = one.differences_in_other_world(good)
         assert sentence.startswith("train: ")
         assert words in sentence
         if "had" not in words:
             assert "DistributedSampler, also with one process" in sentence
         with pytest.raises(StateMismatch):
-            one.load_elsewhere(good)
-        (sentence,) = tracked(dealt(2)).differences_elsewhere(one.state())
+            one.load_in_other_world(good)
+        (sentence,) = tracked(dealt(2)).differences_in_other_world(one.state())
         assert sentence.startswith("train: ")
 
 
@@ -397,7 +397,7 @@ def test_samplers_that_know_nothing_of_ranks_are_named_in_several_processes():
     plain = DataLoader(d.Plain(), 2)
 
     def found(old, new, processes):
-        return tracked(new).differences_elsewhere(marked_after(old, 1), processes)
+        return tracked(new).differences_in_other_world(marked_after(old, 1), processes)
 
     assert found(shuffled, shuffled, (1, 1)) == []
     assert "each has its own order" in found(shuffled, shuffled, (1, 2))[0]
@@ -413,9 +413,9 @@ def test_a_loader_that_rests_goes_on_with_any_number_of_ranks():
     """An evaluation's, which each process reads whole: none of its batches is to be dealt."""
     one = tracked(DataLoader(d.Plain(), 2))
     ids(one)
-    one.mark_window()
+    one.record_window_start()
     for other in (DataLoader(d.Plain(), 2), dealt(3, shuffle=False)):
-        assert tracked(other).differences_elsewhere(one.state(), (2, 3)) == []
+        assert tracked(other).differences_in_other_world(one.state(), (2, 3)) == []
         assert len(ids(elsewhere(one.state(), other))) > 0
 
 
@@ -424,5 +424,5 @@ def test_a_pass_that_a_break_has_left_is_no_window_s_place():
     one = tracked(dealt(2))
     for _ in one:
         break
-    one.mark_window()
+    one.record_window_start()
     assert one.state()["window"]["in_pass"] is False

@@ -54,14 +54,14 @@ def test_a_wrapped_key_of_another_length_is_refused(length):
 
 
 def test_ranks_that_share_a_secret_get_the_same_keys_whatever_saves_they_miss():
-    a, b = envelope.Chain(KEY), envelope.Chain(KEY)
+    a, b = envelope.KeyRatchet(KEY), envelope.KeyRatchet(KEY)
     of_a = [a.key(number) for number in range(1, 6)]
     assert len(set(of_a)) == 5
     assert [b.key(2), b.key(5)] == [of_a[1], of_a[4]]
 
 
 def test_a_key_that_was_used_cannot_be_had_again_nor_found_in_what_is_left():
-    chain = envelope.Chain(KEY)
+    chain = envelope.KeyRatchet(KEY)
     used = [chain.key(1), chain.key(2)]
     with pytest.raises(ValueError, match="given already"):
         chain.key(2)
@@ -70,7 +70,7 @@ def test_a_key_that_was_used_cannot_be_had_again_nor_found_in_what_is_left():
 
 
 def test_a_letter_is_read_by_whom_it_is_addressed_to():
-    letter, another = envelope.Letter(), envelope.Letter()
+    letter, another = envelope.KeyExchange(), envelope.KeyExchange()
     sealed = envelope.wrap(KEY, letter.address, envelope.A_RANK).key
     assert letter.read(sealed) == KEY
     with pytest.raises(UnusableSnapshot):

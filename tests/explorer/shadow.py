@@ -13,7 +13,8 @@ import pytest
 from tests.explorer.model import NOT_OPENED, Outcome
 from tests.explorer.steps import Steps, Verdict
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks import Agreement, Decision, Publication, Wish, decide
+from trainckpt.notice import Notice
+from trainckpt.ranks import BoundaryGate, Decision, Publication, decide
 from trainckpt.ranks.decision import decide_without
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.explorer.model import Setup, State, Step
-    from trainckpt.ranks import Due
 
 
 # Else hardly a round would be decided, and all would be opened before the first boundary.
@@ -43,7 +43,9 @@ class Shadow:
         self.setup = setup
         self.steps = Steps(setup)
         self.state = setup.first_state()
-        self.agreements = [_without_waiting(Agreement(clock=lambda: 0.0)) for _ in setup.programs]
+        self.agreements = [
+            _without_waiting(BoundaryGate(clock=lambda: 0.0)) for _ in setup.programs
+        ]
         self.publications: list[dict[int, Publication]] = [{} for _ in setup.rounds]
         self.finals: dict[int, Publication] = {}
         self.decisions: dict[int, Decision] = {}
@@ -77,7 +79,7 @@ class Shadow:
             return True
         return False
 
-    def _ask(self, r: int) -> Due | None:
+    def _ask(self, r: int) -> Decision | None:
         op = self.setup.programs[r][self.state.ranks[r].at]
         return self.agreements[r].at_boundary(resumable=op.resumable, window_end=op.window_end)
 
@@ -105,7 +107,7 @@ class Shadow:
     def _send(self, r: int, k: int) -> None:
         round_ = self.setup.rounds[k]
         wish = round_.wishes[r]
-        real = None if wish is None else Wish("a notice", wish.action, wish.mode)
+        real = None if wish is None else Notice("a notice", wish.action, wish.mode)
         count = self.state.ranks[r].opened[k]
         self.publications[k][r] = Publication(k + 1, r, count, round_.can_save[r], real)
 
@@ -118,7 +120,7 @@ class Shadow:
             seen = [
                 publication
                 for publication in self.publications[k].values()
-                if publication.wish and publication.wish.action == expected.action == "stop"
+                if publication.notice and publication.notice.action == expected.action == "stop"
             ]
             decision = decide_without(seen, size, k + 1)
         else:
@@ -128,16 +130,18 @@ class Shadow:
             decision = decide(list(answers.values()))
         self.decisions[k] = decision
         if expected.failed:
-            assert (decision.action, decision.failed) == (expected.action, True)
+            assert (decision.notice.action, decision.failed) == (expected.action, True)
             self.compared.append("failure")
         else:
-            mine = Outcome(decision.action, decision.mode, decision.bound, decision.failed)
+            mine = Outcome(
+                decision.notice.action, decision.notice.mode, decision.bound, decision.failed
+            )
             assert mine == expected
 
     def _hear(self, r: int, k: int) -> None:
         decision, agreement = self.decisions[k], self.agreements[r]
         agreement.decided(decision)
-        if decision.failed and decision.action == "stop":
+        if decision.failed and decision.notice.action == "stop":
             with pytest.raises(NoAgreement):  # no main that lived on could go on
                 agreement.at_boundary()
 
@@ -148,8 +152,8 @@ class Shadow:
         if due is None:
             assert verdict == Verdict("pass")
         else:
-            assert verdict == Verdict(due.action, due.round - 1)
-            if due.action == "save":
+            assert verdict == Verdict(due.notice.action, due.round - 1)
+            if due.notice.action == "save":
                 agreement.close_round(due.round)
         held = [count != NOT_OPENED for count in self.state.ranks[r].opened]
         assert agreement.has_open_round() <= any(held)
@@ -160,7 +164,7 @@ def _for_round(final: Publication, round_: int) -> Publication:
     return Publication(round_, final.rank, final.passed, final.can_save)
 
 
-def _without_waiting(agreement: Agreement) -> Agreement:
+def _without_waiting(agreement: BoundaryGate) -> BoundaryGate:
     def wait_for(ready: Callable[[], bool]) -> None:
         if not ready():
             raise WouldWait

@@ -26,16 +26,35 @@ SETUPS = [
     setup_of("window stop, then stop", (NONE,) * 3, round_of(WINDOW_STOP, 3), round_of(STOP, 3)),
     setup_of("stop, then window stop", (NONE,) * 2, round_of(STOP, 2), round_of(WINDOW_STOP, 2)),
     setup_of("save, save, stop", (NONE,) * 3, *(round_of(w, 3) for w in (SAVE, SAVE, STOP))),
-    setup_of("window stop, save, stop", (NONE,) * 2,
-             *(round_of(w, 2) for w in (WINDOW_STOP, SAVE, STOP)), timers=False),
-    setup_of("notices apart", (ALL,) * 3, round_of((None, SAVE, WINDOW_STOP), 3),
-             round_of((STOP, None, None), 3), timers=False),
+    setup_of(
+        "window stop, save, stop",
+        (NONE,) * 2,
+        *(round_of(w, 2) for w in (WINDOW_STOP, SAVE, STOP)),
+        timers=False,
+    ),
+    setup_of(
+        "notices apart",
+        (ALL,) * 3,
+        round_of((None, SAVE, WINDOW_STOP), 3),
+        round_of((STOP, None, None), 3),
+        timers=False,
+    ),
     setup_of("wishes that meet", (ALL,) * 3, round_of((SAVE, WINDOW_STOP, STOP), 3), timers=False),
-    setup_of("rank 1 cannot save", (NONE,) * 2, round_of(SAVE, 2, unable=[1]), round_of(STOP, 2),
-             timers=False),
-    setup_of("rank 0 raises", (raising(FREE, 2), FREE, FREE), round_of(SAVE, 3),
-             round_of(STOP, 3), timers=False),
-]  # fmt: skip
+    setup_of(
+        "rank 1 cannot save",
+        (NONE,) * 2,
+        round_of(SAVE, 2, unable=[1]),
+        round_of(STOP, 2),
+        timers=False,
+    ),
+    setup_of(
+        "rank 0 raises",
+        (raising(FREE, 2), FREE, FREE),
+        round_of(SAVE, 3),
+        round_of(STOP, 3),
+        timers=False,
+    ),
+]
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)

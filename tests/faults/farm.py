@@ -19,9 +19,9 @@ import sys
 import traceback
 
 from tests.faults import hosts
+from tests.limits import HANG_S
 from tests.ranks.processes import context
 
-LIMIT_S = 120
 # As `hosts.HOLD`; and names come from a file, since c10d asks for the name of every address.
 HOLD = """
 set -e
@@ -78,8 +78,21 @@ class Farm:
         """Start a host that has nothing yet."""
         namespace, port = f"{self._prefix}h{number}", f"port{number}"
         _run("ip", "netns", "add", namespace)
-        _run("ip", "-n", self._switch, "link", "add", port, "type", "veth",
-             "peer", "name", "link0", "netns", namespace)  # fmt: skip
+        _run(
+            "ip",
+            "-n",
+            self._switch,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "link0",
+            "netns",
+            namespace,
+        )
         _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
         # As the one before, or the others would go on talking to that for a minute.
         _run(
@@ -90,10 +103,21 @@ class Farm:
             _run("ip", "-n", namespace, "link", "set", device, "up")
         name = f"host{number}-{next(self._boots)}"
         holder = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "unshare", "--mount", "--uts",
-             "sh", "-c", HOLD.format(name=name, own=self.own)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                "unshare",
+                "--mount",
+                "--uts",
+                "sh",
+                "-c",
+                HOLD.format(name=name, own=self.own),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert holder.stdout.readline() == "ready\n"
         self._holders[number] = holder
 
@@ -118,15 +142,24 @@ class Farm:
         self._ranks = []
         for rank, number in enumerate(numbers):
             variables = {
-                "RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": len(numbers), "LOCAL_WORLD_SIZE": 1,
-                "MASTER_ADDR": self.address(numbers[0]), "MASTER_PORT": 29400 + len(self._started),
-                "GLOO_SOCKET_IFNAME": "link0", "RES_OPTIONS": "timeout:1 attempts:1",
-                "TRAINCKPT_MEMORY": self.own, **environment,
-            }  # fmt: skip
+                "RANK": rank,
+                "LOCAL_RANK": 0,
+                "WORLD_SIZE": len(numbers),
+                "LOCAL_WORLD_SIZE": 1,
+                "MASTER_ADDR": self.address(numbers[0]),
+                "MASTER_PORT": 29400 + len(self._started),
+                "GLOO_SOCKET_IFNAME": "link0",
+                "RES_OPTIONS": "timeout:1 attempts:1",
+                "TRAINCKPT_MEMORY": self.own,
+                **environment,
+            }
             told = {name: str(value) for name, value in variables.items()}
-            self._ranks.append((number, self._ask(
-                "start", self._holders[number].pid, program, arguments, log, told
-            )))  # fmt: skip
+            self._ranks.append(
+                (
+                    number,
+                    self._ask("start", self._holders[number].pid, program, arguments, log, told),
+                )
+            )
         self._started += [rank for _, rank in self._ranks]
         return [rank for _, rank in self._ranks]
 
@@ -165,13 +198,13 @@ class Farm:
 
     def _ask(self, *request):
         self._pipe.send(request)
-        assert self._pipe.poll(LIMIT_S), request
+        assert self._pipe.poll(HANG_S), request
         return self._pipe.recv()
 
     def down(self):
         self._kill(self._started)
         self._pipe.close()
-        self._forker.join(LIMIT_S)
+        self._forker.join(HANG_S)
         for number in list(self._holders):
             self.lose(number)
         _run("ip", "netns", "del", self._switch)

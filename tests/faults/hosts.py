@@ -63,10 +63,21 @@ class Host:
         for device in ("lo", "link0"):
             subprocess.run([*inside, "link", "set", device, "up"], check=True)
         self._holder = subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace, "unshare", "--mount", "--uts",
-             "sh", "-c", HOLD.format(name=self.name, own=self.own)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                "ip",
+                "netns",
+                "exec",
+                self._namespace,
+                "unshare",
+                "--mount",
+                "--uts",
+                "sh",
+                "-c",
+                HOLD.format(name=self.name, own=self.own),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self._holder.stdout.readline() == "ready\n"
 
     def run(self, command):
@@ -77,11 +88,13 @@ class Host:
 
     def python(self, words, **environment):
         """Start `python WORD ...` on this host; its process."""
-        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "link0",
-                     "RES_OPTIONS": "timeout:1 attempts:1", **environment}  # fmt: skip
-        return warm.Told(
-            self._server, words, together=True, env=variables, enter=self._holder.pid
-        )  # fmt: skip
+        variables = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "link0",
+            "RES_OPTIONS": "timeout:1 attempts:1",
+            **environment,
+        }
+        return warm.Told(self._server, words, together=True, env=variables, enter=self._holder.pid)
 
     def down(self):
         """Gone, with all that was its own."""
@@ -105,9 +118,23 @@ def two_hosts(server, own):
         for name in names:
             subprocess.run(["ip", "netns", "add", name], check=True)
         subprocess.run(
-            ["ip", "link", "add", "link0", "netns", names[0], "type", "veth",
-             "peer", "name", "link0", "netns", names[1]], check=True,
-        )  # fmt: skip
+            [
+                "ip",
+                "link",
+                "add",
+                "link0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "link0",
+                "netns",
+                names[1],
+            ],
+            check=True,
+        )
         for host in hosts:
             host.boot()
         yield hosts
@@ -121,11 +148,16 @@ def start_job(hosts, program, *arguments, **environment):
     return [
         host.python(
             ["-m", f"tests.faults.{program}", *arguments],
-            RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1",
-            MASTER_ADDR=hosts[0].address, MASTER_PORT="29400", **environment,
+            RANK=str(rank),
+            LOCAL_RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR=hosts[0].address,
+            MASTER_PORT="29400",
+            **environment,
         )
         for rank, host in enumerate(hosts)
-    ]  # fmt: skip
+    ]
 
 
 def ends(processes, timeout_s=120):

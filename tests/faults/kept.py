@@ -81,8 +81,15 @@ def train_on_data(place, epochs, marks):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                note(folder, str(ckpt.cursor.step), ckpt, model, optimizer, epoch=epoch,
-                     samples=batch["index"].tolist())  # fmt: skip
+                note(
+                    folder,
+                    str(ckpt.cursor.step),
+                    ckpt,
+                    model,
+                    optimizer,
+                    epoch=epoch,
+                    samples=batch["index"].tolist(),
+                )
     torch.distributed.destroy_process_group()
 
 
@@ -97,7 +104,7 @@ def pace(step):
 
 def note(folder, name, ckpt, model, optimizer, **more):
     """Atomically, for whoever kills this."""
-    protection = ckpt._attempt.saver.protecting.protection
+    protection = ckpt._attempt.saver.replication.replicator
     newest = (protection and protection.newest) or ""
     facts = {
         "step": ckpt.cursor.step,

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import farm, kept
+from tests.limits import HANG_S
 from trainckpt.encryption import keys as keys_of
 from trainckpt.format.names import SnapshotName
 
-LIMIT_S = 90
 SIZE, LAST, LOST_AT = 4, 100, 4
 SAVING = {"TRAINCKPT_EVERY": "never", "TRAINCKPT_MEMORY_EVERY": "1 step"}
 WAYS = {"partner": 1, "xor:4": 1, "rs:2+2": 2}  # how many hosts may be lost
@@ -62,8 +62,9 @@ def drawn(seed):
 def straight(hosts, folder):
     """What each rank noted at each step of the run that lost nothing."""
     marks, log = folder / "marks", folder / "log"
-    hosts.start(range(SIZE), kept.train, folder / "run", LAST, marks, log=log,
-                TRAINCKPT_EVERY="never")  # fmt: skip
+    hosts.start(
+        range(SIZE), kept.train, folder / "run", LAST, marks, log=log, TRAINCKPT_EVERY="never"
+    )
     assert hosts.ends() == [0] * SIZE, log.read_text()
     return noted(marks)
 
@@ -73,10 +74,11 @@ def noted(marks):
     return {
         int(rank.name): {
             path.name: json.loads(path.read_text())
-            for path in rank.iterdir() if not path.name.startswith(".")
+            for path in rank.iterdir()
+            if not path.name.startswith(".")
         }
         for rank in marks.iterdir()
-    }  # fmt: skip
+    }
 
 
 def sealing(folder):
@@ -94,11 +96,14 @@ def play(hosts, case, folder, expected):
     marks, log = folder / "marks", folder / "log"
     keys = sealing(folder) if case.sealed else {}
     environment = {
-        "TEST_STEP_S": "0", **SAVING, **keys,
-        "TRAINCKPT_EVERY": case.every, "TRAINCKPT_REDUNDANCY": case.redundancy,
-    }  # fmt: skip
+        "TEST_STEP_S": "0",
+        **SAVING,
+        **keys,
+        "TRAINCKPT_EVERY": case.every,
+        "TRAINCKPT_REDUNDANCY": case.redundancy,
+    }
     hosts.start(range(SIZE), kept.train, folder / "run", LAST, marks, log=log, **environment)
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + HANG_S
     while not marks.is_dir() or newest(noted(marks)) < LOST_AT:
         assert hosts.all_run, log.read_text()
         assert time.monotonic() < until_s, log.read_text()
@@ -114,8 +119,16 @@ def play(hosts, case, folder, expected):
     for number in case.lost:
         hosts.boot(number)
     again, until = folder / "again", min(done + 3, LAST)
-    hosts.start(case.numbers, kept.train, folder / "run", until, again, log=log,
-                TRAINCKPT_EVERY="never", **keys)  # fmt: skip
+    hosts.start(
+        case.numbers,
+        kept.train,
+        folder / "run",
+        until,
+        again,
+        log=log,
+        TRAINCKPT_EVERY="never",
+        **keys,
+    )
     assert hosts.ends() == [0] * len(case.numbers), log.read_text()
     after = noted(again)
     (began,) = {facts["began"]["step"] for facts in after.values()}
@@ -168,8 +181,12 @@ def main():
                 found = play(hosts, case, inside, expected)
                 lost.append(found.done - found.began)
                 assert found.kept <= found.began, (case, found.log)
-                print(seed, case, f"kept {found.kept}, trained {found.done}, went on at "
-                      f"{found.began}", flush=True)  # fmt: skip
+                print(
+                    seed,
+                    case,
+                    f"kept {found.kept}, trained {found.done}, went on at {found.began}",
+                    flush=True,
+                )
     print(f"{len(lost)} cases; steps lost: {sorted(lost)}")
     return int(max(lost, default=0) > 1)
 

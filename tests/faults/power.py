@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainckpt.tiers.disk import Disk
+from trainckpt.storage.disk import Disk
 
 MOST_EXHAUSTIVE = 12  # unsynced operations tried in all combinations; beyond, a sample
 SAMPLES = 200
@@ -22,8 +22,6 @@ SAMPLES = 200
 
 class RecordingDisk(Disk):
     """Does what it is told, and keeps a list of it."""
-
-    overwritten = 0
 
     def __init__(self):
         self.done = []
@@ -40,17 +38,9 @@ class RecordingDisk(Disk):
         self._note("create", path)
         return descriptor
 
-    def open_again(self, path):
-        self.overwritten += 1
-        return super().open_again(path)
-
     def reserve(self, path, descriptor, num_bytes):
         super().reserve(path, descriptor, num_bytes)
         self._note("reserve", path, num_bytes)
-
-    def cut(self, path, descriptor, num_bytes):
-        super().cut(path, descriptor, num_bytes)
-        self._note("cut", path, num_bytes)
 
     def write(self, path, descriptor, block, first_byte):
         super().write(path, descriptor, block, first_byte)
@@ -161,8 +151,6 @@ class Storage:
             self.pending.append(Pending((), self.seen[path], *rest))
         elif kind == "reserve":
             self.pending.append(Pending((), self.seen[path], length=rest[0]))
-        elif kind == "cut":
-            self.pending.append(Pending((), self.seen[path], most=rest[0]))
         elif kind == "sync":
             self._settle(lambda p: p.number == self.seen[path])
         elif kind == "sync folder":

@@ -155,8 +155,9 @@ class Server:
         if valid & SET_MODE:
             os.chmod(self.path(node), mode & 0o7777)
         if valid & (SET_OWNER | SET_GROUP):
-            os.chown(self.path(node), uid if valid & SET_OWNER else -1,
-                     gid if valid & SET_GROUP else -1)  # fmt: skip
+            os.chown(
+                self.path(node), uid if valid & SET_OWNER else -1, gid if valid & SET_GROUP else -1
+            )
         if valid & SET_SIZE:
             os.truncate(self.path(node), size)
         return self.attributes(node, body)
@@ -215,24 +216,68 @@ class Server:
     def begin(self, node: int, body: memoryview) -> bytes:
         major, minor, ahead, _ = struct.unpack_from("<4I", body)
         pages = MOST_BYTES // 4096
-        return struct.pack("<4IHHIIHH8I", major, min(minor, 31), ahead, BIG_WRITES | MAX_PAGES,
-                           16, 12, MOST_BYTES, 1, pages, 0, *[0] * 8)  # fmt: skip
+        return struct.pack(
+            "<4IHHIIHH8I",
+            major,
+            min(minor, 31),
+            ahead,
+            BIG_WRITES | MAX_PAGES,
+            16,
+            12,
+            MOST_BYTES,
+            1,
+            pages,
+            0,
+            *[0] * 8,
+        )
 
     def room(self, node: int, body: memoryview) -> bytes:
         found = os.statvfs(self.path(node))
-        return struct.pack("<5Q10I", found.f_blocks, found.f_bfree, found.f_bavail, found.f_files,
-                           found.f_ffree, found.f_bsize, 255, found.f_frsize, *[0] * 7)  # fmt: skip
+        return struct.pack(
+            "<5Q10I",
+            found.f_blocks,
+            found.f_bfree,
+            found.f_bavail,
+            found.f_files,
+            found.f_ffree,
+            found.f_bsize,
+            255,
+            found.f_frsize,
+            *[0] * 7,
+        )
 
     def nothing(self, node: int, body: memoryview) -> None:
         """Done at once."""
 
     ACTS: ClassVar[dict[int, Any]] = {
-        1: entry, 2: forget, 3: attributes, 4: set_attributes, 9: make_folder, 10: remove,
-        11: remove_folder, 12: rename, 13: link, 14: open_file, 15: read, 16: write, 17: room,
-        18: release, 20: sync, 25: nothing, 26: begin, 27: open_folder, 28: list_folder,
-        29: release, 30: sync, 35: create, 36: nothing, 38: nothing, 42: forget_several,
-        43: reserve, 45: rename_with_flags,
-    }  # fmt: skip
+        1: entry,
+        2: forget,
+        3: attributes,
+        4: set_attributes,
+        9: make_folder,
+        10: remove,
+        11: remove_folder,
+        12: rename,
+        13: link,
+        14: open_file,
+        15: read,
+        16: write,
+        17: room,
+        18: release,
+        20: sync,
+        25: nothing,
+        26: begin,
+        27: open_folder,
+        28: list_folder,
+        29: release,
+        30: sync,
+        35: create,
+        36: nothing,
+        38: nothing,
+        42: forget_several,
+        43: reserve,
+        45: rename_with_flags,
+    }
 
 
 def refuse(flags: int, end: int) -> None:
@@ -251,10 +296,19 @@ def opened(handle: int) -> bytes:
 def packed(found: os.stat_result) -> bytes:
     times = (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns)
     return STAT.pack(
-        found.st_ino, found.st_size, found.st_blocks, *(each // 10**9 for each in times),
-        *(each % 10**9 for each in times), found.st_mode, found.st_nlink, found.st_uid,
-        found.st_gid, found.st_rdev, found.st_blksize, 0,
-    )  # fmt: skip
+        found.st_ino,
+        found.st_size,
+        found.st_blocks,
+        *(each // 10**9 for each in times),
+        *(each % 10**9 for each in times),
+        found.st_mode,
+        found.st_nlink,
+        found.st_uid,
+        found.st_gid,
+        found.st_rdev,
+        found.st_blksize,
+        0,
+    )
 
 
 @contextlib.contextmanager

@@ -19,9 +19,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 DROP, LOSE, CUT, HOLD = "drop", "lose", "cut", "hold"
 CODES = {
-    200: "Page", 302: "Elsewhere", 401: "Unauthorized", 500: "InternalError", 503: "SlowDown",
+    200: "Page",
+    302: "Elsewhere",
+    401: "Unauthorized",
+    500: "InternalError",
+    503: "SlowDown",
     507: "InsufficientStorage",
-}  # fmt: skip
+}
 _HOP = {"connection", "keep-alive", "transfer-encoding"}
 
 

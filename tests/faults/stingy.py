@@ -24,7 +24,7 @@ from torch import nn
 
 from tests.faults import cgroup
 from trainckpt import Checkpointer
-from trainckpt.tiers.memory import ROOT_VARIABLE
+from trainckpt.storage.shared_memory import ROOT_VARIABLE
 
 STEPS, DIES_AT = 6, 4
 FILLS_AT, GROWS_AT = 1, 3  # with others' files; what is tracked

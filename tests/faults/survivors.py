@@ -20,8 +20,8 @@ from pathlib import Path
 
 from tests.faults import farm, kept
 from tests.faults.lost_hosts import noted, sealing
+from tests.limits import HANG_S
 
-LIMIT_S = 90
 SIZE, EPOCHS, LOST_AT = 4, 8, 4
 ITEMS = SIZE * kept.BATCH * kept.STEPS_AN_EPOCH
 EXACT, MARKED = ": bitwise\n", ": same data, not bitwise: ranks that died\n"
@@ -72,8 +72,15 @@ def drawn(seed, *, partners, two=False):
 def straight(hosts, folder):
     """What each rank noted at each step of the run that lost nobody."""
     marks, log = folder / "marks", folder / "log"
-    hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, marks, log=log,
-                TRAINCKPT_EVERY="never")  # fmt: skip
+    hosts.start(
+        range(SIZE),
+        kept.train_on_data,
+        folder / "run",
+        EPOCHS,
+        marks,
+        log=log,
+        TRAINCKPT_EVERY="never",
+    )
     assert hosts.ends() == [0] * SIZE, log.read_text()
     return noted(marks)
 
@@ -82,14 +89,23 @@ def play(hosts, case, folder, expected):
     """Train, let one rank die, go on."""
     marks, log = folder / "marks", folder / "log"
     environment = {
-        "TRAINCKPT_EVERY": "never", "TRAINCKPT_SURVIVORS": "8 s",
+        "TRAINCKPT_EVERY": "never",
+        "TRAINCKPT_SURVIVORS": "8 s",
         "TRAINCKPT_REDUNDANCY": "partner" if case.partners else "none",
         "TEST_STEP_S": "0.03",
-    }  # fmt: skip
+    }
     keys = sealing(folder) if case.sealed else {}
-    ranks = hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, marks, log=log,
-                        **environment, **keys)  # fmt: skip
-    until_s = time.monotonic() + LIMIT_S
+    ranks = hosts.start(
+        range(SIZE),
+        kept.train_on_data,
+        folder / "run",
+        EPOCHS,
+        marks,
+        log=log,
+        **environment,
+        **keys,
+    )
+    until_s = time.monotonic() + HANG_S
     while not marks.is_dir() or last_step(noted(marks)) < LOST_AT:
         assert hosts.all_run, log.read_text()
         assert time.monotonic() < until_s, log.read_text()
@@ -108,8 +124,16 @@ def play(hosts, case, folder, expected):
     done = last_step(before)
     assert done < len(steps(expected[0])), "it went on to its end"
     again = folder / "again"
-    hosts.start(range(SIZE), kept.train_on_data, folder / "run", EPOCHS, again, log=log,
-                TRAINCKPT_EVERY="never", **keys)  # fmt: skip
+    hosts.start(
+        range(SIZE),
+        kept.train_on_data,
+        folder / "run",
+        EPOCHS,
+        again,
+        log=log,
+        TRAINCKPT_EVERY="never",
+        **keys,
+    )
     assert hosts.ends() == [0] * SIZE, log.read_text()
     if case.wakes == WENT_ON:
         wake(hosts, asleep, folder)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lifecycle.training import Parts, attempt, crashed, record, usable
+from tests.end_to_end.training import Parts, attempt, crashed, record, usable
 from trainckpt import Checkpointer
 from trainckpt.errors import NoUsableSnapshot, StateMismatch, TierUnavailable, UnusableSnapshot
-from trainckpt.format import strict
-from trainckpt.tiers.memory import NONE, ROOT_VARIABLE
+from trainckpt.format import json_io
+from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_the_next_older_snapshot_is_used_and_the_refusal_logged(run, what, caplo
     with caplog.at_level("INFO", "trainckpt"):
         step, refused = resumed(run)
     assert (step, list(refused)) == (2, ["s4~1.2"])
-    assert f"passed over s4~1.2: {refused['s4~1.2']}" in caplog.text
+    assert f"skipped snapshot s4~1.2: {refused['s4~1.2']}" in caplog.text
     assert usable(run)[0] == "s2~1.1"
 
 
@@ -110,7 +110,7 @@ def test_a_vanished_snapshot_that_was_recorded_is_said_to_be_gone(run, caplog):
         path.unlink()
     (run / "snapshots" / "s4~1.2").rmdir()
     step, refused = resumed(run)
-    assert (step, refused) == (2, {"s4~1.2": "attempt 1 committed it, and it is gone"})
+    assert (step, refused) == (2, {"s4~1.2": "attempt 1 committed it, but it is missing"})
 
 
 @pytest.mark.parametrize("damage", [DAMAGE["a bit of the data"], DAMAGE["a whole file"]])
@@ -131,12 +131,13 @@ def test_if_all_are_gone_it_never_begins_at_step_0(run):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-    with pytest.raises(NoUsableSnapshot, match="it is gone"):
+    with pytest.raises(NoUsableSnapshot, match="it is missing"):
         Checkpointer(run, **Parts().tracked()).resume()
 
 
-@pytest.mark.parametrize("act", [lambda p: flip(p, 12), lambda p: p.write_bytes(b""),
-                                 lambda p: p.unlink()])  # fmt: skip
+@pytest.mark.parametrize(
+    "act", [lambda p: flip(p, 12), lambda p: p.write_bytes(b""), lambda p: p.unlink()]
+)
 def test_a_damaged_run_s_record_is_an_error_and_changes_nothing(run, act):
     data = (run / "run.json").read_bytes()
     act(run / "run.json")
@@ -154,7 +155,7 @@ def test_a_damaged_attempt_s_record_is_named_and_the_snapshots_are_used(run, at,
     flip(run / "attempts" / "1.json", at)
     with caplog.at_level("WARNING", "trainckpt"):
         assert resumed(run)[0] == 4
-    assert "attempt 1: its record is damaged" in caplog.text
+    assert "the record of attempt 1 is damaged" in caplog.text
 
 
 def test_a_snapshot_of_another_run_is_refused(run, tmp_path):
@@ -169,21 +170,29 @@ def test_a_snapshot_of_another_run_is_refused(run, tmp_path):
 def rewritten(run, **changes):
     """Change the newest manifest, and make its own digest fit."""
     path = file(run, "s4~1.2", "manifest.json")
-    path.write_bytes(strict.sealed({**json.loads(path.read_bytes()), **changes}))
+    path.write_bytes(json_io.sealed({**json.loads(path.read_bytes()), **changes}))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"format": 6}, "format version 6"),
-        ({"format": 1,
-          "files": [{"name": "../s2~1.1/x", "bytes": 1, "digest": "0" * 32, "header": "0" * 32}]},
-         "outside its folder"),
-        ({"world": 0, "files": {"bytes": [], "digests": "", "headers": ""}},
-         "is no mesh of 0 ranks"),
+        (
+            {
+                "format": 1,
+                "files": [
+                    {"name": "../s2~1.1/x", "bytes": 1, "digest": "0" * 32, "header": "0" * 32}
+                ],
+            },
+            "outside its folder",
+        ),
+        (
+            {"world": 0, "files": {"bytes": [], "digests": "", "headers": ""}},
+            "is no mesh of 0 ranks",
+        ),
         ({"tensors": {}}, "is not in the manifest"),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_manifest_is_refused_with_the_reason(run, changes, words):
     rewritten(run, **changes)
     step, refused = resumed(run)

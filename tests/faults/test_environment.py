@@ -71,8 +71,11 @@ def test_it_resumes_as_nobody_with_little_shm_a_read_only_root_and_no_home():
     )
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", STINGY.format(covers=covers()), "sh", script],
-        capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == "65534"
     assert " 65536 " in done.stdout

@@ -24,18 +24,22 @@ def expected(four, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "case",
-    [Case("partner", (0,)), Case("xor:4", (2,)), Case("rs:2+2", (1, 3)),
-     Case("rs:2+2", (0, 1), replaced=False, sealed=True)],
+    [
+        Case("partner", (0,)),
+        Case("xor:4", (2,)),
+        Case("rs:2+2", (1, 3)),
+        Case("rs:2+2", (0, 1), replaced=False, sealed=True),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_lost_hosts_had_is_had_from_the_others_and_the_run_goes_on(
     four, expected, tmp_path, case
 ):
     found = play(four, case, tmp_path, expected)
     assert 0 < found.kept <= found.began <= found.done <= found.began + 1
-    assert "was kept in memory alone, and is now in" in found.log
-    assert ("what is saved is encrypted to" in found.log) == case.sealed
-    computed = "of its 4 files computed from the others" in found.log
+    assert "rescued " in found.log
+    assert ("snapshots are encrypted to" in found.log) == case.sealed
+    computed = "of its 4 files rebuilt from the others" in found.log
     assert computed == (case.redundancy != "partner")
     assert found.log.count(": bitwise\n") == int(case.replaced)
 
@@ -47,4 +51,4 @@ def test_if_more_is_lost_than_may_be_the_newest_commit_stands_and_it_is_said(
     assert 0 < found.began <= found.done
     assert found.began % 3 == 0
     if found.kept > found.began:  # else the newest that was kept was committed too
-        assert "is not whole any more: nobody has the files of rank 1, 2" in found.log
+        assert "is no longer complete: the files of rank 1, 2 are lost" in found.log

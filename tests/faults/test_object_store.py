@@ -11,9 +11,9 @@ from tests.snapshot.written import committed, written
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.commit import commit
-from trainckpt.tiers import s3_client
-from trainckpt.tiers.calls import Calls, Limits
-from trainckpt.tiers.object_store import ObjectStoreTier
+from trainckpt.storage import s3_client
+from trainckpt.storage.object_store import ObjectStoreTier
+from trainckpt.storage.retry import Limits, RetryPolicy
 
 s3fs = pytest.importorskip("s3fs")
 
@@ -49,7 +49,7 @@ class Clock:
 
 def tier_of(client, limits=PATIENT, root="run", **how):
     url = f"s3://bucket/{root}"
-    return ObjectStoreTier("s3", url, client, f"bucket/{root}", Calls(url, limits, **how))
+    return ObjectStoreTier("s3", url, client, f"bucket/{root}", RetryPolicy(url, limits, **how))
 
 
 def save(tier, number):
@@ -169,9 +169,12 @@ def test_a_body_is_sent_at_once_for_a_store_may_refuse_what_it_has_not_read(clie
 def test_a_bucket_that_is_not_there_is_no_empty_place(client):
     client, between = client
     between.reset()
-    nowhere = ObjectStoreTier("s3", "s3://no", client, "no/run", Calls("s3://no", PATIENT))
-    for ask in (lambda: nowhere.size("run.json"), lambda: nowhere.list("snapshots"),
-                lambda: nowhere.replace("k", b"")):  # fmt: skip
+    nowhere = ObjectStoreTier("s3", "s3://no", client, "no/run", RetryPolicy("s3://no", PATIENT))
+    for ask in (
+        lambda: nowhere.size("run.json"),
+        lambda: nowhere.list("snapshots"),
+        lambda: nowhere.replace("k", b""),
+    ):
         with pytest.raises(TrainckptError) as caught:
             ask()
         assert not isinstance(caught.value, UnusableSnapshot)
@@ -180,9 +183,12 @@ def test_a_bucket_that_is_not_there_is_no_empty_place(client):
 
 def test_wrong_credentials_are_refused_at_once(rclone_server):
     filesystem = s3fs.S3FileSystem(
-        key="somebody-else-entirely", secret="wrong-secret-key", skip_instance_cache=True,
-        endpoint_url=f"http://127.0.0.1:{rclone_server.port}", **s3_client.options({}),
-    )  # fmt: skip
+        key="somebody-else-entirely",
+        secret="wrong-secret-key",
+        skip_instance_cache=True,
+        endpoint_url=f"http://127.0.0.1:{rclone_server.port}",
+        **s3_client.options({}),
+    )
     tier = tier_of(s3_client.S3Client(filesystem))
     with pytest.raises(TrainckptError) as caught:
         tier.size("run.json")

@@ -10,17 +10,17 @@ import time
 
 import pytest
 
+from tests.end_to_end.training import Crash, attempt, crashed, record, usable
 from tests.faults import programs
 from tests.faults.dead_mount import dead_mount, why_not
-from tests.lifecycle.training import Crash, attempt, crashed, record, usable
 from trainckpt.errors import ConfigurationError, TierUnavailable
-from trainckpt.lifecycle.places import place as places
-from trainckpt.lifecycle.places.attach import Seat, attach
 from trainckpt.preemption import slurm
-from trainckpt.ranks.channel import Alone
+from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
-from trainckpt.tiers.disk import Disk
-from trainckpt.tiers.local import LocalTier
+from trainckpt.run_directory import run_url as places
+from trainckpt.run_directory.validate import RankLocation, attach
+from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import LocalTier
 
 dead = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 RESTARTS = ("TRAINCKPT_RESTART", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -187,7 +187,7 @@ def test_a_run_whose_commits_are_gone_is_65(begins, trained, tmp_path):
     shutil.rmtree(tmp_path / "run" / "snapshots")
     code, said = begins(tmp_path / "run")
     assert code == 65, said
-    assert "attempt 1 committed it, and it is gone" in said
+    assert "attempt 1 committed it, but it is missing" in said
 
 
 # ---- what a place can do
@@ -202,8 +202,10 @@ def test_what_the_place_can_do_is_in_the_record_and_nothing_is_left_of_trying_it
     assert found["file_system"]
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert [name for name in left if name not in ("alive", "notices")] == [
-        "attempts", "run.json", "snapshots"
-    ]  # fmt: skip
+        "attempts",
+        "run.json",
+        "snapshots",
+    ]
 
 
 class NoRename(Disk):
@@ -249,15 +251,18 @@ class NoFolderSync(Disk):
 
 def attached(place, disk, mode="auto"):
     """Attach to a place on such a disk."""
-    channel = Alone(World(0, 1, 0, "here"))
-    return attach(LocalTier(place, disk), channel, [Seat("here", "")], mode, by_name=False)
+    channel = LocalStore(World(0, 1, 0, "here"))
+    return attach(LocalTier(place, disk), channel, [RankLocation("here", "")], mode, by_name=False)
 
 
 @pytest.mark.parametrize(
     ("disk", "why"),
-    [(NoRename(), "rename does not replace"), (CopyingRename(), "rename does not replace"),
-     (NoExclusion(), "two processes can create one file")],
-)  # fmt: skip
+    [
+        (NoRename(), "rename does not replace"),
+        (CopyingRename(), "rename does not replace"),
+        (NoExclusion(), "two processes can create one file"),
+    ],
+)
 def test_a_place_where_commits_cannot_be_atomic_is_refused_with_the_line_to_change(
     tmp_path, disk, why
 ):

@@ -18,35 +18,33 @@ from tests.faults.power import (
     restore,
 )
 from tests.snapshot.written import committed, referring
+from trainckpt.attempt.record_log import AttemptId, AttemptLog
+from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import TrainckptError, UnusableSnapshot
-from trainckpt.format.attempt import UNDECIDED, AttemptRecord
+from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
-from trainckpt.lifecycle.deciding.pace import Pace
-from trainckpt.lifecycle.run.attempt_log import AttemptLog
-from trainckpt.lifecycle.run.attempt_number import AttemptNumber
-from trainckpt.lifecycle.run.pending import PendingSave
-from trainckpt.lifecycle.saving.arenas import Arenas
-from trainckpt.lifecycle.saving.saver import Saver
-from trainckpt.lifecycle.saving.writer import Facts
-from trainckpt.ranks.channel import Alone
+from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
-from trainckpt.snapshot import attempts, prune
+from trainckpt.save.arenas import Arenas
+from trainckpt.save.coordinator import SaveCoordinator
+from trainckpt.save.estimates import Timings
+from trainckpt.save.writer import ManifestDefaults
+from trainckpt.snapshot import attempt_history, prune
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.tiers import direct, new_file, spares
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage import direct_io, file_writer
+from trainckpt.storage.local import LocalTier
 
 
 @pytest.fixture(autouse=True)
 def several_writers(monkeypatch):
     """A shard file of a few kilobytes is written in pieces, as a large one is."""
-    monkeypatch.setattr(direct, "FROM_BYTES", 4096)
-    monkeypatch.setattr(new_file, "FROM_BYTES", 4096)
-    monkeypatch.setattr(new_file, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(new_file, "QUIET_PIECE_BYTES", 2 * 4096)
+    monkeypatch.setattr(direct_io, "FROM_BYTES", 4096)
+    monkeypatch.setattr(file_writer, "FROM_BYTES", 4096)
+    monkeypatch.setattr(file_writer, "PIECE_BYTES", 4096)
 
 
 @dataclass
@@ -65,28 +63,41 @@ def record(place, disk, saves, keep_last=9):
     """Claim an attempt and take some saves, as a Checkpointer does."""
     place.mkdir()
     tier = LocalTier(place / "run", disk)
-    run = attempts.found_run(tier)
-    own = attempts.claim(tier, lambda n: AttemptRecord(n, facts={"argv": ["x"]}))
+    run = attempt_history.found_run(tier)
+    own = attempt_history.claim(tier, lambda n: AttemptRecord(n, facts={"argv": ["x"]}))
     claimed = len(disk.done)
     log = AttemptLog(tier, own, writes=True)
     log.change(must=True, parent=None)
     parent = len(disk.done)
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
-    channel = Alone(World(0, 1, 0, "here"))
-    facts, arenas = Facts(run, AttemptNumber(1), None, {}, keep_last), Arenas(tier.url, 0, [0])
-    saver = Saver(tier, channel, registry, facts, log, Pace(), arenas, Cursor)
+    channel = LocalStore(World(0, 1, 0, "here"))
+    facts, arenas = (
+        ManifestDefaults(run, AttemptId(1), None, {}, keep_last),
+        Arenas(tier.url, 0, [0]),
+    )
+    saver = SaveCoordinator(
+        tier=tier,
+        channel=channel,
+        registry=registry,
+        facts=facts,
+        log=log,
+        pace=Timings(),
+        arenas=arenas,
+        window_start=Cursor,
+    )
     committed, pruned = {}, {}
     for step in range(1, saves + 1):
         nn.init.constant_(weight.weight, float(step))
         before = len(disk.done)
-        pending = saver.save(Cursor(step=step), "test", (), PendingSave())
+        pending = saver.save(Cursor(step=step), "test", (), SaveHandle())
         saver.wait()
         assert pending.error is None
         commit = next(
-            i for i, (kind, *paths) in enumerate(disk.done[before:], before + 1)
+            i
+            for i, (kind, *paths) in enumerate(disk.done[before:], before + 1)
             if kind == "rename" and paths[1].name == "manifest.json"
-        )  # fmt: skip
+        )
         if step > keep_last:
             pruned[f"s{step - keep_last}~1.{step - keep_last}"] = commit
         committed[pending.snapshot] = (len(disk.done), float(step))
@@ -103,8 +114,8 @@ def weight_in(tier, manifest):
 
 def check(recording, number, tier):
     """What must hold if the power went after `number` operations."""
-    found = attempts.read_attempts(tier)
-    run = attempts.run_id(tier)
+    found = attempt_history.read_attempts(tier)
+    run = attempt_history.run_id(tier)
     if run is None:
         assert number < recording.claimed
         return
@@ -180,46 +191,11 @@ def pruned_around(place, disk):
     return kept
 
 
-@pytest.mark.parametrize("careful", [True, False])
-def test_a_cut_while_a_pruned_file_is_written_over_leaves_what_is_committed(
-    tmp_path, monkeypatch, careful
-):
-    """And a prune that hands on a file before its manifest is gone is caught by these checks."""
-    monkeypatch.setattr(spares, "FROM_BYTES", 1)
-    disk, root = RecordingDisk(), tmp_path / "disk"
-    root.mkdir()
-    tier = LocalTier(root / "run", disk)
-    if not careful:
-        monkeypatch.setattr(tier, "remove", lambda key: None)
-    since = []
-    for name in ("s1~1.1", "s2~1.2", "s3~1.3"):
-        committed(tier, name)
-        since.append(len(disk.done))
-        prune_as_an_attempt(tier, reuse=True)
-    assert disk.overwritten == 1
-    broken = set()
-    for done, state in power_cuts(disk.done, root):
-        place = tmp_path / "after"
-        place.mkdir()
-        restore(state, root, place)
-        after = LocalTier(place / "run")
-        found = read_catalog(after, "run", {1: AttemptRecord(1, None)}) if state else ()
-        usable = {c.name.step for c in found if c.usable and all(
-            copy.ok for copy in verify(after, c.manifest)
-        )}  # fmt: skip
-        broken |= {c.name.step for c in found if c.manifest} - usable
-        newest = sum(done >= begun for begun in since)
-        broken |= {newest} - usable - {0}
-        shutil.rmtree(place)
-    assert bool(broken) is not careful
-
-
-def prune_as_an_attempt(tier, attempt=1, *, reuse=False):
+def prune_as_an_attempt(tier, attempt=1):
     candidates = read_catalog(tier, "run", {1: AttemptRecord(1, None)})
     doomed = prune.plan_prune(candidates, keep_last=1, attempt=attempt)
     files = prune.kept_files(tier, candidates, doomed)
-    again = doomed if reuse else ()
-    prune.prune(tier, [*doomed, *prune.left_folders(candidates)], files, reuse=again)
+    prune.prune(tier, [*doomed, *prune.left_folders(candidates)], files)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -283,13 +259,13 @@ def test_a_folder_left_by_a_killed_process_is_made_durable_by_the_next(tmp_path)
     place.mkdir()
     killed = KilledDisk()
     first = LocalTier(place / "run", killed)
-    attempts.found_run(first)
-    attempts.claim(first, AttemptRecord)
+    attempt_history.found_run(first)
+    attempt_history.claim(first, AttemptRecord)
     first.write("snapshots/s0~1.1/left-over", [memoryview(b"x")])
     next_one = RecordingDisk()
     tier = LocalTier(place / "run", next_one)
-    run = attempts.found_run(tier)
-    second = attempts.claim(tier, AttemptRecord)
+    run = attempt_history.found_run(tier)
+    second = attempt_history.claim(tier, AttemptRecord)
     tier.write("snapshots/s1~2.1/rank", [memoryview(b"y")])
     done = killed.done + next_one.done
     for number, (_, state) in enumerate(power_cuts(done, place, first=len(done))):
@@ -297,8 +273,8 @@ def test_a_folder_left_by_a_killed_process_is_made_durable_by_the_next(tmp_path)
         after.mkdir()
         restore(state, place, after)
         survivor = LocalTier(after / "run")
-        assert attempts.run_id(survivor) == run
-        assert second.attempt in attempts.read_attempts(survivor)
+        assert attempt_history.run_id(survivor) == run
+        assert second.attempt in attempt_history.read_attempts(survivor)
         assert survivor.read("snapshots/s1~2.1/rank", max_bytes=9) == b"y"
 
 
@@ -306,6 +282,6 @@ def test_half_a_record_is_a_record_that_says_nothing(tmp_path):
     """Where the file system has no hard links a cut may leave one."""
     tier = LocalTier(tmp_path)
     tier.create("attempts/1.json", AttemptRecord(1).dump()[:20])
-    assert attempts.read_attempts(tier)[1].parent == UNDECIDED
+    assert attempt_history.read_attempts(tier)[1].parent == UNDECIDED
     with pytest.raises(UnusableSnapshot):
         AttemptRecord.load(b"", "x")

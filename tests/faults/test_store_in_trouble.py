@@ -18,14 +18,14 @@ from itertools import cycle
 import pytest
 
 from tests import s3_servers
+from tests.end_to_end.training import Parts, attempt
 from tests.faults.s3_proxy import proxy
-from tests.lifecycle.training import Parts, attempt
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.places import place
-from trainckpt.snapshot import attempts
+from trainckpt.run_directory import run_url
+from trainckpt.snapshot import attempt_history
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.verify import verify
-from trainckpt.tiers import calls, s3_client
+from trainckpt.storage import retry, s3_client
 
 pytest.importorskip("s3fs")
 WIDTH = 4000  # its files are sent in several parts
@@ -36,8 +36,8 @@ EPOCHS = 30
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Parts are small, pauses short, and who says nothing is asked again soon."""
-    limits = partial(calls.Limits, part_bytes=64 << 10, longest_pause_s=1.0)
-    monkeypatch.setattr(calls, "Limits", limits)
+    limits = partial(retry.Limits, part_bytes=64 << 10, longest_pause_s=1.0)
+    monkeypatch.setattr(retry, "Limits", limits)
     monkeypatch.setattr(s3_client, "SILENT_S", 2.0)
 
 
@@ -114,7 +114,7 @@ def train_through(server, run, **options):
                 time.sleep(0.01)
         elif len(pending) > len(saved):
             saved.append(pending[-1].wait("local").snapshot)
-            for flusher in ckpt._attempt.saver.flushing.flushers:
+            for flusher in ckpt._attempt.saver.uploads.flushers:
                 while flusher.newest is None or newer(saved[-1], flusher.newest):
                     time.sleep(0.01)
             begins = number + 2
@@ -137,7 +137,7 @@ def straight():
 
 def is_saving(ckpt):
     saver = ckpt._attempt.saver
-    return saver.busy or bool(saver.flushing.busy)
+    return saver.busy or bool(saver.uploads.busy)
 
 
 def newer(one, other):
@@ -146,8 +146,8 @@ def newer(one, other):
 
 def nothing_is_wrong_with(url, server):
     """Whatever is listed is whole, and no parts are left of anything."""
-    tier = place.open_place(url)
-    found = read_catalog(tier, attempts.run_id(tier), attempts.read_attempts(tier))
+    tier = run_url.open_place(url)
+    found = read_catalog(tier, attempt_history.run_id(tier), attempt_history.read_attempts(tier))
     whole = [c for c in found if c.usable]
     assert whole
     for candidate in whole:
@@ -160,13 +160,13 @@ def test_a_run_in_a_store_trains_through_all_its_troubles(server):
     saved = train_through(server, "s3://bucket/run", keep_last=99)
     newest = nothing_is_wrong_with("s3://bucket/run", server)
     assert newest not in saved
-    tier = place.open_place("s3://bucket/run")
-    assert attempts.read_attempts(tier)[1].outcome["outcome"] == "finished"
+    tier = run_url.open_place("s3://bucket/run")
+    assert attempt_history.read_attempts(tier)[1].outcome["outcome"] == "finished"
 
 
 def test_a_run_beside_a_store_trains_through_all_its_troubles(server, tmp_path):
     train_through(server, tmp_path / "run", tiers="s3://bucket/slower")
     newest = nothing_is_wrong_with("s3://bucket/slower", server)
-    told = attempts.read_attempts(place.open_place(tmp_path / "run"))[1]
+    told = attempt_history.read_attempts(run_url.open_place(tmp_path / "run"))[1]
     assert told.outcome["tiers"] == ["local", "s3"]
     assert newest == told.newest_commit

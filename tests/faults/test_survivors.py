@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.farm import farm, why_not
 from tests.faults.survivors import EXACT, LEFT, MARKED, SIZE, WENT_ON, Case, play, straight
-from trainckpt.lifecycle.stopping.survival import says_that_a_rank_is_gone
+from trainckpt.stop.survivor_setup import says_that_a_rank_is_gone
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,13 @@ def expected(four, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(partners=True, lost=(0, 2), sealed=True),
-     Case(partners=True, lost=(0,), stops=True, wakes=LEFT),
-     Case(partners=True, lost=(2,), stops=True, wakes=WENT_ON)],
+    [
+        Case(partners=True, lost=(0, 2), sealed=True),
+        Case(partners=True, lost=(0,), stops=True, wakes=LEFT),
+        Case(partners=True, lost=(2,), stops=True, wakes=WENT_ON),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     four, expected, tmp_path, case
 ):
@@ -37,7 +39,7 @@ def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     assert 0 < found.began <= found.done <= found.began + 1
     assert "(survivors of rank " in found.log
     assert EXACT in found.log
-    assert ("what is saved is encrypted to" in found.log) == case.sealed
+    assert ("snapshots are encrypted to" in found.log) == case.sealed
 
 
 def test_without_partners_it_is_marked_and_every_sample_is_seen_once(four, expected, tmp_path):

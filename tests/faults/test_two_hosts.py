@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from tests.end_to_end.training import record, usable
 from tests.faults import hosts
-from tests.lifecycle.training import record, usable
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "-")
-LIMIT_S = 90
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def refused(both, place, marks):
         hosts.start_job(both, "ddp_script", place, 4, marks, 0)
     )
     assert (code, other) == (78, 78), output + other_output
-    assert time.monotonic() - begun < LIMIT_S
+    assert time.monotonic() - begun < HANG_S
     for text in (output, other_output):
         assert f"the hosts alpha and beta do not see one directory at {place}" in text
         assert 'name a directory that all hosts share: Checkpointer("/path/on/a/shared/' in text
@@ -60,7 +60,7 @@ def test_a_run_that_one_host_alone_sees_is_refused_and_not_begun_anew(both, mark
     place = both[0].own / "x"
     script = f"from trainckpt import Checkpointer\nwith Checkpointer({str(place)!r}): pass"
     made = both[has_run].python(["-c", script])
-    assert "begins at step 0" in made.communicate(LIMIT_S)[0]
+    assert "begins at step 0" in made.communicate(HANG_S)[0]
     before = content(both[has_run], place)
     writer, reader = both[has_run].name, both[1 - has_run].name
     text = refused(both, place, marks)
@@ -72,7 +72,7 @@ def test_a_run_that_one_host_alone_sees_is_refused_and_not_begun_anew(both, mark
 def test_over_one_directory_they_train_stop_at_a_signal_to_one_and_finish(both, marks, tmp_path):
     place = tmp_path / "shared" / "run"
     job = hosts.start_job(both, "ddp_script", place, 10_000, marks, 0.05)
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + HANG_S
     while not (marks / "1-3").exists():
         assert time.monotonic() < until
         assert all(process.poll() is None for process in job), hosts.ends(job)
@@ -98,6 +98,7 @@ def test_tokens_that_a_dead_attempt_left_do_no_harm(both, marks, tmp_path):
     ended = hosts.ends(hosts.start_job(both, "ddp_script", place, 2, marks, 0))
     assert [code for code, _ in ended] == [0, 0], ended
     assert sorted(p.name for p in (place / "probe").iterdir()) == [
-        "0123456789abcdef", "fedcba9876543210"
-    ]  # fmt: skip
+        "0123456789abcdef",
+        "fedcba9876543210",
+    ]
     assert json.loads((place / "attempts" / "1.json").read_text())["place"]["rename"]

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.end_to_end.training import catalog, record
 from tests.faults import zombies
 from tests.faults.zombies import Attempt
-from tests.lifecycle.training import catalog, record
+from tests.limits import HANG_S
 from tests.ranks.processes import context, preload
 from trainckpt.cli.main import main
 from trainckpt.snapshot.catalog import ABANDONED
 from trainckpt.snapshot.verify import verify
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 preload("tests.faults.zombies")
-LIMIT_S = 60
 
 
 def fainted(process):
     """Return once the process has been stopped."""
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + HANG_S
     while time.monotonic() < until:
         assert process.is_alive(), process.exitcode
         stat = Path(f"/proc/{process.pid}/stat").read_text()
@@ -51,7 +51,7 @@ def asleep(tmp_path, request):
 
     def wake():
         os.kill(process.pid, signal.SIGCONT)
-        process.join(LIMIT_S)
+        process.join(HANG_S)
         return process.exitcode
 
     fainted(process)

@@ -22,8 +22,10 @@ def test_a_number_and_a_unit_are_a_duration(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "30", "s", "-1 s", "0 s", "1 m", "1e3 s", "nan s", "1 s s",
-                                  "9" * 400 + " s", "٣ steps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    ["", "30", "s", "-1 s", "0 s", "1 m", "1e3 s", "nan s", "1 s s", "9" * 400 + " s", "٣ steps"],
+)
 def test_anything_else_is_none(text):
     with pytest.raises(ValueError, match="is no duration"):
         parse_duration(text)

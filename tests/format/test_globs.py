@@ -7,8 +7,13 @@ import pytest
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs, select
 
-NAMES = {"model/blocks.0.weight", "model/blocks.0.bias", "ema/blocks.0.weight", "rng/torch",
-         "optimizer/model/blocks.0.weight/exp_avg"}  # fmt: skip
+NAMES = {
+    "model/blocks.0.weight",
+    "model/blocks.0.bias",
+    "ema/blocks.0.weight",
+    "rng/torch",
+    "optimizer/model/blocks.0.weight/exp_avg",
+}
 MODELS = ["model", "ema"]
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.format import json_io
 from trainckpt.format import manifest as manifests
-from trainckpt.format import strict
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.files import FileEntry
@@ -21,11 +21,18 @@ from trainckpt.format.names import SnapshotName
 
 D = digest(b"d")
 MANIFEST = Manifest(
-    "run", SnapshotName(2, 7, 12, 3), "s8~1.4", Cursor(1, 12, 3, 7, 51, 204), 2,
+    "run",
+    SnapshotName(2, 7, 12, 3),
+    "s8~1.4",
+    Cursor(1, 12, 3, 7, 51, 204),
+    2,
     (FileEntry("rank00000.safetensors", 5000, D, D), FileEntry("rank00001.safetensors", 1, D, D)),
     {"w": TensorEntry("F32", (2, 3), SPLIT, replicated(2)), "b": TensorEntry("BF16", (), RANK)},
-    1.5, tags=("best",), reason="SIGTERM", fingerprint={"torch": "2", "threads": 1},
-)  # fmt: skip
+    1.5,
+    tags=("best",),
+    reason="SIGTERM",
+    fingerprint={"torch": "2", "threads": 1},
+)
 
 
 def with_changes(**changes):
@@ -37,8 +44,8 @@ def with_changes(**changes):
             del body[key]
         else:
             body[key] = value
-    body["digest"] = digest(strict.canonical(body))
-    return strict.canonical(body)
+    body["digest"] = digest(json_io.canonical(body))
+    return json_io.canonical(body)
 
 
 def test_it_comes_back_as_it_was():
@@ -47,8 +54,10 @@ def test_it_comes_back_as_it_was():
 
 
 def test_older_files_it_refers_to_come_back_and_only_then_the_version_is_a_newer_one():
-    older = (FileEntry("s8~1.4/rank00000.safetensors", 7, D, D),
-             FileEntry("s9~2.6/rank00001.safetensors", 8, D, D))  # fmt: skip
+    older = (
+        FileEntry("s8~1.4/rank00000.safetensors", 7, D, D),
+        FileEntry("s9~2.6/rank00001.safetensors", 8, D, D),
+    )
     referring = replace(MANIFEST, reached=older)
     assert manifests.load(manifests.dump(referring), "x") == referring
     assert (referring.num_bytes, referring.reached_bytes) == (5001, 15)

@@ -23,10 +23,17 @@ def test_what_was_written_is_read_back():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"place": 255}, {"num_own": 256}, {"num_parity": 0}, {"num_parity": 255}, {"place": -1},
-        {"members": (1, 1, 2)}, {"members": (1, -2, 3)}, {"parities": "x"}, {"chunk_bytes": 2**63},
+        {"place": 255},
+        {"num_own": 256},
+        {"num_parity": 0},
+        {"num_parity": 255},
+        {"place": -1},
+        {"members": (1, 1, 2)},
+        {"members": (1, -2, 3)},
+        {"parities": "x"},
+        {"chunk_bytes": 2**63},
     ],
-)  # fmt: skip
+)
 def test_a_head_that_describes_no_set_is_refused(wrong):
     with pytest.raises(UnusableSnapshot):
         load(dump(replace(HEAD, **wrong)), "it")

@@ -80,9 +80,14 @@ def test_two_regions_of_one_name_are_refused_before_they_are_written():
 def hostile(entries, file_bytes=None, **facts):
     """A shard header with these entries, digests made to fit; parsed."""
     ours = {
-        "format": 1, "rank": 0, "world": 1, "regions": {}, "dtypes": {},
-        "digests": dict.fromkeys(entries, PLACEHOLDER), **facts,
-    }  # fmt: skip
+        "format": 1,
+        "rank": 0,
+        "world": 1,
+        "regions": {},
+        "dtypes": {},
+        "digests": dict.fromkeys(entries, PLACEHOLDER),
+        **facts,
+    }
     body = {"__metadata__": {"trainckpt": json.dumps(ours)}, **entries}
     text = json.dumps(body).encode()
     head = len(text).to_bytes(8, "little") + text

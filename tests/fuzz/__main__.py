@@ -18,8 +18,18 @@ from typing import Any
 
 FINDINGS = Path(__file__).parent / "findings"
 NOTED_BYTES = 1 << 22
-COLUMNS = ("parser", "inputs", "seconds", "outcomes", "branches", "corpus", "peak_mb",
-           "largest_mb", "slowest_ms", "findings")  # fmt: skip
+COLUMNS = (
+    "parser",
+    "inputs",
+    "seconds",
+    "outcomes",
+    "branches",
+    "corpus",
+    "peak_mb",
+    "largest_mb",
+    "slowest_ms",
+    "findings",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,9 +75,21 @@ def _in_child(names: list[str], asked: argparse.Namespace) -> list[dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder) / "input"
         note.write_bytes(bytes(NOTED_BYTES))
-        command = [sys.executable, "-m", "tests.fuzz", "--child", str(note),
-                   "--parser", ",".join(names), "--inputs", str(asked.inputs),
-                   "--seed", str(asked.seed), "--findings", str(asked.findings)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz",
+            "--child",
+            str(note),
+            "--parser",
+            ",".join(names),
+            "--inputs",
+            str(asked.inputs),
+            "--seed",
+            str(asked.seed),
+            "--findings",
+            str(asked.findings),
+        ]
         env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         env = {k: v for k, v in env.items() if not k.startswith("TRAINCKPT_")}
         patience_s = 120 + len(names) * asked.inputs / 50

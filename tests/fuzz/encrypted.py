@@ -14,25 +14,33 @@ from tests.fuzz.engine import Parser
 from tests.fuzz.snapshots import D, sealed
 from tests.fuzz.texts import as_text, text_of
 from trainckpt.encryption import keys
-from trainckpt.encryption.sealed_file import FOOTER_BYTES
+from trainckpt.encryption.encrypted_file import FOOTER_BYTES
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import parity_file
-from trainckpt.snapshot.opened import Opened, Opener
-from trainckpt.tiers.local import LocalTier
+from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
+from trainckpt.storage.local import LocalTier
 
 REFUSALS = (TrainckptError,)
 GOLDEN = Path(__file__).parents[1] / "golden" / "v4"
 FOLDER, FILE = "snapshots/s2m1~1.2", "rank00000.safetensors"
 KEY = f"{FOLDER}/{FILE}"
-OPENER = Opener(str(GOLDEN / "identity"))
+OPENER = KeyRing(str(GOLDEN / "identity"))
 DATA = (GOLDEN / "one" / FOLDER / "manifest.json").read_bytes()
 STORED = (GOLDEN / "one" / KEY).read_bytes()
 MANIFEST = manifests.load(DATA, "golden")
-_FIELDS = {"magic": (0, 16), "version": (16, 4), "chunk": (20, 4), "head": (24, 8),
-           "body": (32, 8), "salt": (40, 24)}  # fmt: skip
-_FOOTER = {name: int.from_bytes(STORED[at - FOOTER_BYTES :][:size], "little")
-           for name, (at, size) in _FIELDS.items()}  # fmt: skip
+_FIELDS = {
+    "magic": (0, 16),
+    "version": (16, 4),
+    "chunk": (20, 4),
+    "head": (24, 8),
+    "body": (32, 8),
+    "salt": (40, 24),
+}
+_FOOTER = {
+    name: int.from_bytes(STORED[at - FOOTER_BYTES :][:size], "little")
+    for name, (at, size) in _FIELDS.items()
+}
 
 
 class _Tier(LocalTier):
@@ -59,7 +67,7 @@ class _Tier(LocalTier):
 
 def _plain(data):
     """The whole file as it was, read by whoever has the key; the manifest fits its length."""
-    opened = Opened(_Tier(data), OPENER)
+    opened = DecryptingTier(_Tier(data), OPENER)
     entry = opened.admit(MANIFEST).files[0]
     opened._sealed[KEY] = replace(entry, num_bytes=len(data)), *opened._sealed[KEY][1:]
     into = memoryview(bytearray(entry.content.num_bytes))
@@ -94,7 +102,7 @@ def run_encrypted(data):
     found = manifests.load(data, "it")
     if found.encryption is None:
         return  # whoever encrypts takes it from nobody: `choice.must_be_sealed`
-    opened = Opened(LocalTier(GOLDEN / "one"), OPENER).admit(found)
+    opened = DecryptingTier(LocalTier(GOLDEN / "one"), OPENER).admit(found)
     assert manifests.bound(found) == manifests.bound(MANIFEST), "what was forged was proven"
     assert opened.files[0].content.num_bytes == len(PLAIN)
 
@@ -115,22 +123,46 @@ def run_parity(data):
     assert parity_file.load(parity_file.dump(head), "it") == head
 
 
-_PARITY = {"format": 1, "snapshot": "s2~1.2", "number": 3, "members": [0, 2, 5], "num_own": 2,
-           "num_parity": 1, "place": 2, "chunk_bytes": 700, "parities": D}  # fmt: skip
+_PARITY = {
+    "format": 1,
+    "snapshot": "s2~1.2",
+    "number": 3,
+    "members": [0, 2, 5],
+    "num_own": 2,
+    "num_parity": 1,
+    "place": 2,
+    "chunk_bytes": 700,
+    "parities": D,
+}
 _MANIFEST = json.loads(DATA)
-_WORDS = (*_MANIFEST, *_MANIFEST["encryption"], *_MANIFEST["encryption"]["keys"],
-          _MANIFEST["encryption"]["sealed"], "AES-256-GCM", "AAAA", "")  # fmt: skip
+_WORDS = (
+    *_MANIFEST,
+    *_MANIFEST["encryption"],
+    *_MANIFEST["encryption"]["keys"],
+    _MANIFEST["encryption"]["sealed"],
+    "AES-256-GCM",
+    "AAAA",
+    "",
+)
 _KEY = bytes(range(32))
 
 PARSERS = {
     "encrypted": Parser("encrypted", run_encrypted, [_MANIFEST], sealed, _WORDS, REFUSALS),
     "sealed": Parser(
-        "sealed", run_sealed, [{"footer": _FOOTER, "flips": [], "cut": 0}], spell_file,
-        ("footer", "flips", "cut", *_FOOTER), REFUSALS,
+        "sealed",
+        run_sealed,
+        [{"footer": _FOOTER, "flips": [], "cut": 0}],
+        spell_file,
+        ("footer", "flips", "cut", *_FOOTER),
+        REFUSALS,
     ),
     "keys": Parser(
-        "keys", run_keys, [keys.to_text(kind, _KEY) for kind in (keys.RECIPIENT, keys.IDENTITY)],
-        as_text, (), REFUSALS,
+        "keys",
+        run_keys,
+        [keys.to_text(kind, _KEY) for kind in (keys.RECIPIENT, keys.IDENTITY)],
+        as_text,
+        (),
+        REFUSALS,
     ),
     "parity": Parser("parity", run_parity, [_PARITY], sealed, tuple(_PARITY), REFUSALS),
-}  # fmt: skip
+}

@@ -125,8 +125,12 @@ def fuzz(
             break
         if time.monotonic() - said > 5:
             said = time.monotonic()
-            print(f"fuzz: {parser.name} {number + 1}/{inputs}, {len(corpus) + len(raw)} kept, "
-                  f"{len(result.findings)} findings", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"fuzz: {parser.name} {number + 1}/{inputs}, {len(corpus) + len(raw)} kept, "
+                f"{len(result.findings)} findings",
+                file=sys.stderr,
+                flush=True,
+            )
     result.seconds = round(time.monotonic() - began, 1)
     result.peak_mb = round(max(0.0, _memory_mb("VmHWM") - base_mb), 1)
     resource.setrlimit(resource.RLIMIT_AS, limited)

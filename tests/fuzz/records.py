@@ -12,15 +12,15 @@ from tests.fuzz.engine import Parser
 from tests.fuzz.mutate import spell
 from tests.fuzz.snapshots import MANIFEST_2, sealed
 from tests.fuzz.texts import as_json, envelope
+from trainckpt.attempt import launch
+from trainckpt.attempt.rank_status import RankStatus, read_rank_statuses
 from trainckpt.errors import TrainckptError, UnusableSnapshot
-from trainckpt.format.attempt import ENDED, AttemptRecord
-from trainckpt.lifecycle.resuming import choice
-from trainckpt.lifecycle.run import launch
-from trainckpt.lifecycle.run.told import Told, read_told
-from trainckpt.preemption.halt_file import NoticeFiles
-from trainckpt.snapshot import attempts, catalog
-from trainckpt.supervisor.report import End, read_ends
-from trainckpt.supervisor.verdict import Course, judge
+from trainckpt.format.attempt_record import ENDED, AttemptRecord
+from trainckpt.launcher.outcome import LaunchHistory, judge
+from trainckpt.launcher.rank_exits import RankExit, read_ends
+from trainckpt.preemption.notice_file import NoticeFiles
+from trainckpt.resume import candidate_order
+from trainckpt.snapshot import attempt_history, catalog
 
 REFUSALS = (TrainckptError,)
 MOST_WAIT_S = 9e9
@@ -36,8 +36,8 @@ def run_attempt(data):
 def use_record(found):
     """As a resume, a supervisor and the command line do."""
     before = {found.attempt: found}
-    choice.died_on(before, "s5~1.1")
-    choice.lost_since(before, "s5~1.1")
+    candidate_order.died_on(before, "s5~1.1")
+    candidate_order.lost_since(before, "s5~1.1")
     catalog.ancestry(before, [])
     try:
         launch.recorded_command(found.facts)
@@ -73,9 +73,9 @@ class _Tier:
 
 def run_run(data):
     tier = _Tier({"run.json": data})
-    found = attempts.run_id(tier)
+    found = attempt_history.run_id(tier)
     assert isinstance(found, str)
-    assert attempts.found_run(tier) == found
+    assert attempt_history.found_run(tier) == found
 
 
 def run_catalog(data):
@@ -84,21 +84,21 @@ def run_catalog(data):
         return
     files = {name: spell(body).encode() for name, body in tree.items() if "\0" not in name}
     tier = _Tier({**files, "run.json": b'{"format":1,"id":"run"}'})
-    before = attempts.read_attempts(tier)
+    before = attempt_history.read_attempts(tier)
     assert all(number == record.attempt for number, record in before.items())
-    assert attempts.newest(tier) == max(before, default=0)
+    assert attempt_history.newest(tier) == max(before, default=0)
     for record in before.values():
         use_record(record)
     found = catalog.read_catalog(tier, "run", before)
-    choice.choose(tier, "run", before)
+    candidate_order.choose(tier, "run", before)
     for wanted in ("latest", "s5", "s5~1.1"):
         try:
             catalog.find(found, wanted)
         except TrainckptError:
             continue
-    claimed = attempts.claim(tier, AttemptRecord)
+    claimed = attempt_history.claim(tier, AttemptRecord)
     assert claimed.attempt > max(before, default=0)
-    assert claimed.attempt in attempts.read_attempts(tier), "a claim that nobody sees"
+    assert claimed.attempt in attempt_history.read_attempts(tier), "a claim that nobody sees"
 
 
 class _File:
@@ -153,8 +153,8 @@ def run_notice(data):
 
 def run_told(data):
     files = {f"rank{i}__json": line for i, line in enumerate(data.split(b"\n")[:4])}
-    found = read_told(_Folder(**files))
-    kinds = Told(0, 0, "", "")
+    found = read_rank_statuses(_Folder(**files))
+    kinds = RankStatus(0, 0, "", "")
     for rank, told in sorted(found.items()):
         assert rank == told.rank
         for name in ("rank", "pid", "host", "run", "state"):
@@ -167,7 +167,7 @@ def run_told(data):
         str(Path(told.run).absolute())
     words = [(told, float(at)) for at, told in enumerate(found.values())]
     for code in (0, 1):
-        _judge(Course(code, told=words, ours=True, ends=[End(5, -9, 1.5)]))
+        _judge(LaunchHistory(code, told=words, ours=True, ends=[RankExit(5, -9, 1.5)]))
 
 
 def run_ends(data):
@@ -178,7 +178,7 @@ def run_ends(data):
         assert type(end.pid) is int
         assert type(end.rank) in (int, type(None))
         assert -(2**31) <= end.code < 2**31, "no exit code"
-    _judge(Course(1, ends=found, told=[(Told(0, 5, "h", "r"), 1.0)]))
+    _judge(LaunchHistory(1, ends=found, told=[(RankStatus(0, 5, "h", "r"), 1.0)]))
 
 
 def _judge(course):
@@ -202,44 +202,120 @@ def spell_told(tree, rng):
     return b"\n".join(spell(told).encode() for told in each)
 
 
-_FACTS = {"argv": ["python", "x.py"], "cwd": "/x", "env": {"A": "b"}, "world": 2, "hosts": ["h"],
-          "launch": {"kind": "torchrun", "nproc": 2}, "pids": [5], "started": 1.5,
-          "reading": "s5~1.1"}  # fmt: skip
-_OUTCOME = {"outcome": "failed", "snapshot": "s5~1.1", "kind": "snapshot", "exactness": "bitwise",
-            "lost_micro_batches": 3, "tiers": ["local"], "seconds": 5.5, "exit_code": 1,
-            "reason": "ValueError", "died_while": "starting"}  # fmt: skip
-_RECORD = {**_FACTS, "attempt": 2, "parent": "s5~1.1", "state": "ended", "outcome": _OUTCOME,
-           "newest_commit": "s7~2.1"}  # fmt: skip
+_FACTS = {
+    "argv": ["python", "x.py"],
+    "cwd": "/x",
+    "env": {"A": "b"},
+    "world": 2,
+    "hosts": ["h"],
+    "launch": {"kind": "torchrun", "nproc": 2},
+    "pids": [5],
+    "started": 1.5,
+    "reading": "s5~1.1",
+}
+_OUTCOME = {
+    "outcome": "failed",
+    "snapshot": "s5~1.1",
+    "kind": "snapshot",
+    "exactness": "bitwise",
+    "lost_micro_batches": 3,
+    "tiers": ["local"],
+    "seconds": 5.5,
+    "exit_code": 1,
+    "reason": "ValueError",
+    "died_while": "starting",
+}
+_RECORD = {
+    **_FACTS,
+    "attempt": 2,
+    "parent": "s5~1.1",
+    "state": "ended",
+    "outcome": _OUTCOME,
+    "newest_commit": "s7~2.1",
+}
 _STARTING = {**_RECORD, "state": "starting", "parent": "undecided", "attempt": 1}
 _PLACE = {
-    "attempts/1.json": _STARTING, "attempts/2.json": _RECORD, "attempts/3.heartbeat": 1,
-    "snapshots/s5~1.1/manifest.json": json.loads(sealed({**MANIFEST_2, "attempt": 1, "sequence": 1},
-                                                        __import__("random").Random(2))),
+    "attempts/1.json": _STARTING,
+    "attempts/2.json": _RECORD,
+    "attempts/3.heartbeat": 1,
+    "snapshots/s5~1.1/manifest.json": json.loads(
+        sealed({**MANIFEST_2, "attempt": 1, "sequence": 1}, __import__("random").Random(2))
+    ),
     "snapshots/s7~2.1/rank00000.safetensors": "",
-}  # fmt: skip
-_TOLD = {"rank": 0, "pid": 5, "host": "h", "run": "/r", "attempt": 1, "state": "left",
-         "grace_s": 30.0, "how": "failed", "exit_code": 1, "asked": False,
-         "survives_s": 10.0, "namespace": "pid:[1]"}  # fmt: skip
+}
+_TOLD = {
+    "rank": 0,
+    "pid": 5,
+    "host": "h",
+    "run": "/r",
+    "attempt": 1,
+    "state": "left",
+    "grace_s": 30.0,
+    "how": "failed",
+    "exit_code": 1,
+    "asked": False,
+    "survives_s": 10.0,
+    "namespace": "pid:[1]",
+}
 _LEFT = {**_TOLD, "rank": 1, "how": "stopped", "exit_code": 75, "pid": 6}
 _END = {"pid": 5, "code": -9, "at": 1.5}
 _NOTICE = {"reason": "pause", "seconds_left": 30, "mode": "window", "dump": False}
 
 PARSERS = {
-    "attempt": Parser("attempt", run_attempt, [_RECORD, _STARTING], sealed,
-                      (*_RECORD, *_OUTCOME, "undecided", "failed", "killed"), REFUSALS),
-    "run": Parser("run", run_run, [{"format": 1, "id": "ab" * 16}], sealed,
-                  ("format", "id", "digest"), REFUSALS),
+    "attempt": Parser(
+        "attempt",
+        run_attempt,
+        [_RECORD, _STARTING],
+        sealed,
+        (*_RECORD, *_OUTCOME, "undecided", "failed", "killed"),
+        REFUSALS,
+    ),
+    "run": Parser(
+        "run",
+        run_run,
+        [{"format": 1, "id": "ab" * 16}],
+        sealed,
+        ("format", "id", "digest"),
+        REFUSALS,
+    ),
     "catalog": Parser(
-        "catalog", run_catalog, [_PLACE, dict(list(_PLACE.items())[:2])], as_json,
-        (*_PLACE, "attempts/999999999.json", "attempts/99999999999999.json", "attempts/007.json",
-         "attempts/\u0663.json", "snapshots/s5~999999999.1/manifest.json", "snapshots/s5~0.1/x",
-         "attempts/.json", "snapshots/s05~1.1/manifest.json", "parent", "state", "outcome",
-         "exit_code", "snapshots/s1~1.1/x"), REFUSALS,
+        "catalog",
+        run_catalog,
+        [_PLACE, dict(list(_PLACE.items())[:2])],
+        as_json,
+        (
+            *_PLACE,
+            "attempts/999999999.json",
+            "attempts/99999999999999.json",
+            "attempts/007.json",
+            "attempts/\u0663.json",
+            "snapshots/s5~999999999.1/manifest.json",
+            "snapshots/s5~0.1/x",
+            "attempts/.json",
+            "snapshots/s05~1.1/manifest.json",
+            "parent",
+            "state",
+            "outcome",
+            "exit_code",
+            "snapshots/s1~1.1/x",
+        ),
+        REFUSALS,
     ),
     "notice": Parser("notice", run_notice, [_NOTICE, {}], as_json, tuple(_NOTICE), REFUSALS),
-    "told": Parser("told", run_told, [[_TOLD, _LEFT], _LEFT, [_TOLD, {**_TOLD, "rank": 2}]],
-                   spell_told, (*_TOLD, "stopped", "refused", "claimed"), REFUSALS),
-    "ends": Parser("ends", run_ends, [[_END, {**_END, "pid": 6, "code": 1},
-                                       [{"rank": 1, "pid": 6, "code": 1}]], [_END]],
-                   spell_lines, ("pid", "code", "at", "rank"), REFUSALS),
-}  # fmt: skip
+    "told": Parser(
+        "told",
+        run_told,
+        [[_TOLD, _LEFT], _LEFT, [_TOLD, {**_TOLD, "rank": 2}]],
+        spell_told,
+        (*_TOLD, "stopped", "refused", "claimed"),
+        REFUSALS,
+    ),
+    "ends": Parser(
+        "ends",
+        run_ends,
+        [[_END, {**_END, "pid": 6, "code": 1}, [{"rank": 1, "pid": 6, "code": 1}]], [_END]],
+        spell_lines,
+        ("pid", "code", "at", "rank"),
+        REFUSALS,
+    ),
+}

@@ -9,14 +9,13 @@ from tests.fuzz.engine import Parser
 from tests.fuzz.mutate import spell
 from tests.fuzz.texts import as_json, envelope
 from trainckpt.errors import TrainckptError
+from trainckpt.format import json_io, shard_file
 from trainckpt.format import manifest as manifests
-from trainckpt.format import shard_file, strict
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import Box, Layout, Stretch, whole
 from trainckpt.format.names import SnapshotName, reached_file
-from trainckpt.snapshot.restore_plan import Planner, Read, find, plan_restore, span
-from trainckpt.snapshot.shared_plan import Sharing
+from trainckpt.snapshot.restore_plan import RegionRead, find, plan_restore, span
 
 REFUSALS = (TrainckptError,)
 MOST_READS = 2000
@@ -38,7 +37,7 @@ def sealed(tree, rng):
 
 def _canonical(text):
     try:
-        return strict.canonical(json.loads(text)).decode()
+        return json_io.canonical(json.loads(text)).decode()
     except (ValueError, RecursionError):
         return text
 
@@ -59,33 +58,12 @@ def run_manifest(data):
             if part is None and entry.layout is not None:
                 covered = sum(shard_file.num_bytes(r.region.shape, entry.dtype) for r in reads)
                 assert covered == entry.num_bytes, "a plan that does not cover its tensor"
-    _plan_shared(found)
     assert all(reached_file(file.name)[0] < found.name for file in found.reached), "no older file"
     assert not any(c in file.name for file in found.reached for c in "\\\0"), "a way out"
     again = manifests.load(manifests.dump(found), "it")
     assert sorted(again.reached, key=str) == sorted(found.reached, key=str)
     assert again.tensors == found.tensors
     assert again.cursor == found.cursor
-
-
-def _plan_shared(found):
-    """As three ranks do that hold columns: all alike, and each part of it is read once."""
-    entries = dict(islice(found.tensors.items(), 8))
-    targets = {n: COLUMNS for n, entry in entries.items() if len(entry.shape) > 1}
-    planned = []
-    for rank in range(3):
-        wanted = {n: COLUMNS.box(entries[n].shape, (rank,)) for n in targets}
-        planned.append(Sharing(found, Planner(found), rank).groups(wanted, targets))
-    assert len({tuple(group.digest for group in groups) for groups in planned}) == 1
-    for group in planned[0]:
-        for tensor in group.tensors:
-            size = sum(shard_file.num_bytes(b.shape, tensor.entry.dtype) for b in tensor.boxes)
-            assert size == tensor.num_bytes, "members want other bytes than the group"
-            for member in range(3):
-                for piece in islice(tensor.share(member), 20):
-                    assert 0 <= piece.run.first <= piece.first < piece.last <= piece.run.last
-                    assert 0 <= piece.run.file < found.world
-                    sum(1 for box in tensor.boxes for _ in piece.parts(box))
 
 
 def run_layout(data):
@@ -95,7 +73,7 @@ def run_layout(data):
     world = tree.get("world")
     world = world if type(world) is int else 8
     layout = Layout.from_json(tree.get("layout"), world, "it")
-    shape = strict.counts(tree.get("shape"), "it")
+    shape = json_io.counts(tree.get("shape"), "it")
     if any(d is not None and d >= len(shape) for d in layout.dims):
         return
     coordinates = [tuple(min(c, n - 1) for n in layout.mesh) for c in (0, 1, 2)]
@@ -160,7 +138,7 @@ def run_shard(data):
         entry = manifests.TensorEntry(region.dtype, region.of, manifests.SPLIT)
         begin, end = span(region.box, region.box, region.dtype)
         assert 0 <= begin <= end <= region.num_bytes
-        for read in (Read(0, region.tensor, region.box), Read(0, region.tensor)):
+        for read in (RegionRead(0, region.tensor, region.box), RegionRead(0, region.tensor)):
             try:
                 held = find(read, entry, regions, "it")
             except TrainckptError:
@@ -169,7 +147,7 @@ def run_shard(data):
 
 
 def run_cursor(data):
-    found = Cursor.from_json(strict.parse(data, "it", max_bytes=1 << 20))
+    found = Cursor.from_json(json_io.parse(data, "it", max_bytes=1 << 20))
     assert all(0 <= n < 2**63 for n in found.to_json().values()), "a cursor out of range"
     assert Cursor.from_json(found.to_json()) == found
     SnapshotName(1, 1, found.step, found.micro), str(found), found.place()
@@ -181,36 +159,92 @@ _LAYOUTS = [
     {"mesh": [4], "strides": [1], "base": 0, "dims": [-1], "order": [0]},
     {"mesh": [2, 2], "strides": [1, 2], "base": 0, "dims": [0, 0], "order": [1, 0]},
 ]
-_TENSORS = {"w": ["F32", [70000, 3], 0], "b": ["BF16", [], 1], "g": ["U8", [9], "rank"],
-            "e": ["F64", [0, 5], 1], "s": ["F32", [101, 400], 2]}  # fmt: skip
+_TENSORS = {
+    "w": ["F32", [70000, 3], 0],
+    "b": ["BF16", [], 1],
+    "g": ["U8", [9], "rank"],
+    "e": ["F64", [0, 5], 1],
+    "s": ["F32", [101, 400], 2],
+}
 _COMMON = {
-    "algorithm": "xxh3_128", "kind": "snapshot", "run": "run", "id": "s12m3", "attempt": 2,
-    "sequence": 7, "parent": "s8~1.4", "cursor": _CURSOR, "window": _CURSOR, "created": 1.5,
-    "tags": ["best"], "reason": "SIGTERM", "fingerprint": {"torch": "2"}, "writer": "x",
-}  # fmt: skip
-MANIFEST_2 = {**_COMMON, "format": 2, "world": 4, "layouts": _LAYOUTS, "tensors": _TENSORS,
-              "files": {"bytes": [5, 6, 7, 8], "digests": D * 4, "headers": D * 4}}  # fmt: skip
+    "algorithm": "xxh3_128",
+    "kind": "snapshot",
+    "run": "run",
+    "id": "s12m3",
+    "attempt": 2,
+    "sequence": 7,
+    "parent": "s8~1.4",
+    "cursor": _CURSOR,
+    "window": _CURSOR,
+    "created": 1.5,
+    "tags": ["best"],
+    "reason": "SIGTERM",
+    "fingerprint": {"torch": "2"},
+    "writer": "x",
+}
+MANIFEST_2 = {
+    **_COMMON,
+    "format": 2,
+    "world": 4,
+    "layouts": _LAYOUTS,
+    "tensors": _TENSORS,
+    "files": {"bytes": [5, 6, 7, 8], "digests": D * 4, "headers": D * 4},
+}
 OLDER = "s8~1.4/rank00000.safetensors"
-_REACHED = {"names": [OLDER, "s9~2.6/rank00003.safetensors"], "bytes": [7, 8],
-            "digests": D * 2, "headers": D * 2}  # fmt: skip
+_REACHED = {
+    "names": [OLDER, "s9~2.6/rank00003.safetensors"],
+    "bytes": [7, 8],
+    "digests": D * 2,
+    "headers": D * 2,
+}
 MANIFEST_3 = {**MANIFEST_2, "format": 3, "reached": _REACHED}
-MANIFEST_5 = {**MANIFEST_2, "format": 5, "files": {"bytes": [5, 6, 7, 8], "headers": D * 4},
-              "reached": {"names": [OLDER], "bytes": [7], "headers": D}}  # fmt: skip
+MANIFEST_5 = {
+    **MANIFEST_2,
+    "format": 5,
+    "files": {"bytes": [5, 6, 7, 8], "headers": D * 4},
+    "reached": {"names": [OLDER], "bytes": [7], "headers": D},
+}
 MANIFEST_1 = {
-    **_COMMON, "format": 1, "world": 2, "tensors": {"w": ["F32", [70000, 3], "split"],
-                                                    "g": ["U8", [9], "rank"]},
-    "files": [{"name": f"rank0000{i}.safetensors", "bytes": 9, "digest": D, "header": D}
-              for i in range(2)],
-}  # fmt: skip
+    **_COMMON,
+    "format": 1,
+    "world": 2,
+    "tensors": {"w": ["F32", [70000, 3], "split"], "g": ["U8", [9], "rank"]},
+    "files": [
+        {"name": f"rank0000{i}.safetensors", "bytes": 9, "digest": D, "header": D} for i in range(2)
+    ],
+}
 EMPTY_1 = {**_COMMON, "format": 1, "world": 0, "files": [], "tensors": {"w": ["F32", [2], "split"]}}
-_WORDS = (*MANIFEST_2, *_CURSOR, *_LAYOUTS[0], *_TENSORS, "bytes", "digests", "headers", "name",
-          "digest", "header", "split", "rank", "F32", "U8", "BF16", D, D * 3, *_REACHED["names"],
-          "reached", "names", "../x", "s12m3~2.7/rank00000.safetensors")  # fmt: skip
+_WORDS = (
+    *MANIFEST_2,
+    *_CURSOR,
+    *_LAYOUTS[0],
+    *_TENSORS,
+    "bytes",
+    "digests",
+    "headers",
+    "name",
+    "digest",
+    "header",
+    "split",
+    "rank",
+    "F32",
+    "U8",
+    "BF16",
+    D,
+    D * 3,
+    *_REACHED["names"],
+    "reached",
+    "names",
+    "../x",
+    "s12m3~2.7/rank00000.safetensors",
+)
 
 
 def _shard(**facts):
-    places = {"w": ([4, 3], None), "v[2:4]": ([2, 3], {"tensor": "v", "offset": [2, 0],
-                                                       "of": [8, 3]})}  # fmt: skip
+    places = {
+        "w": ([4, 3], None),
+        "v[2:4]": ([2, 3], {"tensor": "v", "offset": [2, 0], "of": [8, 3]}),
+    }
     entries, at = {}, 0
     for key, (shape, _) in places.items():
         size = 4 * _product(shape)
@@ -218,30 +252,72 @@ def _shard(**facts):
         at += size
     entries["z"] = {"dtype": "U8", "shape": [8], "data_offsets": [at, at + 8]}
     metadata = {
-        "format": 2, "rank": 0, "world": 4, "digest": "xxh3_128", "dtypes": {"z": "complex64"},
-        "digests": dict.fromkeys(entries, D), "regions": {"v[2:4]": places["v[2:4]"][1]}, **facts,
-    }  # fmt: skip
+        "format": 2,
+        "rank": 0,
+        "world": 4,
+        "digest": "xxh3_128",
+        "dtypes": {"z": "complex64"},
+        "digests": dict.fromkeys(entries, D),
+        "regions": {"v[2:4]": places["v[2:4]"][1]},
+        **facts,
+    }
     return {"entries": entries, "metadata": metadata, "data_bytes": at + 8}
 
 
-_SHARD_WORDS = ("dtype", "shape", "data_offsets", "F32", "U8", "w", "v[2:4]", "v", "z", D, "format",
-                "rank", "world", "digests", "regions", "dtypes", "tensor", "offset", "of",
-                "__metadata__", "entries", "metadata", "complex64", "references", OLDER,
-                "../x", "u[0:2]")  # fmt: skip
+_SHARD_WORDS = (
+    "dtype",
+    "shape",
+    "data_offsets",
+    "F32",
+    "U8",
+    "w",
+    "v[2:4]",
+    "v",
+    "z",
+    D,
+    "format",
+    "rank",
+    "world",
+    "digests",
+    "regions",
+    "dtypes",
+    "tensor",
+    "offset",
+    "of",
+    "__metadata__",
+    "entries",
+    "metadata",
+    "complex64",
+    "references",
+    OLDER,
+    "../x",
+    "u[0:2]",
+)
 
 PARSERS = {
     "manifest": Parser(
-        "manifest", run_manifest, [MANIFEST_5, MANIFEST_3, MANIFEST_2, MANIFEST_1, EMPTY_1],
-        sealed, _WORDS, REFUSALS,
+        "manifest",
+        run_manifest,
+        [MANIFEST_5, MANIFEST_3, MANIFEST_2, MANIFEST_1, EMPTY_1],
+        sealed,
+        _WORDS,
+        REFUSALS,
     ),
     "layout": Parser(
-        "layout", run_layout,
-        [{"layout": layout, "world": 4, "shape": [70000, 3]} for layout in _LAYOUTS], as_json,
-        ("layout", "world", "shape", *_LAYOUTS[0]), REFUSALS,
+        "layout",
+        run_layout,
+        [{"layout": layout, "world": 4, "shape": [70000, 3]} for layout in _LAYOUTS],
+        as_json,
+        ("layout", "world", "shape", *_LAYOUTS[0]),
+        REFUSALS,
     ),
     "shard": Parser(
-        "shard", run_shard, [_shard(), _shard(format=3, references={OLDER: ["u[0:2]", "x"]})],
-        spell_shard, _SHARD_WORDS, REFUSALS,
+        "shard",
+        run_shard,
+        [_shard(), _shard(format=3, references={OLDER: ["u[0:2]", "x"]})],
+        spell_shard,
+        _SHARD_WORDS,
+        REFUSALS,
     ),
     "cursor": Parser("cursor", run_cursor, [_CURSOR], as_json, tuple(_CURSOR), REFUSALS),
-}  # fmt: skip
+}

@@ -14,7 +14,7 @@ from tests.fuzz.mutate import spell
 from tests.fuzz.texts import as_json
 from tests.state.helpers import registry, shard_of
 from trainckpt.errors import TrainckptError, UnusableSnapshot
-from trainckpt.format import checking, strict
+from trainckpt.format import digest_check, json_io
 from trainckpt.format import manifest as manifests
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import replicated
@@ -22,8 +22,8 @@ from trainckpt.snapshot.restore import Reader
 from trainckpt.state import values
 from trainckpt.state.captured import VALUES
 from trainckpt.state.destination import Destination
+from trainckpt.state.restore_targets import find_targets
 from trainckpt.state.stored_values import parse_values
-from trainckpt.state.targets import find_targets
 
 REFUSALS = (TrainckptError,)
 MOST_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def _tensor(node):
 
 
 def run_values(data):
-    found = values.decode(strict.parse(data, "it", max_bytes=MOST_BYTES), _tensor)
+    found = values.decode(json_io.parse(data, "it", max_bytes=MOST_BYTES), _tensor)
     values.leaves(values.encode(found, "x", lambda path, tensor: {"$tensor": "t"}))
 
 
@@ -108,11 +108,11 @@ def run_restore(data):
 def _check(manifest, file):
     """By what its head holds, as it passes by: what is good is not with another bit."""
     entry = replace(manifest.files[0], digest="")
-    if checking.is_file(memoryview(file), entry):
+    if digest_check.is_file(memoryview(file), entry):
         assert len(file) == entry.num_bytes
         wrong = bytearray(file)
         wrong[len(file) // 2] ^= 1
-        assert not checking.is_file(memoryview(wrong), entry), "a wrong bit was not found"
+        assert not digest_check.is_file(memoryview(wrong), entry), "a wrong bit was not found"
 
 
 def spell_restore(tree, rng):
@@ -134,77 +134,194 @@ def spell_restore(tree, rng):
 
 
 _DATA_SMALL = bytes(range(256)) * 2
-_PLACES = {"w": ("F32", [16, 3], 0, 192), "z": ("U8", [8, 8], 192, 256),
-           "b": ("BF16", [64, 2], 256, 512)}  # fmt: skip
+_PLACES = {
+    "w": ("F32", [16, 3], 0, 192),
+    "z": ("U8", [8, 8], 192, 256),
+    "b": ("BF16", [64, 2], 256, 512),
+}
 _SMALL_SHARD = {
-    "entries": {name: {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
-                for name, (dtype, shape, first, last) in _PLACES.items()},
+    "entries": {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+        for name, (dtype, shape, first, last) in _PLACES.items()
+    },
     "metadata": {
-        "format": 2, "rank": 0, "world": 1, "digest": "xxh3_128", "dtypes": {"z": "complex64"},
-        "digests": {name: digest(_DATA_SMALL[first:last])
-                    for name, (_, _, first, last) in _PLACES.items()},
+        "format": 2,
+        "rank": 0,
+        "world": 1,
+        "digest": "xxh3_128",
+        "dtypes": {"z": "complex64"},
+        "digests": {
+            name: digest(_DATA_SMALL[first:last]) for name, (_, _, first, last) in _PLACES.items()
+        },
         "regions": {},
     },
     "data_bytes": 512,
-}  # fmt: skip
+}
 _SMALL_MANIFEST = {
-    **snapshots.MANIFEST_2, "world": 1,
+    **snapshots.MANIFEST_2,
+    "world": 1,
     "layouts": [{"mesh": [1], "strides": [1], "base": 0, "dims": [-1], "order": [0]}],
     "tensors": {"w": ["F32", [16, 3], 0], "z": ["U8", [8, 8], "rank"], "b": ["BF16", [64, 2], 0]},
     "files": {"bytes": [0], "digests": "", "headers": ""},
-}  # fmt: skip
+}
 _OLDER = snapshots.spell_shard(
-    {"entries": {"o": {"dtype": "F32", "shape": [16, 3], "data_offsets": [0, 192]}},
-     "metadata": {**_SMALL_SHARD["metadata"], "dtypes": {},
-                  "digests": {"o": digest(_DATA_SMALL[:192])}}}, Random(0),
-)[:-8]  # fmt: skip
+    {
+        "entries": {"o": {"dtype": "F32", "shape": [16, 3], "data_offsets": [0, 192]}},
+        "metadata": {
+            **_SMALL_SHARD["metadata"],
+            "dtypes": {},
+            "digests": {"o": digest(_DATA_SMALL[:192])},
+        },
+    },
+    Random(0),
+)[:-8]
 _HEAD_BYTES = 8 + int.from_bytes(_OLDER[:8], "little")
 _OLDER += _DATA_SMALL[:192]
 _REFERRING = {
     "manifest": {
-        **_SMALL_MANIFEST, "format": 3,
+        **_SMALL_MANIFEST,
+        "format": 3,
         "tensors": {**_SMALL_MANIFEST["tensors"], "o": ["F32", [16, 3], 0]},
-        "reached": {"names": [snapshots.OLDER], "bytes": [len(_OLDER)], "digests": digest(_OLDER),
-                    "headers": digest(_OLDER[:_HEAD_BYTES])},
+        "reached": {
+            "names": [snapshots.OLDER],
+            "bytes": [len(_OLDER)],
+            "digests": digest(_OLDER),
+            "headers": digest(_OLDER[:_HEAD_BYTES]),
+        },
     },
-    "shard": {**_SMALL_SHARD, "metadata": {**_SMALL_SHARD["metadata"], "format": 3,
-                                           "references": {snapshots.OLDER: ["o"]}}},
-}  # fmt: skip
+    "shard": {
+        **_SMALL_SHARD,
+        "metadata": {
+            **_SMALL_SHARD["metadata"],
+            "format": 3,
+            "references": {snapshots.OLDER: ["o"]},
+        },
+    },
+}
 _TREES = [
-    {"$": "dict", "of": [["a", 1], [{"$": "tuple", "of": [1, None]}, {"$tensor": "t"}]],
-     "kind": "ordered"},
+    {
+        "$": "dict",
+        "of": [["a", 1], [{"$": "tuple", "of": [1, None]}, {"$tensor": "t"}]],
+        "kind": "ordered",
+    },
     {"$": "dict", "of": [["a", 1]], "kind": "default list"},
     {"$": "dict", "of": [["a", 1]], "kind": "counter"},
-    [{"$": "set", "of": [1, "a"]}, {"$": "frozenset", "of": []}, {"$": "deque", "of": [1],
-                                                                  "most": 3}],
-    [{"$": "bytes", "of": "AAEC"}, {"$": "bytearray", "of": "AA=="}, {"$": "float", "of": "nan"},
-     {"$": "int", "of": "9" * 30}, {"$": "complex", "of": ["0x1p+0", "-inf"]}],
+    [
+        {"$": "set", "of": [1, "a"]},
+        {"$": "frozenset", "of": []},
+        {"$": "deque", "of": [1], "most": 3},
+    ],
+    [
+        {"$": "bytes", "of": "AAEC"},
+        {"$": "bytearray", "of": "AA=="},
+        {"$": "float", "of": "nan"},
+        {"$": "int", "of": "9" * 30},
+        {"$": "complex", "of": ["0x1p+0", "-inf"]},
+    ],
     [{"$": "dtype", "of": "float32"}, {"$": "device", "of": "cuda:1"}, {"$": "size", "of": [2, 3]}],
-    [{"$": "numpy", "of": {"$tensor": "u"}, "dtype": "<i4", "shape": [2]},
-     {"$": "numpy scalar", "of": {"$tensor": "u"}, "dtype": "<f8", "shape": []},
-     {"$": "numpy dtype", "of": ">u2"}, {"$": "numpy", "of": None, "dtype": "<f4", "shape": [0]}],
-]  # fmt: skip
-_TAGS = ("$", "of", "$tensor", "kind", "most", "dtype", "shape", "tuple", "list", "dict", "set",
-         "frozenset", "deque", "bytes", "bytearray", "int", "float", "complex", "device", "size",
-         "numpy", "numpy scalar", "numpy dtype", "ordered", "counter", "default int", "t", "u",
-         "float32", "qint8", "cpu", "meta", "<f8", "V8", "S9", "f4,i2", "(2,)f4", "O", "m8",
-         "{'names': ['a']}", "f8,", "(1,,)f4", "?", "b", "c16", "3f4")  # fmt: skip
-_NODES = ("$tensor", "parts", "sharded", "mesh", "placements", "shape", "stride", "state", "groups",
-          "sparse", "order", "device", "fsdp", "ddp", "gradients", "S0", "R", "S0/2", "Psum",
-          *_ENTRIES)  # fmt: skip
+    [
+        {"$": "numpy", "of": {"$tensor": "u"}, "dtype": "<i4", "shape": [2]},
+        {"$": "numpy scalar", "of": {"$tensor": "u"}, "dtype": "<f8", "shape": []},
+        {"$": "numpy dtype", "of": ">u2"},
+        {"$": "numpy", "of": None, "dtype": "<f4", "shape": [0]},
+    ],
+]
+_TAGS = (
+    "$",
+    "of",
+    "$tensor",
+    "kind",
+    "most",
+    "dtype",
+    "shape",
+    "tuple",
+    "list",
+    "dict",
+    "set",
+    "frozenset",
+    "deque",
+    "bytes",
+    "bytearray",
+    "int",
+    "float",
+    "complex",
+    "device",
+    "size",
+    "numpy",
+    "numpy scalar",
+    "numpy dtype",
+    "ordered",
+    "counter",
+    "default int",
+    "t",
+    "u",
+    "float32",
+    "qint8",
+    "cpu",
+    "meta",
+    "<f8",
+    "V8",
+    "S9",
+    "f4,i2",
+    "(2,)f4",
+    "O",
+    "m8",
+    "{'names': ['a']}",
+    "f8,",
+    "(1,,)f4",
+    "?",
+    "b",
+    "c16",
+    "3f4",
+)
+_NODES = (
+    "$tensor",
+    "parts",
+    "sharded",
+    "mesh",
+    "placements",
+    "shape",
+    "stride",
+    "state",
+    "groups",
+    "sparse",
+    "order",
+    "device",
+    "fsdp",
+    "ddp",
+    "gradients",
+    "S0",
+    "R",
+    "S0/2",
+    "Psum",
+    *_ENTRIES,
+)
 _SHARDED = {"mesh": " [2] [0, 1]", "placements": ["S0"], "shape": [2, 3], "stride": [3, 1]}
 
 PARSERS = {
     "values": Parser("values", run_values, _TREES, as_json, _TAGS, REFUSALS),
     "targets": Parser(
-        "targets", run_targets,
-        [_SMALL, {"x": {"$tensor": "model/weight", "sharded": _SHARDED}},
-         {"x": {"$tensor": "model/bias", "parts": ["model/weight"]}, "optimizer": {}, "fsdp": {}}],
-        as_json, _NODES, REFUSALS,
+        "targets",
+        run_targets,
+        [
+            _SMALL,
+            {"x": {"$tensor": "model/weight", "sharded": _SHARDED}},
+            {
+                "x": {"$tensor": "model/bias", "parts": ["model/weight"]},
+                "optimizer": {},
+                "fsdp": {},
+            },
+        ],
+        as_json,
+        _NODES,
+        REFUSALS,
     ),
     "restore": Parser(
-        "restore", run_restore,
+        "restore",
+        run_restore,
         [{"manifest": _SMALL_MANIFEST, "shard": _SMALL_SHARD}, _REFERRING],
-        spell_restore, ("manifest", "shard", *snapshots._WORDS, *snapshots._SHARD_WORDS), REFUSALS,
+        spell_restore,
+        ("manifest", "shard", *snapshots._WORDS, *snapshots._SHARD_WORDS),
+        REFUSALS,
     ),
-}  # fmt: skip
+}

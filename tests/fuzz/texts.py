@@ -10,15 +10,15 @@ from unittest import mock
 
 from tests.fuzz.engine import Parser
 from tests.fuzz.mutate import spell
+from trainckpt.attempt import launch, options
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.format.duration import parse_duration
-from trainckpt.lifecycle.places import place
-from trainckpt.lifecycle.run import launch, options
-from trainckpt.lifecycle.stopping import deadline
+from trainckpt.launcher import torchrun_command
 from trainckpt.preemption import wall_time
 from trainckpt.ranks.world import current_world
-from trainckpt.supervisor import command
+from trainckpt.run_directory import run_url
+from trainckpt.stop import deadline
 
 MOST_WAIT_S = 9e9  # what threading can wait for
 REFUSALS = (TrainckptError,)
@@ -72,7 +72,7 @@ def run_names(data):
 
 def run_place(data):
     text = text_of(data)
-    tier = place.open_place(text)
+    tier = run_url.open_place(text)
     assert "\0" not in tier.url, "a place nobody can open"
 
 
@@ -86,7 +86,7 @@ def run_environment(data):
     launch.evidence_of_restart(found)
     launch.missing_supervisor(found)
     launch.describe([("h", 1)], found)
-    command.take_max_restarts([], found)
+    torchrun_command.take_max_restarts([], found)
     own = {k: v for k, v in found.items() if k in ("LOCAL_RANK", "WORLD_SIZE", "TRAINCKPT_STARTED")}
     if any("\ud800" <= c < "\udc80" or c > "\udcff" for text in own.values() for c in text):
         return  # no environment holds such a text
@@ -144,55 +144,127 @@ def run_commands(data):
         argv, _, nproc = launch.recorded_command(facts)
         assert all(isinstance(word, str) for word in argv)
         assert nproc >= 1
-    kept, restarts = command.take_max_restarts(words, {})
+    kept, restarts = torchrun_command.take_max_restarts(words, {})
     assert restarts >= 0
-    command.recorded_form(kept, words)
+    torchrun_command.recorded_form(kept, words)
 
 
-_TOML = {"every": "100 steps", "keep_last": 3, "stop_at": "window", "grace": "30 s",
-         "wall_time": 3600, "accumulate": 2, "memory_budget": "8 GB", "on_stop": "return",
-         "exit_code": 75, "resume": "auto"}  # fmt: skip
+_TOML = {
+    "every": "100 steps",
+    "keep_last": 3,
+    "stop_at": "window",
+    "grace": "30 s",
+    "wall_time": 3600,
+    "accumulate": 2,
+    "memory_budget": "8 GB",
+    "on_stop": "return",
+    "exit_code": 75,
+    "resume": "auto",
+}
 _VARIABLES = {
-    "SLURM_JOB_END_TIME": "1000000500", "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30", "SLURM_RESTART_COUNT": "1", "WORLD_SIZE": "1",
-    "TORCHELASTIC_RESTART_COUNT": "0", "LOCAL_RANK": "0", "PET_MAX_RESTARTS": "3",
-    "TRAINCKPT_STARTED": "12.5", "SLURM_PROCID": "0", "AWS_SECRET_KEY": "abc", "NCCL_ALGO": "Ring",
-}  # fmt: skip
-_ARGV = ["python", "-u", "-m", "x", "--token=abc", "--max-restarts", "3", "--password", "p",
-         "https://u:p@h/x", "Bearer abcdefghijkl"]  # fmt: skip
-_WORDS = (*_TOML, *_TOML["every"].split(), "never", "10 min", "1.5 h", "40 %", "1e3", "tb", "d",
-          "none", "%", "[[", "]]", "=", '"""', "1979-05-27", "0x", "steps")  # fmt: skip
+    "SLURM_JOB_END_TIME": "1000000500",
+    "TORCHELASTIC_RUN_ID": "x",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30",
+    "SLURM_RESTART_COUNT": "1",
+    "WORLD_SIZE": "1",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "LOCAL_RANK": "0",
+    "PET_MAX_RESTARTS": "3",
+    "TRAINCKPT_STARTED": "12.5",
+    "SLURM_PROCID": "0",
+    "AWS_SECRET_KEY": "abc",
+    "NCCL_ALGO": "Ring",
+}
+_ARGV = [
+    "python",
+    "-u",
+    "-m",
+    "x",
+    "--token=abc",
+    "--max-restarts",
+    "3",
+    "--password",
+    "p",
+    "https://u:p@h/x",
+    "Bearer abcdefghijkl",
+]
+_WORDS = (
+    *_TOML,
+    *_TOML["every"].split(),
+    "never",
+    "10 min",
+    "1.5 h",
+    "40 %",
+    "1e3",
+    "tb",
+    "d",
+    "none",
+    "%",
+    "[[",
+    "]]",
+    "=",
+    '"""',
+    "1979-05-27",
+    "0x",
+    "steps",
+)
 
 PARSERS = {
     "duration": Parser(
-        "duration", run_duration, ["30s", "2 min", "1.5 h", "9999 d"], as_text,
-        ("s", "min", "h", "d", " ", "1", ".", "sec", "\u0663", "9" * 330), REFUSALS,
-    ),
-    "names": Parser(
-        "names", run_names, ["s1200m3~2.7", "s5~1.1", "runs/x@s5~1.1", "best", "rank0.safetensors"],
-        as_text, ("~", "s", "m", ".", "@", "/", "latest", "0", "\u0663", "9" * 10), REFUSALS,
-    ),
-    "places": Parser(
-        "places", run_place, ["runs/x", "file:///tmp/x", "~/runs", "s3://b/x"], as_text,
-        ("~", "~x", "://", "::", "file", "local", "\0", "/", "..", "@"), REFUSALS,
-    ),
-    "environment": Parser(
-        "environment", run_environment, [_VARIABLES, dict(list(_VARIABLES.items())[5:])], as_json,
-        (*_VARIABLES, "1e400", "-5", "nan"), REFUSALS,
-    ),
-    "options": Parser(
-        "options", run_options,
-        [{"toml": _TOML},
-         {"toml": 'every = "100 steps"\nkeep_last = 3\n[a]\nb = [[1], {c = 2}]\n'},
-         {"environment": {f"TRAINCKPT_{k.upper()}": str(v) for k, v in _TOML.items()}},
-         {"arguments": _TOML}],
-        as_json, _WORDS, REFUSALS,
-    ),
-    "commands": Parser(
-        "commands", run_commands,
-        [{"words": _ARGV, "facts": {"argv": _ARGV, "launch": {"kind": "torchrun", "nproc": 2}}},
-         {"words": _ARGV[::-1], "facts": {"argv": ["x"], "launch": {"kind": "srun"}}}],
-        as_json, (*_ARGV, "argv", "launch", "kind", "nproc", "python", "accelerate", "REDACTED"),
+        "duration",
+        run_duration,
+        ["30s", "2 min", "1.5 h", "9999 d"],
+        as_text,
+        ("s", "min", "h", "d", " ", "1", ".", "sec", "\u0663", "9" * 330),
         REFUSALS,
     ),
-}  # fmt: skip
+    "names": Parser(
+        "names",
+        run_names,
+        ["s1200m3~2.7", "s5~1.1", "runs/x@s5~1.1", "best", "rank0.safetensors"],
+        as_text,
+        ("~", "s", "m", ".", "@", "/", "latest", "0", "\u0663", "9" * 10),
+        REFUSALS,
+    ),
+    "places": Parser(
+        "places",
+        run_place,
+        ["runs/x", "file:///tmp/x", "~/runs", "s3://b/x"],
+        as_text,
+        ("~", "~x", "://", "::", "file", "local", "\0", "/", "..", "@"),
+        REFUSALS,
+    ),
+    "environment": Parser(
+        "environment",
+        run_environment,
+        [_VARIABLES, dict(list(_VARIABLES.items())[5:])],
+        as_json,
+        (*_VARIABLES, "1e400", "-5", "nan"),
+        REFUSALS,
+    ),
+    "options": Parser(
+        "options",
+        run_options,
+        [
+            {"toml": _TOML},
+            {"toml": 'every = "100 steps"\nkeep_last = 3\n[a]\nb = [[1], {c = 2}]\n'},
+            {"environment": {f"TRAINCKPT_{k.upper()}": str(v) for k, v in _TOML.items()}},
+            {"arguments": _TOML},
+        ],
+        as_json,
+        _WORDS,
+        REFUSALS,
+    ),
+    "commands": Parser(
+        "commands",
+        run_commands,
+        [
+            {"words": _ARGV, "facts": {"argv": _ARGV, "launch": {"kind": "torchrun", "nproc": 2}}},
+            {"words": _ARGV[::-1], "facts": {"argv": ["x"], "launch": {"kind": "srun"}}},
+        ],
+        as_json,
+        (*_ARGV, "argv", "launch", "kind", "nproc", "python", "accelerate", "REDACTED"),
+        REFUSALS,
+    ),
+}

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from tests.state.helpers import registry
-from trainckpt.encryption import envelope, sealed_manifest
+from trainckpt.encryption import encrypted_manifest, envelope
 from trainckpt.encryption.keys import Identity, write_identity
 from trainckpt.format import versions
 from trainckpt.format.cursor import Cursor
@@ -30,24 +30,39 @@ from trainckpt.format.digest import digest
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.opened import Opened, Opener
+from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
+from trainckpt.snapshot.encrypted_writer import SnapshotKey
 from trainckpt.snapshot.prune import prune
 from trainckpt.snapshot.restore import Reader
-from trainckpt.snapshot.save import write_shard
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.snapshot.save_sealed import Seal
-from trainckpt.state import replicas, stage
+from trainckpt.snapshot.shard_writer import write_shard
+from trainckpt.state import replicas, staging
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES
 from trainckpt.state.destination import Destination
 from trainckpt.state.stored_values import parse_values
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 HERE = Path(__file__).parent
 TYPES = [
-    "float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32",
-    "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool", "float8_e4m3fn", "float8_e5m2",
-]  # fmt: skip
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 
 
 class Own:
@@ -103,13 +118,13 @@ def write(place, world, version):
 def save(tier, world, name, version, older=None):
     """One snapshot; what a rank has stored in `older` under every second key is referred to."""
     is_sealed = version == versions.ENCRYPTED
-    seal = Seal("golden", bytes([name.sequence] * 32)) if is_sealed else None
+    seal = SnapshotKey("golden", bytes([name.sequence] * 32)) if is_sealed else None
     captured = [capture(objects(rank)) for rank in range(world)]
     equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
     files, tensors, reached = [], {}, []
     for rank, one in enumerate(captured):
         layouts = replicas.split_layouts(one, equal, world)
-        regions = stage.describe(one, layouts)
+        regions = staging.describe(one, layouts)
         planned = plan_save(regions, layouts, rank=rank)
         references = {}
         if older is not None:
@@ -117,7 +132,7 @@ def save(tier, world, name, version, older=None):
             references = {region.key: file for region in planned[::2]}
             reached.append(replace(older.files[rank], name=file))
         planned = [region for region in planned if region.key not in references]
-        shard = stage.stage(one, planned, rank=rank, world=world, references=references)
+        shard = staging.stage(one, planned, rank=rank, world=world, references=references)
         file = write_shard(tier, name, rank, shard, seal=seal).file
         if version < versions.ENCRYPTED:
             file = replace(file, digest=digest(shard.memory))
@@ -127,20 +142,30 @@ def save(tier, world, name, version, older=None):
             tensors[r.tensor] = TensorEntry(r.dtype, r.of, SPLIT if layout else RANK, layout)
     cursor = Cursor(epoch=0, step=2, micro=1, batches=3, micro_batches=3, samples=12)
     manifest = Manifest(
-        "golden", name, None, cursor, world, tuple(files), tensors, 1.5, tags=("golden",),
-        reason="make", fingerprint={"torch": "any"}, reached=tuple(reached),
-    )  # fmt: skip
+        "golden",
+        name,
+        None,
+        cursor,
+        world,
+        tuple(files),
+        tensors,
+        1.5,
+        tags=("golden",),
+        reason="make",
+        fingerprint={"torch": "any"},
+        reached=tuple(reached),
+    )
     if seal is not None:
         keys = dict(older.encryption.keys) if older is not None else {}
         wrapped = envelope.wrap_for_all(seal.key, [READER.recipient], "golden", str(name))
-        manifest = sealed_manifest.seal(manifest, seal.key, {**keys, str(name): wrapped})
+        manifest = encrypted_manifest.seal(manifest, seal.key, {**keys, str(name): wrapped})
     commit(tier, manifest)
     return manifest
 
 
 def reading(tier, manifest):
     """The tier and the manifest as whoever has the identity reads them."""
-    opened = Opened(tier, Opener(str(HERE / "v4" / "identity")))
+    opened = DecryptingTier(tier, KeyRing(str(HERE / "v4" / "identity")))
     return opened, opened.admit(manifest)
 
 
@@ -150,7 +175,7 @@ def digests_of(tier, manifest, rank):
     Reader(*reading(tier, manifest)).read(dict.fromkeys(manifest.tensors), destination, donor=rank)
     read = destination.finish({})
     values = parse_values(read.pop(VALUES))
-    tensors = {name: stage.tensor_digest(tensor) for name, tensor in sorted(read.items())}
+    tensors = {name: staging.tensor_digest(tensor) for name, tensor in sorted(read.items())}
     return {"tensors": tensors, "own": values["own"], "ddp": values["ddp"]}
 
 

@@ -11,16 +11,16 @@ import pytest
 from tests.golden.make import digests_of, reading, save
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import layout, versions
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.flush import copy_file
-from trainckpt.snapshot.opened import Opener
+from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.snapshot.restore import Reader
+from trainckpt.snapshot.upload import copy_file
 from trainckpt.snapshot.verify import files_of, verify
 from trainckpt.state import values
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(HERE.glob("v*"))
@@ -37,7 +37,7 @@ def test_it_verifies_and_every_rank_reads_what_was_saved(folder, run, monkeypatc
     tier = LocalTier(folder / run)
     (candidate,) = read_catalog(tier, "golden", {1: AttemptRecord(1, None)})
     assert candidate.usable, candidate.reason
-    opener = Opener(str(HERE / "v4" / "identity"))
+    opener = KeyRing(str(HERE / "v4" / "identity"))
     assert all(copy.ok for copy in verify(tier, candidate.manifest, opener=opener))
     assert all(copy.ok for copy in verify(tier, candidate.manifest))
     expected = json.loads((folder / "digests.json").read_text())[run]

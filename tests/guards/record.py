@@ -74,7 +74,6 @@ class _Recorder:
         self._environment = {
             **os.environ,
             "SCENARIO_KEYS": str(folder / "keys"),
-            "XDG_STATE_HOME": str(folder / "state"),
             "PYTHONHASHSEED": "0",
             **scenario.options,
         }

@@ -101,9 +101,11 @@ def fresh(accumulate=ACCUMULATE, fsdp=False, **data):
 def sharding():
     """FSDP2 with each layer by itself."""
     return FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=20,
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=20,
         cpu_ram_efficient_loading=False,
-    )  # fmt: skip
+    )
 
 
 class Training:
@@ -117,8 +119,16 @@ class Training:
         data: Options of Accelerate's DataLoaderConfiguration, and `fsdp`.
     """
 
-    def __init__(self, workers=0, accumulate=ACCUMULATE, items=ITEMS, own=None, kind=Noisy,
-                 judging=None, **data):  # fmt: skip
+    def __init__(
+        self,
+        workers=0,
+        accumulate=ACCUMULATE,
+        items=ITEMS,
+        own=None,
+        kind=Noisy,
+        judging=None,
+        **data,
+    ):
         self.accelerator = fresh(accumulate, **data)
         seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))

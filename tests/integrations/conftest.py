@@ -6,15 +6,15 @@ import signal
 
 import pytest
 
-from trainckpt.lifecycle.stopping import departure
 from trainckpt.preemption.signals import DEFAULT_SIGNALS
+from trainckpt.stop import shutdown
 
 
 @pytest.fixture
 def stays_when_stopped(monkeypatch):
     """With `on_stop="exit"` this process would end, and hear no signal until then."""
     handlers = {signum: signal.getsignal(signum) for signum in DEFAULT_SIGNALS}
-    monkeypatch.setattr(departure, "exit_soon", lambda *_: None)
+    monkeypatch.setattr(shutdown, "exit_soon", lambda *_: None)
     yield
     for signum, handler in handlers.items():
         signal.signal(signum, handler)

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 import trainckpt
 from tests.integrations.accelerated import be_rank
 from tests.integrations.struck import strike
-from trainckpt.lifecycle.stopping import departure
+from trainckpt.stop import shutdown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, ACCUMULATE, STRIKE_AT = 3, 3, 4  # one micro-batch into the second window
@@ -67,12 +67,12 @@ def on_ranks(rank, world, name, folder):
     """
     be_rank(rank, world)
     sys.path.insert(0, str(EXAMPLES))
-    example, leave = importlib.import_module(name), departure.exit_soon
+    example, leave = importlib.import_module(name), shutdown.exit_soon
     run(example, folder / "straight")
-    departure.exit_soon = lambda *_: None
+    shutdown.exit_soon = lambda *_: None
     try:
         run(example, folder / "stopped", STRIKE_AT)
     except trainckpt.Stopped:
         run(example, folder / "stopped")
-    departure.exit_soon = leave
+    shutdown.exit_soon = leave
     run(example, folder / "left", STRIKE_AT)

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 import trainckpt
 from tests.integrations import accelerated
 from tests.integrations.accelerated import Training, compared, fresh, plain, tracked
-from tests.ranks import processes
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import accelerate_state
@@ -112,9 +111,9 @@ def test_a_snapshot_from_before_the_accumulation_was_kept_is_loaded(tmp_path, ca
     def older(self):
         return {name: v for name, v in now(self).items() if name != "gradient_accumulation_steps"}
 
-    now = accelerate_state.Remembered.state_dict
+    now = accelerate_state.AcceleratorState.state_dict
     with monkeypatch.context() as patched, caplog.at_level("INFO", "trainckpt"):
-        patched.setattr(accelerate_state.Remembered, "state_dict", older)
+        patched.setattr(accelerate_state.AcceleratorState, "state_dict", older)
         told_of(tmp_path, caplog, strike_at=5)
     with caplog.at_level("INFO", "trainckpt"):
         assert told_of(tmp_path, caplog, strike_at=6, accumulate=2) == ["bitwise"]
@@ -146,20 +145,16 @@ def test_a_finished_run_started_again_trains_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(
-    tmp_path, monkeypatch, world
-):
+def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
     """At three ranks also the order in which DDP adds up shows, after its first whole window."""
-    monkeypatch.setattr(processes, "LIMIT_S", 240)  # several trainings in each
     how = {"items": 26, "use_seedable_sampler": world == 3}
     program = functools.partial(accelerated.of_ranks, **how)
     found = run_ranks(program, world, str(tmp_path), world, [2] if world == 2 else [4])
     assert found == [([], "DistributedDataParallel")] * world
 
 
-def test_shards_of_fsdp2_that_accelerate_made_go_on_bit_for_bit(tmp_path, monkeypatch):
+def test_shards_of_fsdp2_that_accelerate_made_go_on_bit_for_bit(tmp_path):
     """On CPUs, where it has to be told that it may; inside a window, in two ranks."""
-    monkeypatch.setattr(processes, "LIMIT_S", 240)
     found = run_ranks(accelerated.of_shards, 2, str(tmp_path), 2, [5])
     assert found == [([], {"DTensor"}, {"cpu"})] * 2
 

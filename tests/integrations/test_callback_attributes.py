@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import lightning
 import pytest
 import transformers
@@ -39,17 +41,36 @@ def test_lightning_names_it_when_a_save_lacks_it_and_when_a_resume_has_lost_it(t
     """Not what is set anew as a fit begins."""
     fit(tmp_path, stop=StopAt(12), callbacks=[Best()])
     (at_save,) = said()
-    assert "Best.best, StopAt.sent: changed since the run began, and in no state_dict" in at_save
+    assert (
+        "Best.best, Best.improved, StopAt.sent: changed since the run began, and in no state_dict"
+        in at_save
+    )
     assert "TrainckptCallback(..., kept=trainckpt.Attributes(callback" in at_save
     fit(tmp_path, callbacks=[Best()])
     at_resume = said()[1]
     assert NOT_EXACT in at_resume
-    assert ", now inf)" in at_resume
+    assert ", now inf), Best.improved" in at_resume
     assert "rounds" not in at_resume
 
 
+def test_a_resume_that_was_called_bitwise_before_callbacks_began_is_called_otherwise(
+    tmp_path, caplog
+):
+    fit(tmp_path, stop=StopAt(12), callbacks=[Best()])
+    caplog.set_level("INFO", "trainckpt")
+    fit(tmp_path, callbacks=[Best()])
+    line = "this resume is same data, not bitwise: attributes (reported before: bitwise)"
+    assert caplog.messages.count(line) == 1
+
+
 def fit_keeping(place, best, **how):
-    fit(place, callbacks=[best], options={"kept": trainckpt.Attributes(best, "best")}, **how)
+    kept = trainckpt.Attributes(best, "best", "improved")
+    fit(
+        place,
+        callbacks=[best],
+        options={"kept": kept},
+        **how,
+    )
     return best.best
 
 
@@ -91,3 +112,50 @@ def test_the_trainer_keeps_it_where_it_is_tracked(tmp_path, said):
     end = trained(tmp_path, other, kept=trainckpt.Attributes(other, "best"))
     assert end <= best < 1e9
     assert said() == []
+
+
+class Smoothing(transformers.TrainerCallback):
+    """Weights averaged in a dictionary, the last losses, and the kinds of logs seen."""
+
+    def __init__(self):
+        self.average, self.last, self.kinds = {}, deque(maxlen=2), set()
+        self.table, self.folders = {"a": 1}, ["/"]
+
+    def on_step_end(self, args, state, control, model, **_):
+        for name, parameter in model.named_parameters():
+            before = self.average.get(name, 0)
+            self.average[name] = 0.9 * before + 0.1 * parameter.detach()
+        self.last.append(float(self.average["head.bias"][0]))
+        self.folders = [f"{args.output_dir}/{state.global_step}"]
+
+    def on_log(self, args, state, control, logs, **_):
+        self.kinds.update(logs)
+
+
+class Sampling(transformers.Trainer):
+    """A Trainer with a sum of its own beside the Trainer's."""
+
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
+        self.total, self.losses = 0.0, []
+
+    def training_step(self, *args, **given):
+        loss = super().training_step(*args, **given)
+        self.total += loss.item()
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_containers_of_a_callback_and_what_a_subclass_of_the_trainer_adds_are_named(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(transformers, "Trainer", Sampling)
+    for strike_at in (12, None):
+        caplog.clear()
+        caplog.set_level("INFO", "trainckpt")
+        training = Training(tmp_path, {}, tmp_path / "run", strike_at)
+        training.trainer.add_callback(Smoothing())
+        training.train()
+    (line,) = [each for each in caplog.messages if each.startswith("not exact")]
+    assert "saved: Sampling.losses, Sampling.total (" in line
+    assert "Smoothing.average and 2 more (track them" in line

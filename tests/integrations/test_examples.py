@@ -11,7 +11,6 @@ import torch
 import trainckpt
 from tests.integrations import exampled
 from tests.integrations.exampled import EXAMPLES, STRIKE_AT, run
-from tests.ranks import processes
 from tests.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -37,11 +36,8 @@ def test_an_example_stopped_and_started_again_trains_what_it_would_have(
     assert_the_same(tmp_path, 1)
 
 
-def test_all_ranks_of_an_example_leave_with_75_and_train_what_they_would_have(
-    tmp_path, monkeypatch
-):
+def test_all_ranks_of_an_example_leave_with_75_and_train_what_they_would_have(tmp_path):
     """Under the Trainer's DDP; SIGTERM to one of them."""
-    monkeypatch.setattr(processes, "LIMIT_S", 240)  # several trainings in each
     found = run_ranks(exampled.on_ranks, 2, 2, "transformers_gpt", tmp_path)
     assert found == [("exit", 75)] * 2
     assert_the_same(tmp_path, 2)

@@ -247,6 +247,31 @@ def test_a_data_module_hooks_and_a_schedule_of_the_runs_length(tmp_path):
     assert parts[-1].trainer.datamodule.asked > straight.trainer.datamodule.asked
 
 
+class CyclingBetas(Toy):
+    """OneCycleLR moves the betas of Adam with the rate."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01, betas=(0.9, 0.99))
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        group = self.optimizers(use_pl_optimizer=False).param_groups[0]
+        self.note("betas", *(float(beta).hex() for beta in group["betas"]))
+
+
+@pytest.mark.parametrize("stop", [6, 13])
+def test_betas_that_a_schedule_moves_go_on_from_where_they_were(tmp_path, stop):
+    """lightning#15462, #20550."""
+    straight = fit(tmp_path / "straight", module=CyclingBetas)
+    parts = [
+        fit(tmp_path / "run", stop=StopAt(stop), module=CyclingBetas),
+        fit(tmp_path / "run", seed=99, module=CyclingBetas),
+    ]
+    same(straight, parts)
+
+
 def callbacks(folder):
     """Those that keep state: averaged weights, early stopping, checkpoints at steps and epochs."""
     return [
@@ -312,9 +337,13 @@ def test_several_training_loaders(tmp_path, mode):
 def test_it_does_nothing_but_in_a_fit(tmp_path):
     ours = trainckpt.lightning.TrainckptCallback(tmp_path / "run")
     trainer = lightning.Trainer(
-        callbacks=[ours], accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        callbacks=[ours],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.validate(Toy(), loaders()[1], verbose=False)
     fit(callbacks=[trainckpt.lightning.TrainckptCallback(tmp_path / "run")], fast_dev_run=True)
     assert not (tmp_path / "run").exists()
@@ -350,9 +379,12 @@ def test_a_stop_is_exit_code_75_and_no_checkpoint_callback_saves_again(
     own = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
     with pytest.raises(trainckpt.Stopped) as stopped:
         fit(
-            tmp_path / "run", stop=StopAt(5), callbacks=own, enable_checkpointing=True,
+            tmp_path / "run",
+            stop=StopAt(5),
+            callbacks=own,
+            enable_checkpointing=True,
             options={"on_stop": "exit"},
-        )  # fmt: skip
+        )
     assert stopped.value.code == 75
     assert not folder.exists()
 

@@ -18,8 +18,8 @@ from torch import nn
 from tests.integrations.test_lightning import weights_in
 from tests.integrations.toy_lightning import StopAt, Toy, fit
 from trainckpt.integrations import lightning_files
-from trainckpt.integrations.lightning_hooks import HookState
-from trainckpt.lifecycle.places.place import PROVE_VARIABLE, WORK
+from trainckpt.integrations.lightning_state import HookState
+from trainckpt.run_directory.run_url import PROVE_VARIABLE, WORK
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -93,6 +93,30 @@ def test_what_a_cut_off_attempt_wrote_is_written_again_under_its_own_names(tmp_p
     ended = fit(folders[2], callbacks=own(folders[1]), **HOW)
     assert weights_in(folders[1]) == expected
     assert ended.trainer.checkpoint_callback.last_model_path == str(folders[1] / "last.ckpt")
+
+
+def test_the_last_file_is_the_newest_after_two_resumes(tmp_path):
+    """EgoVerse#621: a version counter wrote last-v1.ckpt, and each resume read last.ckpt."""
+    folders = [tmp_path / name for name in ("straight", "own", "run")]
+    fit(callbacks=own(folders[0]), **HOW)
+    for stop in (12, 7):
+        fit(folders[2], stop=StopAt(stop), callbacks=own(folders[1]), **HOW)
+        assert [file.name for file in folders[1].glob("last*")] == ["last.ckpt"]
+    fit(folders[2], callbacks=own(folders[1]), **HOW)
+    assert weights_in(folders[1]) == weights_in(folders[0])
+
+
+def test_the_best_file_survives_a_resume_with_another_folder(tmp_path):
+    """lightning#12724."""
+
+    def best(name):
+        return [ModelCheckpoint(tmp_path / name, "best", "val_loss")]
+
+    fit(tmp_path / "run", stop=StopAt(12), callbacks=best("one"), **HOW)
+    before = weights_in(tmp_path / "one")
+    fit(tmp_path / "run", callbacks=best("other"), **HOW)
+    assert weights_in(tmp_path / "one") == before
+    assert before
 
 
 def test_files_of_somebody_else_keep_their_names_and_what_is_in_them(tmp_path):

@@ -136,10 +136,15 @@ class Rated(Toy):
 def test_a_tuner_and_a_fit_that_failed_before_training_are_no_fit(tmp_path):
     ours = trainckpt.lightning.TrainckptCallback(tmp_path, on_stop="return")
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[ours],
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ours],
         default_root_dir=tmp_path,
-    )  # fmt: skip
+    )
     module, data = Rated(), loaders()
     Tuner(trainer).lr_find(module, *data, num_training=3)
     tuned = len(module.seen)

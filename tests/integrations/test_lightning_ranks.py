@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lifecycle.training import record
+from tests.end_to_end.training import record
 
 pytestmark = pytest.mark.timeout(800)  # several starts of several processes each
 
@@ -46,11 +46,25 @@ class Example:
         self.folder = folder
         folder.mkdir()
         self.command = [
-            sys.executable, str(ROOT / "tests/integrations/held_lightning.py"), "--run",
-            str(folder / "run"), "--trace", str(folder / "trace"), "--parallel", "ddp",
-            "--devices", "2", "--steps", "8", "--accumulate", "3", "--workers", "1",
-            "--save-every", "100",
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "tests/integrations/held_lightning.py"),
+            "--run",
+            str(folder / "run"),
+            "--trace",
+            str(folder / "trace"),
+            "--parallel",
+            "ddp",
+            "--devices",
+            "2",
+            "--steps",
+            "8",
+            "--accumulate",
+            "3",
+            "--workers",
+            "1",
+            "--save-every",
+            "100",
+        ]
 
     def train(self, stop=False):
         """Run it; `stop`: it waits for a SIGTERM, which rank 0 gets. The exit code."""

@@ -21,10 +21,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integrations.toy_lightning import Augmented, StopAt, Toy, fit, loaders
+from trainckpt.attempt import log
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.integrations import lightning_needs
-from trainckpt.lifecycle.run import uncaught
+from trainckpt.integrations import lightning_compat
 from trainckpt.lightning import TrainckptCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -97,11 +97,11 @@ def test_what_cannot_be_exact_is_refused(tmp_path, sentence):
 
 def test_strategies_with_state_of_their_own_are_refused():
     with pytest.raises(ConfigurationError, match="FSDPStrategy is not supported"):
-        lightning_needs.refuse_strategy(FSDPStrategy())
+        lightning_compat.refuse_strategy(FSDPStrategy())
     spawned = DDPStrategy(start_method="spawn", cluster_environment=LightningEnvironment())
     spawned._configure_launcher()
     with pytest.raises(ConfigurationError, match="the launcher _MultiProcessingLauncher"):
-        lightning_needs.refuse_strategy(spawned)
+        lightning_compat.refuse_strategy(spawned)
 
 
 def test_a_checkpoint_to_go_on_from_and_a_run_are_one_too_many(tmp_path):
@@ -144,7 +144,7 @@ def test_a_file_of_the_slurm_plugin_is_refused_though_nobody_gave_it(tmp_path, s
 
 def test_a_refusal_that_nobody_catches_ends_the_script_with_its_own_code(tmp_path, monkeypatch):
     """Also where it comes before there is a Checkpointer."""
-    monkeypatch.setattr(uncaught, "_installed", [])
+    monkeypatch.setattr(log, "_installed", [])
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     with pytest.raises(ConfigurationError) as refused:
         fit(tmp_path / "run", ckpt_path="some.ckpt")
@@ -193,6 +193,6 @@ def test_a_second_fit_is_refused(tmp_path):
 
 def test_a_lightning_that_is_built_in_another_way_is_refused(tmp_path, monkeypatch):
     gone = ("loops.fit_loop:_FitLoop", "setup_everything", "makes the training loaders")
-    monkeypatch.setattr(lightning_needs, "_RELIED_ON", (*lightning_needs._RELIED_ON, gone))
+    monkeypatch.setattr(lightning_compat, "_RELIED_ON", (*lightning_compat._RELIED_ON, gone))
     with pytest.raises(ConfigurationError, match=r"it lacks .*_FitLoop.setup_everything, which"):
         fit(tmp_path / "run")

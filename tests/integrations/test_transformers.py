@@ -19,13 +19,12 @@ from tests.integrations import trained
 from tests.integrations.accelerated import seed
 from tests.integrations.struck import strike
 from tests.integrations.trained import Training, compared
-from tests.ranks import processes
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.integrations import transformers_needs, transformers_state
-from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.snapshot import attempts
+from trainckpt.integrations import transformers_compat, transformers_state
+from trainckpt.run_directory.run_url import open_directory
+from trainckpt.snapshot import attempt_history
 
 preload("tests.integrations.trained")
 
@@ -88,11 +87,8 @@ def test_an_evaluation_that_draws_is_followed_by_the_same_training_wherever_it_s
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(
-    tmp_path, monkeypatch, world
-):
+def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
     """The window's tokens are counted over all ranks; a resume inside it does not count again."""
-    monkeypatch.setattr(processes, "LIMIT_S", 240)  # several trainings in each
     program = functools.partial(trained.of_ranks, items=12 * world)
     found = run_ranks(program, world, str(tmp_path), world, [3] if world == 2 else [5])
     assert found == [([], "DistributedDataParallel")] * world
@@ -181,7 +177,7 @@ def test_what_is_raised_anywhere_ends_the_attempt_and_training_can_begin_again(
     assert not {"_run_epoch", "_evaluate", "get_batch_samples"} & (
         set(vars(training.trainer)) - before
     )
-    record = attempts.read_attempts(open_directory(str(tmp_path / "run")))[1]
+    record = attempt_history.read_attempts(open_directory(str(tmp_path / "run")))[1]
     assert record.outcome["outcome"] == "failed"
     again = Training(tmp_path, seen, tmp_path / "run", **how)
     assert again.train() == end
@@ -194,7 +190,7 @@ def test_a_trainer_whose_beginning_was_broken_off_saves_when_it_trains_again(tmp
     with pytest.raises(ValueError, match="train begin"):
         training.trainer.train()
     training.trainer.train()
-    records = attempts.read_attempts(open_directory(str(tmp_path / "run")))
+    records = attempt_history.read_attempts(open_directory(str(tmp_path / "run")))
     assert [r.outcome["outcome"] for _, r in sorted(records.items())] == ["failed", "finished"]
     assert training.trainer.callback_handler.callbacks.count(training.ours) == 1
 
@@ -279,10 +275,20 @@ def test_a_resume_lists_changed_arguments_with_the_value_that_counts(tmp_path, c
     training = Training(tmp_path, {}, tmp_path / "run", **now)
     training.train()
     assert "max_steps 6 then, 8 now (the new value counts, and the schedule of" in caplog.text
-    assert "learning_rate 0.1 then, 0.5 now: the value in the snapshot counts" in caplog.text
+    assert "optimizer: lr 0.1 then, 0.5 now. The saved value is used" in caplog.text
     assert "save_steps 500 then, 7 now: the new value counts, and changes nothing" in caplog.text
     assert training.trainer.state.global_step == 8
     assert training.trainer.optimizer.param_groups[0]["initial_lr"] == 0.1
+
+
+def test_another_micro_batch_at_the_same_global_batch_is_refused_or_named(tmp_path, caplog):
+    """transformers#43708: 2 samples in each of 4 micro-batches, then 4 in each of 2."""
+    caplog.set_level("INFO", logger="trainckpt")
+    Training(tmp_path, {}, tmp_path / "run", strike_at=5).train()
+    now = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(StateMismatch) as refused:
+        Training(tmp_path, {}, tmp_path / "run", **now).train()
+    assert "batch_size was 2, is 4" in str(refused.value)
 
 
 def test_what_changes_nothing_that_is_trained_leaves_the_resume_bitwise(tmp_path, caplog):
@@ -294,7 +300,7 @@ def test_what_changes_nothing_that_is_trained_leaves_the_resume_bitwise(tmp_path
     assert "resumed from s1m1~1.1, epoch 0 step 1 micro-batch 1: bitwise" in caplog.text
 
 
-def test_windows_whose_batches_are_made_anew_are_refused(tmp_path, monkeypatch):
+def test_windows_whose_batches_are_made_anew_are_refused(tmp_path):
     training = Training(tmp_path, {}, tmp_path / "run")
     collect = training.trainer.get_batch_samples
 
@@ -442,6 +448,6 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
 
 def test_a_trainer_built_in_another_way_is_refused_when_the_callback_is_made(monkeypatch):
     monkeypatch.delattr(transformers.Trainer, "get_batch_samples")
-    monkeypatch.setattr(transformers_needs, "_USED", ())
+    monkeypatch.setattr(transformers_compat, "_USED", ())
     with pytest.raises(ConfigurationError, match="get_batch_samples, which fetches a window"):
         trainckpt.transformers.TrainckptCallback("runs/x")

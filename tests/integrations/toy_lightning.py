@@ -51,6 +51,10 @@ class Augmented(Dataset):
         return fixed + 0.1 * torch.randn(6) + 0.1 * noise, index
 
 
+class Lines(list):
+    """What a test reads after a fit; a plain list would be named as lost by a resume."""
+
+
 class Toy(lightning.LightningModule):
     """Automatic optimization; `seen` has a line for each micro-batch, `notes` for all else."""
 
@@ -61,7 +65,7 @@ class Toy(lightning.LightningModule):
         )
         self.mean = MeanMetric()
         self.scheduler = scheduler
-        self.seen, self.notes = [], []
+        self.seen, self.notes = Lines(), Lines()
 
     def loss(self, batch):
         x, _ = batch
@@ -76,10 +80,15 @@ class Toy(lightning.LightningModule):
         rate = self.optimizers(use_pl_optimizer=False)
         rate = (rate[0] if isinstance(rate, list) else rate).param_groups[0]["lr"]
         line = (
-            self.trainer.current_epoch, batch_idx, self.trainer.global_step,
-            progress._batches_that_stepped, tuple(batch[1].tolist()), loss.item().hex(), rate,
+            self.trainer.current_epoch,
+            batch_idx,
+            self.trainer.global_step,
+            progress._batches_that_stepped,
+            tuple(batch[1].tolist()),
+            loss.item().hex(),
+            rate,
             self.trainer.is_last_batch,
-        )  # fmt: skip
+        )
         self.seen.append(line)
 
     def training_step(self, batch, batch_idx):
@@ -188,8 +197,19 @@ def loaders(workers=0, items=ITEMS, **more):
     return training, DataLoader(Augmented(6), BATCH, **more)
 
 
-def fit(place=None, *, stop=None, module=None, workers=0, callbacks=(), options=None, data=None,
-        seed=7, ckpt_path=None, **trainer):  # fmt: skip
+def fit(
+    place=None,
+    *,
+    stop=None,
+    module=None,
+    workers=0,
+    callbacks=(),
+    options=None,
+    data=None,
+    seed=7,
+    ckpt_path=None,
+    **trainer,
+):
     """One attempt; place=None: without the callback.
 
     Returns:
@@ -221,21 +241,35 @@ def _fit(place, stop, module, workers, callbacks, options, data, ckpt_path, trai
     ours = place and trainckpt.lightning.TrainckptCallback(place, **{**usual, **(options or {})})
     found = [*callbacks, *([ours] if ours else []), *([stop] if stop else [])]
     settings = {
-        "max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "logger": False,
-        "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_checkpointing": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1,
+        "max_epochs": EPOCHS,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
         "accumulate_grad_batches": ACCUMULATE if module.automatic_optimization else 1,
-    }  # fmt: skip
+    }
     trainer = lightning.Trainer(**{**settings, **trainer}, callbacks=found)
     given = data if isinstance(data, lightning.LightningDataModule) else None
-    pair = {} if given else dict(
-        zip(("train_dataloaders", "val_dataloaders"), data or loaders(workers), strict=False)
-    )  # fmt: skip
+    pair = (
+        {}
+        if given
+        else dict(
+            zip(("train_dataloaders", "val_dataloaders"), data or loaders(workers), strict=False)
+        )
+    )
     trainer.fit(module, datamodule=given, ckpt_path=ckpt_path, **pair)
     return SimpleNamespace(
-        seen=module.seen, notes=module.notes, end=end_of(trainer, module), trainer=trainer,
-        module=module, ours=ours,
-    )  # fmt: skip
+        seen=module.seen,
+        notes=module.notes,
+        end=end_of(trainer, module),
+        trainer=trainer,
+        module=module,
+        ours=ours,
+    )
 
 
 def end_of(trainer, module):

@@ -107,12 +107,23 @@ class Training:
             callbacks.append(Strike(self, strike_at, self.ours))
         seed(0)
         given = {
-            "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 3,
-            "gradient_accumulation_steps": ACCUMULATE, "num_train_epochs": EPOCHS,
-            "learning_rate": 0.05, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
-            "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-            "max_grad_norm": 0.5, "seed": 0, "include_num_input_tokens_seen": "no", **args,
-        }  # fmt: skip
+            "per_device_train_batch_size": BATCH,
+            "per_device_eval_batch_size": 3,
+            "gradient_accumulation_steps": ACCUMULATE,
+            "num_train_epochs": EPOCHS,
+            "learning_rate": 0.05,
+            "logging_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "max_grad_norm": 0.5,
+            "seed": 0,
+            "include_num_input_tokens_seen": "no",
+            **args,
+        }
         self.trainer = transformers.Trainer(
             model=Net(self.line),
             args=transformers.TrainingArguments(output_dir=str(folder), **given),
@@ -140,10 +151,13 @@ class Training:
         kept.append(trainer.lr_scheduler.state_dict())
         rng = (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())
         untimed = [
-            {name: value for name, value in line.items() if "runtime" not in name
-             and "per_second" not in name}
+            {
+                name: value
+                for name, value in line.items()
+                if "runtime" not in name and "per_second" not in name
+            }
             for line in trainer.state.log_history
-        ]  # fmt: skip
+        ]
         counted = (trainer.state.global_step, trainer.state.epoch, trainer.state.total_flos)
         said = (told.training_loss, self.smoothed.value, self.smoothed.epochs)
         return frozen(kept), rng, untimed, counted, said
@@ -167,8 +181,14 @@ def compared(folder, stops, **how):
             wrong.append("straight" if at is None else at)
             if os.environ.get("SAY"):
                 bad = [k for k in want if seen.get(k) != want[k]]
-                print(at, bad[:4], [a == b for a, b in zip(found, end, strict=True)],
-                      [(want[k], seen.get(k)) for k in bad[:1]], found[2:], end[2:])  # fmt: skip
+                print(
+                    at,
+                    bad[:4],
+                    [a == b for a, b in zip(found, end, strict=True)],
+                    [(want[k], seen.get(k)) for k in bad[:1]],
+                    found[2:],
+                    end[2:],
+                )
     return wrong
 
 

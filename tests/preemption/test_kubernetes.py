@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from trainckpt.lifecycle.stopping.deadline import granted_s
 from trainckpt.preemption.kubernetes import last_word
+from trainckpt.stop.deadline import granted_s
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 

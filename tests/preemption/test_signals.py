@@ -15,7 +15,7 @@ import threading
 import pytest
 
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import Agreement, Alone, Watcher, World
+from trainckpt.ranks import BoundaryGate, LocalStore, Watcher, World
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -63,7 +63,7 @@ def test_a_signal_becomes_a_stop_notice_named_after_it(source, signum):
 def test_a_signal_is_seen_by_the_watcher_while_main_is_stuck_in_c():
     """Main sits in a C read, where no Python handler runs, until the notice has arrived."""
     read, write = os.pipe()
-    agreement = Agreement()
+    agreement = BoundaryGate()
     heard = SignalSource()
 
     class Telling(Watcher):
@@ -71,12 +71,12 @@ def test_a_signal_is_seen_by_the_watcher_while_main_is_stuck_in_c():
             super().request(notice)
             os.write(write, b"!")
 
-    watcher = Telling(agreement, Alone(World(0, 1, 0, "here")), [heard])
+    watcher = Telling(agreement, LocalStore(World(0, 1, 0, "here")), [heard])
     watcher.start()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     buffer = ctypes.create_string_buffer(1)
     assert ctypes.CDLL(None).read(read, buffer, 1) == 1
-    assert agreement.at_boundary().reason == "SIGTERM"
+    assert agreement.at_boundary().notice.reason == "SIGTERM"
     watcher.stop()
 
 

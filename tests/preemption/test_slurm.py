@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trainckpt.preemption.notice import Notice
+from trainckpt.notice import Notice
 from trainckpt.preemption.slurm import (
     LEAVE,
     LINGER,

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from tests.preemption.metadata_server import serving
-from trainckpt.preemption.background import Background, Unanswered
-from trainckpt.preemption.notice import Notice
+from trainckpt.notice import Notice
+from trainckpt.preemption.polling import PollFailed, PollingSource
 from trainckpt.preemption.spot import Aws, Azure, Gce, Metadata, metadata_of, this_cloud
 
 
@@ -23,10 +23,13 @@ def cloud():
 
 def preempt(cloud, name: str = "worker_7", kind: str = "Preempt", in_s: float = 30.0) -> dict:
     return {
-        "EventId": "1", "EventType": kind, "ResourceType": "VirtualMachine",
-        "Resources": ["other", name], "EventStatus": "Scheduled",
+        "EventId": "1",
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": ["other", name],
+        "EventStatus": "Scheduled",
         "NotBefore": cloud.azure_time(in_s),
-    }  # fmt: skip
+    }
 
 
 # ---- AWS
@@ -37,8 +40,9 @@ def test_aws_is_asked_with_a_token_and_says_nothing_until_there_is_a_notice(clou
     assert aws() == []
     assert aws() == []
     assert cloud.asked == [
-        "PUT /latest/api/token", *["GET /latest/meta-data/spot/instance-action"] * 2
-    ]  # fmt: skip
+        "PUT /latest/api/token",
+        *["GET /latest/meta-data/spot/instance-action"] * 2,
+    ]
     cloud.action = json.dumps({"action": "terminate", "time": cloud.aws_time(120)})
     (notice,) = aws()
     assert notice.reason == "AWS spot terminate"
@@ -61,7 +65,7 @@ def test_an_aws_token_that_is_too_old_is_replaced(cloud):
     aws = Aws(Metadata(cloud.url))
     aws()
     cloud.tokens.clear()
-    with pytest.raises(Unanswered, match="401"):
+    with pytest.raises(PollFailed, match="401"):
         aws()
     assert aws() == []
     assert cloud.asked.count("PUT /latest/api/token") == 2
@@ -69,7 +73,7 @@ def test_an_aws_token_that_is_too_old_is_replaced(cloud):
 
 def test_an_aws_machine_that_gives_no_token_is_told_once_with_what_to_do(cloud):
     cloud.tokens = None
-    with pytest.raises(Unanswered, match=r"no token.*IMDSv2"):
+    with pytest.raises(PollFailed, match=r"no token.*IMDSv2"):
         Aws(Metadata(cloud.url))()
 
 
@@ -125,12 +129,17 @@ def test_an_azure_event_that_has_begun_leaves_nobody_knows_how_long(cloud):
 
 
 GARBAGE = [
-    b"", b"\x00\xff\x00", b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{\"action\"", b"HTTP/1.1 500 No\r\n\r\n",
+    b"",
+    b"\x00\xff\x00",
+    b"SSH-2.0-OpenSSH_9.2\r\n",
+    b"HTTP/1.1 200 OK\r\n\r\n",
+    b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"action"',
+    b"HTTP/1.1 500 No\r\n\r\n",
     b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n",
-    b"HTTP/1.1 200 OK\r\nDate: yesterday\r\n\r\n[1]", b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 99999,
-    b"HTTP/1.1 200 OK\r\n\r\n{\"action\": 1, \"time\": \"now\", \"Events\": 3}",
-]  # fmt: skip
+    b"HTTP/1.1 200 OK\r\nDate: yesterday\r\n\r\n[1]",
+    b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 99999,
+    b'HTTP/1.1 200 OK\r\n\r\n{"action": 1, "time": "now", "Events": 3}',
+]
 
 
 @pytest.mark.parametrize("kind", [Aws, Gce, Azure])
@@ -140,9 +149,9 @@ def test_garbage_is_no_notice_and_no_other_error(cloud, kind):
         asker = kind(Metadata(cloud.url))
         asker()
         cloud.ill = bytes_
-        with pytest.raises((OSError, Unanswered)):
+        with pytest.raises((OSError, PollFailed)):
             asker()
-        with pytest.raises((OSError, Unanswered)):
+        with pytest.raises((OSError, PollFailed)):
             kind(Metadata(cloud.url))()
 
 
@@ -194,7 +203,7 @@ def test_a_source_asks_until_there_is_a_notice_and_says_each_error_once(cloud):
             cloud.action = json.dumps({"action": "stop", "time": cloud.aws_time(120)})
         return cloud_asks()
 
-    source = Background(ask, 0.001, said.append)
+    source = PollingSource(ask, 0.001, said.append)
     source.start()
     assert source.fileno() is None
     while not (found := source.poll()):
@@ -215,20 +224,20 @@ def test_an_answer_that_nobody_foresaw_does_not_deafen():
             raise answer
         return answer
 
-    source = Background(ask, 0.001, said.append)
+    source = PollingSource(ask, 0.001, said.append)
     source.start()
     while not (found := source.poll()):
         time.sleep(0.001)
     assert found == [Notice("GPU 0: late")]
     assert said == ["AttributeError: no nvmlEventSetWait_v2"]
     source.stop()
-    with pytest.raises(Unanswered, match="does not speak HTTP: InvalidURL"):
+    with pytest.raises(PollFailed, match="does not speak HTTP: InvalidURL"):
         Metadata("http://169.254.169.254:imds").ask("/", {})
 
 
 def test_a_source_that_is_stopped_asks_no_more():
     asked = threading.Semaphore(0)
-    source = Background(lambda: asked.release() or [], 0.001)
+    source = PollingSource(lambda: asked.release() or [], 0.001)
     source.start()
     asked.acquire()
     source.stop()
@@ -246,7 +255,7 @@ def test_a_source_that_is_suspended_asks_nothing_and_keeps_nothing_open():
         assert answer.acquire(timeout=60)
         return notices
 
-    source = Background(ask, 0.001, close=lambda: closed.append(asked._value))
+    source = PollingSource(ask, 0.001, close=lambda: closed.append(asked._value))
     source.start()
     asked.acquire()
     suspending = threading.Thread(target=source.suspend)

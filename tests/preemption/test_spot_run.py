@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 
-from tests.launchers.conftest import log, straight  # noqa: F401 - fixtures
-from tests.launchers.started import ROOT, Forks, Run, ended, stop
 from tests.preemption.metadata_server import serving
+from tests.start_commands.conftest import log, straight  # noqa: F401 - fixtures
+from tests.start_commands.started import ROOT, Forks, Run, ended, stop
 
 EXAMPLE = str(ROOT / "tests" / "slurm" / "job.py")  # slow enough for a question every 5 s
 
 
 def test_a_run_whose_machine_is_taken_back_stops_in_time_and_goes_on_to_the_same_bit(
-    server, straight, log, tmp_path  # noqa: F811
-):  # fmt: skip
+    server,
+    straight,  # noqa: F811
+    log,  # noqa: F811
+    tmp_path,
+):
     run = Run(tmp_path / "r", 1)
     with serving() as cloud:
 
@@ -22,8 +25,9 @@ def test_a_run_whose_machine_is_taken_back_stops_in_time_and_goes_on_to_the_same
             cloud.action = json.dumps({"action": "terminate", "time": left})
 
         variables = {
-            "TRAINCKPT_NOTICES": "aws", "AWS_EC2_METADATA_SERVICE_ENDPOINT": cloud.url,
-        }  # fmt: skip
+            "TRAINCKPT_NOTICES": "aws",
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": cloud.url,
+        }
         first = Forks(server, EXAMPLE, run.argv, log(), [variables])
         assert stop(first, run, take_back, more=2) == [75], first.said()
     run.assert_stopped(1)

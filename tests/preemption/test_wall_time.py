@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainckpt.preemption.notice import Notice
+from trainckpt.notice import Notice
 from trainckpt.preemption.wall_time import WallTime, process_start_s, wall_time_end
 
 

@@ -51,9 +51,13 @@ class Run:
         self.attempts += 1
         with self.log("out").open("wb") as out, self.log("err").open("wb") as err:
             self.process = subprocess.Popen(
-                [*self.before, *self.network, *CLI, *arguments], stdout=out, stderr=err,
-                env=self.environment, start_new_session=True, cwd=self.folder,
-            )  # fmt: skip
+                [*self.before, *self.network, *CLI, *arguments],
+                stdout=out,
+                stderr=err,
+                env=self.environment,
+                start_new_session=True,
+                cwd=self.folder,
+            )
         return self
 
     def log(self, kind, attempt=None):
@@ -91,9 +95,13 @@ class Run:
 
     def pause(self, *options):
         return subprocess.run(
-            [*CLI, "pause", "--json", self.run, *options], capture_output=True, text=True,
-            env=self.environment, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
+            [*CLI, "pause", "--json", self.run, *options],
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            timeout=LIMIT_S,
+            check=False,
+        )
 
     def wait(self):
         return self.process.wait(LIMIT_S)
@@ -129,9 +137,9 @@ def of_each_rank(lines):
     return found
 
 
-def paused_often(folder, reference, pauses, rng, lose=lambda run: None, **variables):
-    """Run it with so many pauses, every other by SIGTERM; returns the seconds of each and of every
-    restore. `lose` is called while it is away."""
+def paused_often(folder, reference, pauses, rng, **variables):
+    """Run it with so many pauses, every other by SIGTERM; return the seconds of each and of every
+    restore."""
     seconds = {"pause": [], "restore": []}
     gate, steps = Path(folder) / "gate", variables["COUNT"] - 1
     with Run(folder, GATE=gate, **variables) as run:
@@ -152,7 +160,6 @@ def paused_often(folder, reference, pauses, rng, lose=lambda run: None, **variab
                 assert (told["outcome"], told["kind"]) == ("stopped", "dump"), told
             assert run.wait() == 75, run.said()
             seconds["pause"].append(time.monotonic() - begun)
-            lose(run)
             begun = time.monotonic()
             run.resume().record()
             seconds["restore"].append(time.monotonic() - begun)
@@ -170,8 +177,11 @@ def what_differs(run, reference):
     told = []
     for rank in sorted({*asked, *printed}):
         pairs = zip_longest(asked.get(rank, []), printed.get(rank, []))
-        first = [f"line {at}: {want!r}, printed {got!r}" for at, (want, got) in enumerate(pairs)
-                 if want != got][:3]  # fmt: skip
+        first = [
+            f"line {at}: {want!r}, printed {got!r}"
+            for at, (want, got) in enumerate(pairs)
+            if want != got
+        ][:3]
         told.append(f"rank {rank}: {'; '.join(first) or 'as asked'}")
     for at in range(1, run.attempts + 1):
         told += [f"attempt {at}, {len(run.lines(at))} lines:", run.log("err", at).read_text()]
@@ -200,10 +210,17 @@ def main():
         rng = random.Random(arguments.seed)
         seconds = paused_often(folders[1], reference, arguments.pauses, rng, **variables)
     median = {name: round(sorted(each)[len(each) // 2], 2) for name, each in seconds.items()}
-    print(json.dumps({
-        "pauses": arguments.pauses, "workers": arguments.workers, "lines": len(reference),
-        "median_s": median, "exact": True,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "pauses": arguments.pauses,
+                "workers": arguments.workers,
+                "lines": len(reference),
+                "median_s": median,
+                "exact": True,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

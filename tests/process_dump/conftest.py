@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trainckpt.process_dump import criu, gpus
+from trainckpt.process_dump import criu, gpu_state
 from trainckpt.process_dump.cuda_driver import CudaDriver
 
 
@@ -41,7 +41,7 @@ def gpu_here():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     with CudaDriver() as driver:
-        if why := gpus.why_not_here(driver.machine())[0]:
+        if why := gpu_state.why_not_here(driver.machine())[0]:
             pytest.skip(why)
     return torch
 

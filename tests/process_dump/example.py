@@ -7,18 +7,27 @@ import subprocess
 from pathlib import Path
 
 from tests.process_dump.campaign import CLI, LIMIT_S, Run, wait_for
-from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.snapshot import attempts
+from trainckpt.run_directory.run_url import open_directory
+from trainckpt.snapshot import attempt_history
 
 SCRIPT = Path(__file__).parent / "held_example.py"
 
 
 def words(folder, **more):
     given = {
-        "steps": 9, "accumulate": 2, "parallel": "ddp", "seed": 3, "save-every": 2, "workers": 1,
-        "dropout": 0.1, "batch-size": 2, "size": "small", "run": folder / "run",
-        "trace": folder / "trace", **more,
-    }  # fmt: skip
+        "steps": 9,
+        "accumulate": 2,
+        "parallel": "ddp",
+        "seed": 3,
+        "save-every": 2,
+        "workers": 1,
+        "dropout": 0.1,
+        "batch-size": 2,
+        "size": "small",
+        "run": folder / "run",
+        "trace": folder / "trace",
+        **more,
+    }
     return [str(word) for name, value in given.items() for word in (f"--{name}", value)]
 
 
@@ -48,7 +57,7 @@ class Example(Run):
         return dict(sorted(found.items(), key=str))
 
     def records(self):
-        return attempts.read_attempts(open_directory(self.run))
+        return attempt_history.read_attempts(open_directory(self.run))
 
 
 def dumped_at_a_boundary(run, hold, *, lean=True):
@@ -58,9 +67,12 @@ def dumped_at_a_boundary(run, hold, *, lean=True):
     wait_for(lambda: all(path.exists() for path in held) or ended(), run)
     assert not ended(), run.said()
     pause = subprocess.Popen(
-        [*CLI, "pause", "--json", run.run, "--dump"], env=run.environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [*CLI, "pause", "--json", run.run, "--dump"],
+        env=run.environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     wait_for(lambda: "trainckpt pause: stopping at" in run.said() or pause.poll() is not None, run)
     for path in (hold, *held):
         path.unlink()
@@ -69,7 +81,9 @@ def dumped_at_a_boundary(run, hold, *, lean=True):
     assert "pause: both: a boundary can be reached" in err
     told = json.loads(out)
     assert (told["outcome"], told["kind"], told["lost_micro_batches"]) == ("stopped", "dump", 0), (
-        told, run.said())  # fmt: skip
+        told,
+        run.said(),
+    )
     assert run.wait() == 75
     record = json.loads((Path(run.run) / "dumps" / told["snapshot"] / "dump.json").read_text())
     assert (record["dropped"] > 0) == lean

@@ -4,8 +4,7 @@ Each rank says that it has come to it by a file beside that one. The first hold 
 of the process. OUTSIDE names a port of this machine: each rank is connected to it from its first
 step on (loader workers that were forked later would hold the connection too), closes that before it
 is dumped, and connects again when it has come back. While the file that FAILS names is there, the
-next step removes it and fails, or, if it holds a number, one so many steps later. With NO_ROOM set
-/dev/shm has none. TAKEN_DOWN names a backend whose groups are taken down for a dump,
+next step removes it and fails. TAKEN_DOWN names a backend whose groups are taken down for a dump,
 as NCCL's are.
 """
 
@@ -19,8 +18,7 @@ from pathlib import Path
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import trainckpt
-from trainckpt.ranks import groups
-from trainckpt.tiers import memory
+from trainckpt.ranks import process_groups
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "char_gpt.py"
 HOLD, OUTSIDE, FAILS = (os.environ.get(name) for name in ("HOLD", "OUTSIDE", "FAILS"))
@@ -38,11 +36,8 @@ def hold(*_):
     if OUTSIDE and steps == 1:
         connect()
     if FAILS and Path(FAILS).exists():
-        if (later := int(Path(FAILS).read_text() or 0)) > 0:
-            Path(FAILS).write_text(str(later - 1))
-        else:
-            Path(FAILS).unlink()
-            raise RuntimeError("as it was told to")
+        Path(FAILS).unlink()
+        raise RuntimeError("as it was told to")
     if HOLD and steps >= 3 and Path(HOLD).exists():
         Path(f"{HOLD}.rank{os.environ['RANK']}").touch()
         while Path(HOLD).exists():
@@ -59,9 +54,7 @@ class Connected(trainckpt.Checkpointer):
 
 
 if __name__ == "__main__":
-    groups.TAKEN_DOWN |= set(filter(None, [os.environ.get("TAKEN_DOWN")]))
-    if os.environ.get("NO_ROOM"):
-        memory._ROOM_BYTES = 1 << 60
+    process_groups.TAKEN_DOWN |= set(filter(None, [os.environ.get("TAKEN_DOWN")]))
     register_optimizer_step_pre_hook(hold)
     if OUTSIDE:
         trainckpt.Checkpointer = Connected

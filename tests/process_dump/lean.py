@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from tests.process_dump.example import Example, dumped_at_a_boundary
-from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.snapshot import attempts, catalog
+from trainckpt.run_directory.run_url import open_directory
+from trainckpt.snapshot import attempt_history, catalog
 
 SHARE = 0.05
 
@@ -24,9 +24,13 @@ def measure(place, size, parallel, arguments):
     """One line: a run that is dumped once, and one that is never stopped."""
     nproc = 1 if parallel == "none" else arguments.nproc
     flags = {
-        "size": size, "parallel": parallel, "steps": arguments.steps, "batch-size": 1,
-        "save-every": 1000, "workers": arguments.workers,
-    }  # fmt: skip
+        "size": size,
+        "parallel": parallel,
+        "steps": arguments.steps,
+        "batch-size": 1,
+        "save-every": 1000,
+        "workers": arguments.workers,
+    }
     hold = place / f"{size}-hold"
     with Example(place / f"{size}-straight", nproc, flags) as straight:
         assert straight.start("--dumps", "off").wait() == 0, straight.said()
@@ -38,19 +42,26 @@ def measure(place, size, parallel, arguments):
         said = [line for line in run.said().splitlines() if "dumped as" in line]
         hold.unlink()
         tier = open_directory(run.run)
-        found = catalog.read_catalog(tier, attempts.run_id(tier), attempts.read_attempts(tier))
+        found = catalog.read_catalog(
+            tier, attempt_history.run_id(tier), attempt_history.read_attempts(tier)
+        )
         state = next(c.manifest.num_bytes for c in found if str(c.name) == record["snapshot"])
         assert run.resume().wait() == 0, run.said()
         assert f"restored {record['name']}" in run.said()
         exact = run.trace() == reference
     images = sorted(((i["num_bytes"], i["name"]) for i in record["images"]), reverse=True)
     return {
-        "size": size, "parallel": parallel, "ranks": nproc,
-        "workers": arguments.workers, "state_bytes": state,
+        "size": size,
+        "parallel": parallel,
+        "ranks": nproc,
+        "workers": arguments.workers,
+        "state_bytes": state,
         "dump_bytes": sum(size for size, _ in images),
-        "dropped": record["dropped"], "exact": exact, "said": said,
+        "dropped": record["dropped"],
+        "exact": exact,
+        "said": said,
         "largest": images[:6],
-    }  # fmt: skip
+    }
 
 
 def compared(parallel, arguments):

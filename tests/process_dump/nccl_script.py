@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainckpt
 from tests.process_dump.held_example import hold
-from trainckpt.ranks import groups
+from trainckpt.ranks import process_groups
 
 BACKEND, RANK = os.environ.get("BACKEND", "nccl"), int(os.environ["LOCAL_RANK"])
 WIDTH, ITEMS = 256, 64
@@ -64,5 +64,5 @@ def main():
 
 
 if __name__ == "__main__":
-    groups.TAKEN_DOWN.add(BACKEND)
+    process_groups.TAKEN_DOWN.add(BACKEND)
     main()

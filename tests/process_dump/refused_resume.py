@@ -14,26 +14,25 @@ from pathlib import Path
 
 from tests.process_dump.test_refusals import Slower
 from trainckpt.format.dump import DumpName
-from trainckpt.process_dump import criu, restore, tree
-from trainckpt.supervisor.adopted import orphans_come_here
-from trainckpt.supervisor.dumpable import Dumpable
-from trainckpt.supervisor.held import HeldMemory
-from trainckpt.supervisor.restored import Dumped, GoesOn, supervise_restored
-from trainckpt.supervisor.signals import Inbox
-from trainckpt.tiers.local import LocalTier
+from trainckpt.launcher.dump_launch import Dumpable
+from trainckpt.launcher.processes import orphans_come_here
+from trainckpt.launcher.restored import AlreadyResumed, RestoredDump, supervise_restored
+from trainckpt.launcher.signals import Inbox
+from trainckpt.process_dump import criu, process_tree, restore
+from trainckpt.storage.local import LocalTier
 
 
 def resume(place: str, name: str) -> None:
     tier = LocalTier(Path(place))
     record = restore.load(tier, "run", DumpName.parse(name))
     named = Slower(place, ["python"], tempfile.gettempdir(), 1)
-    dumped = Dumped(tier, record, named, {}, Dumpable(criu.examine(), print))
+    dumped = RestoredDump(tier, record, named, {}, Dumpable(criu.examine(), print))
     try:
         with Inbox() as inbox:
-            supervise_restored(dumped, inbox, HeldMemory())
-    except GoesOn as error:
+            supervise_restored(dumped, inbox)
+    except AlreadyResumed as error:
         print(error.message)
-    print("left:", tree.taken(record.tasks), flush=True)
+    print("left:", process_tree.taken(record.tasks), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 
 from tests.campaign import launch
 from tests.campaign.cases import Settings
-from tests.launchers.started import Forks, ended
 from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
+from tests.start_commands.started import Forks, ended
 
 NCCL_SCRIPT = Path(__file__).parent / "nccl_script.py"
 TORN_DOWN = Path(__file__).parent / "torn_down.py"
@@ -43,10 +43,16 @@ def test_under_live_wrappers_groups_are_taken_down_and_made_again_and_nothing_is
         assert found["ddp"]["buckets"].count(",") >= 1, "several buckets, in an order of their own"
         why = found["refusals"]
         for text, told in zip(
-            ["the variable group of refusals", "the variable inside of refusals",
-             "__main__.Holder.group", "held by cell", "the variable kept of module __main__"],
-            why, strict=False,
-        ):  # fmt: skip
+            [
+                "the variable group of refusals",
+                "the variable inside of refusals",
+                "__main__.Holder.group",
+                "held by cell",
+                "the variable kept of module __main__",
+            ],
+            why,
+            strict=False,
+        ):
             assert text in told, why
         assert why[5] == "", why
         assert "communication hook" in why[6], why
@@ -67,7 +73,7 @@ def test_a_run_whose_groups_cannot_be_dumped_is_dumped_without_and_is_exact(
     with Example(tmp_path / "x", flags=flags, HOLD=hold, TAKEN_DOWN="gloo") as run:
         run.start()
         first = dumped_at_a_boundary(run, hold)
-        assert "process groups are taken down while the ranks rest" in run.said()
+        assert "process groups are destroyed for the process dump" in run.said()
         run.resume()
         second = dumped_at_a_boundary(run, hold)
         assert f"restored {first['name']}" in run.said()
@@ -89,7 +95,7 @@ def nccl_is_dumped(folder, ranks, **variables):
         run.start()
         for _ in range(2):
             record = dumped_at_a_boundary(run, hold, lean=False)
-            assert "process groups are taken down while the ranks rest" in run.said()
+            assert "process groups are destroyed for the process dump" in run.said()
             run.resume()
         hold.unlink()
         assert run.wait() == 0, run.said()

@@ -15,35 +15,28 @@ from pathlib import Path
 import pytest
 
 from tests.process_dump.test_restore import RECORD
-from trainckpt.cli import asking
+from trainckpt.attempt.rank_status import RankStatus, RankStatusWriter
+from trainckpt.attempt.record_log import FILE, AttemptId, files
+from trainckpt.cli import dump_client
+from trainckpt.dumping import handshake
+from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
+from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
 from trainckpt.encryption import keys
 from trainckpt.errors import TierUnavailable
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.dump import DumpName
 from trainckpt.format.encryption import Wrapped
-from trainckpt.lifecycle.deciding.dump_choice import (
-    BOTH,
-    DUMP,
-    NOTHING,
-    SNAPSHOT,
-    DumpFacts,
-    choose,
-)
-from trainckpt.lifecycle.deciding.pace import Pace
-from trainckpt.lifecycle.dumping import rest_told
-from trainckpt.lifecycle.dumping.rest_told import Resting, RestOrder
-from trainckpt.lifecycle.run.attempt_number import FILE, AttemptNumber, spell
-from trainckpt.lifecycle.run.told import Teller, Told
-from trainckpt.lifecycle.stopping.pace_told import PaceTeller, ToldPace, read_paces
-from trainckpt.process_dump import tree
+from trainckpt.launcher import dump_encryption, dump_requests
+from trainckpt.launcher import dumps as dumping_module
+from trainckpt.launcher.dumps import Dumping, DumpReason, DumpTarget, _Waiting
+from trainckpt.process_dump import process_tree
 from trainckpt.process_dump.criu import Ability
 from trainckpt.process_dump.cuda_driver import CudaDriver
-from trainckpt.snapshot import attempts
+from trainckpt.save.estimates import Timings
+from trainckpt.snapshot import attempt_history
 from trainckpt.snapshot.catalog import ancestry
-from trainckpt.supervisor import dumping as dumping_module
-from trainckpt.supervisor import requests, secrecy
-from trainckpt.supervisor.dumping import Dumping, Launch, Wish, _Waiting
-from trainckpt.tiers.local import LocalTier
+from trainckpt.stop.progress_report import ProgressReporter, RankProgress, read_paces
+from trainckpt.storage.local import LocalTier
 
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}
 EARLY = {**LATE, "boundary_s": 3.0}
@@ -86,7 +79,7 @@ def asleep():
         ({**BARE, "hosts": 2}, NOTHING, "2 hosts"),
         ({**BARE, "changes": "the world changes"}, NOTHING, "the world changes"),
     ],
-)  # fmt: skip
+)
 def test_the_first_row_that_matches_decides_and_says_why(facts, what, why):
     found = choose(DumpFacts(**facts))
     assert found.what == what
@@ -106,19 +99,19 @@ def test_the_first_row_that_matches_decides_and_says_why(facts, what, why):
 def test_when_a_boundary_will_be_saved_is_foreseen_from_the_pace(
     since_s, micro_batch_s, save_s, boundary_s
 ):
-    assert ToldPace(since_s, micro_batch_s, save_s).boundary_s() == boundary_s
+    assert RankProgress(since_s, micro_batch_s, save_s).boundary_s() == boundary_s
 
 
 def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
-    pace = Pace()
-    teller = PaceTeller(pace, 1)
+    pace = Timings()
+    teller = ProgressReporter(pace, 1)
     assert teller.poll() == []
     assert read_paces(tmp_path) == []  # no boundary yet
     now = time.monotonic()
-    pace.reach(now - 5.0)
-    pace.leave(now - 3.0)
-    pace.reach(now - 1.0)
+    pace.on_boundary(now - 5.0)
+    pace.after_boundary(now - 3.0)
+    pace.on_boundary(now - 1.0)
     teller.poll()
     (told,) = read_paces(tmp_path)
     assert told.since_s >= 1.0
@@ -135,20 +128,20 @@ def test_images_are_encrypted_to_whom_the_ranks_say_or_else_the_options(tmp_path
     tier, record = LocalTier(tmp_path), AttemptRecord(1)
 
     def recipients():
-        return secrecy.recipients(tmp_path, tier, record)
+        return dump_encryption.recipients(tmp_path, tier, record)
 
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", theirs)
     assert recipients() == (theirs,), "a command without a Checkpointer"
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
-    teller = Teller(tmp_path)
-    teller.tell(attempt=1)
+    teller = RankStatusWriter(tmp_path)
+    teller.update(attempt=1)
     assert recipients() == ()
-    teller.tell(encrypt_to=(ours,))
+    teller.update(encrypt_to=(ours,))
     assert recipients() == (ours,)
-    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
+    dumping = Dumping(DumpTarget(None, tmp_path, (), None), Ability(), print)
     dumping._tier = tier
     assert dumping._why_not(record) == ""
-    teller.tell(encrypt_to=("nobody",))
+    teller.update(encrypt_to=("nobody",))
     assert "nobody" in dumping._why_not(record)
 
 
@@ -160,7 +153,7 @@ def test_what_was_encrypted_stays_so_whoever_brings_it_back(tmp_path, monkeypatc
     cwd.mkdir()
 
     def recipients(**more):
-        return secrecy.recipients(tmp_path, tier, AttemptRecord(2, **more))
+        return dump_encryption.recipients(tmp_path, tier, AttemptRecord(2, **more))
 
     facts = {"cwd": str(cwd), "env": {"TRAINCKPT_ENCRYPT_TO": "team"}}
     (cwd / "team").write_text(f"{first}\n{second}\n")
@@ -169,7 +162,7 @@ def test_what_was_encrypted_stays_so_whoever_brings_it_back(tmp_path, monkeypatc
     assert recipients(facts={"cwd": str(cwd)}) == (other,)
 
     name = DumpName(1, 1)
-    run = attempts.found_run(tier)
+    run = attempt_history.found_run(tier)
     wrapped = (Wrapped(first, b"key"), Wrapped(second, b"key"))
     dumped = replace(RECORD, name=name, run=run, keys=wrapped)
     tier.replace(name.record, dumped.dump())
@@ -181,7 +174,7 @@ def test_what_was_encrypted_stays_so_whoever_brings_it_back(tmp_path, monkeypatc
 
     monkeypatch.delenv("TRAINCKPT_ENCRYPT_TO")
     tier.replace(name.record, b"{}")
-    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
+    dumping = Dumping(DumpTarget(None, tmp_path, (), None), Ability(), print)
     dumping._tier = tier
     assert "dump.json" in dumping._why_not(AttemptRecord(2, str(name))), "never in the clear"
 
@@ -189,19 +182,21 @@ def test_what_was_encrypted_stays_so_whoever_brings_it_back(tmp_path, monkeypatc
 def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path, monkeypatch):
     """The supervisor outlives it: there is room for no file more, or no more room to ask for."""
     run = LocalTier(tmp_path / "run")
-    attempts.found_run(run)
-    record = attempts.claim(run, lambda number: AttemptRecord(number, None, facts={"world": 1}))
+    attempt_history.found_run(run)
+    record = attempt_history.claim(
+        run, lambda number: AttemptRecord(number, None, facts={"world": 1})
+    )
     said = []
 
     def refused(where, function):
         with monkeypatch.context() as broken, asleep() as process:
             ability = Ability(Path("/bin/false"), "4.2")
-            dumping = Dumping(Launch(process, tmp_path, (), None), ability, said.append)
-            order = RestOrder(function, os.getpid())
-            rest_told.give(tmp_path, order)
-            rest_told.rests(tmp_path, 0, Resting(order.id))
+            dumping = Dumping(DumpTarget(process, tmp_path, (), None), ability, said.append)
+            order = DumpRequest(function, os.getpid())
+            handshake.give(tmp_path, order)
+            handshake.rests(tmp_path, 0, RankQuiesced(order.id))
             dumping._tier, dumping._attempt = run, record.attempt
-            wish = Wish("a test", asked=True)
+            wish = DumpReason("a test", asked=True)
             dumping._waiting = _Waiting(order, wish, record, time.monotonic())
 
             def breaks(*_):
@@ -210,33 +205,37 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
             broken.setattr(where, function, breaks)
             assert not dumping.look([])
             assert process.poll() is None
-        return rest_told.given(tmp_path).refused
+        return handshake.given(tmp_path).refused
 
-    for where, function in ((tree, "processes"), (tree, "memory_bytes"), (shutil, "disk_usage")):
+    for where, function in (
+        (process_tree, "processes"),
+        (process_tree, "memory_bytes"),
+        (shutil, "disk_usage"),
+    ):
         assert "it could not be looked at: " in refused(where, function)
 
 
 def test_images_are_not_written_to_a_place_beyond_this_host(tmp_path, monkeypatch):
-    assert secrecy.why_exposed(LocalTier(tmp_path)) == ""
-    monkeypatch.setattr(secrecy, "file_system", lambda _: "nfs4")
-    assert "on nfs4, and images" in secrecy.why_exposed(LocalTier(tmp_path))
+    assert dump_encryption.why_exposed(LocalTier(tmp_path)) == ""
+    monkeypatch.setattr(dump_encryption, "file_system", lambda _: "nfs4")
+    assert "on nfs4, and images" in dump_encryption.why_exposed(LocalTier(tmp_path))
 
 
 def test_a_notice_that_cannot_lead_to_a_dump_delays_nobody_and_raises_nothing(
     tmp_path, monkeypatch
 ):
     said = []
-    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), said.append)
-    assert not dumping.notice(Wish("SIGTERM"), [])  # no attempt yet
-    told = Told(0, 1, "here", str(tmp_path), attempt=1)
-    assert not dumping.notice(Wish("SIGTERM"), [told])  # nobody says that there is a deadline
-    assert not dumping.notice(Wish("SIGTERM", 8.0), [told])  # its record is not there
+    dumping = Dumping(DumpTarget(None, tmp_path, (), None), Ability(), said.append)
+    assert not dumping.notice(DumpReason("SIGTERM"), [])  # no attempt yet
+    told = RankStatus(0, 1, "here", str(tmp_path), attempt=1)
+    assert not dumping.notice(DumpReason("SIGTERM"), [told])  # nobody says that there is a deadline
+    assert not dumping.notice(DumpReason("SIGTERM", 8.0), [told])  # its record is not there
 
     def refuses(_):
         raise TierUnavailable("it does not answer")
 
-    monkeypatch.setattr(attempts, "read_attempts", refuses)
-    assert not dumping.notice(Wish("SIGTERM", 8.0), [told])
+    monkeypatch.setattr(attempt_history, "read_attempts", refuses)
+    assert not dumping.notice(DumpReason("SIGTERM", 8.0), [told])
     assert said == ["SIGTERM: no dump: it does not answer"]
 
 
@@ -244,9 +243,9 @@ def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
-    number = AttemptNumber(4)
+    number = AttemptId(4)
     assert number.value == 4
-    name, text = FILE, spell(5, 0.0, None)[FILE]
+    name, text = FILE, files(5, 0.0, None)[FILE]
     (tmp_path / name).write_text(text)
     assert number.value == 5
     for bad in ("", '{"attempt": "6"}', '{"attempt": 3}', "[]"):
@@ -267,27 +266,27 @@ def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_no
     tmp_path, monkeypatch
 ):
     """GPUs may take longer to look at than it takes to see that nobody answers."""
-    monkeypatch.setattr(asking, "ANSWERS_WITHIN_S", 0.2)
-    tier, request = LocalTier(tmp_path), requests.Request("notices/1-a.ask", "x")
+    monkeypatch.setattr(dump_client, "ANSWERS_WITHIN_S", 0.2)
+    tier, request = LocalTier(tmp_path), dump_requests.DumpCall("notices/1-a.ask", "x")
     live = AttemptRecord(1, facts={"hosts": ["elsewhere"]})
-    assert asking.wait_for_answer(tier, request.key, live).why == asking.NOBODY
-    requests.answer(tier, request, requests.Answer(requests.LOOKING, ""))
-    chosen = requests.Answer(DUMP, "it fits")
-    later = threading.Timer(0.6, lambda: requests.answer(tier, request, chosen))
+    assert dump_client.wait_for_answer(tier, request.key, live).why == dump_client.NOBODY
+    dump_requests.answer(tier, request, dump_requests.DumpAnswer(dump_requests.LOOKING, ""))
+    chosen = dump_requests.DumpAnswer(DUMP, "it fits")
+    later = threading.Timer(0.6, lambda: dump_requests.answer(tier, request, chosen))
     later.start()
-    assert asking.wait_for_answer(tier, request.key, live) == chosen
+    assert dump_client.wait_for_answer(tier, request.key, live) == chosen
     later.join()
 
 
 def test_looking_at_gpus_leaves_most_of_the_time_that_is_left(tmp_path, monkeypatch):
     """A driver that does not answer: a quarter of the time is spent on it at most."""
     asked = []
-    dumping = Dumping(Launch(None, tmp_path, (), None), Ability(), print)
+    dumping = Dumping(DumpTarget(None, tmp_path, (), None), Ability(), print)
 
     def of_tree(pids, driver, **more):
         asked.append(driver.look_within_s)
 
-    monkeypatch.setattr(dumping_module.gpu_tree, "of_tree", of_tree)
+    monkeypatch.setattr(dumping_module.gpu_state, "of_tree", of_tree)
     assert dumping._why_not_gpus([1], 8.0, CudaDriver()) == ""
     assert dumping._why_not_gpus([1], None, CudaDriver()) == ""
     assert asked == [2.0, 60.0]

@@ -15,7 +15,6 @@ from tests.process_dump.taken_pid import with_number
 from tests.process_dump.test_refusals import pretend
 from trainckpt.format.dump import DumpRecord
 from trainckpt.process_dump import criu
-from trainckpt.tiers import memfd
 
 pytestmark = pytest.mark.long
 
@@ -64,8 +63,15 @@ def a_cut_image(run, record):
     return f"the image {largest.name} has"
 
 
-FAULTS = (no_criu, an_old_one, one_that_fails, no_privileges, a_changed_library, a_taken_number,
-          a_cut_image)  # fmt: skip
+FAULTS = (
+    no_criu,
+    an_old_one,
+    one_that_fails,
+    no_privileges,
+    a_changed_library,
+    a_taken_number,
+    a_cut_image,
+)
 
 
 def test_whatever_is_wrong_with_the_dump_the_snapshot_is_used(criu_here, tmp_path):
@@ -96,26 +102,3 @@ def test_whatever_is_wrong_with_the_dump_the_snapshot_is_used(criu_here, tmp_pat
             assert run.trace() == reference, fault.__name__
             records = run.records()
             assert records[max(records)].parent == record["snapshot"], fault.__name__
-
-
-@pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
-def test_what_is_started_again_after_a_restore_finds_what_its_ranks_left_in_held_memory(
-    criu_here, tmp_path
-):
-    """Attempt 2 is the dump, brought back; what it saves lies in memory alone."""
-    hold, fails = tmp_path / "hold", tmp_path / "fails"
-    flags = {"parallel": "none", "workers": 0, "save-every": 1000}
-    hold.touch()
-    kept = {"NO_ROOM": 1, "TRAINCKPT_MEMORY_EVERY": "1 step"}
-    with Example(tmp_path / "x", 1, flags, HOLD=hold, FAILS=fails, **kept) as run:
-        run.start()
-        dumped_at_a_boundary(run, hold)
-        fails.write_text("3")
-        hold.unlink()
-        assert run.resume("--max-restarts", "1").wait() == 0, run.said()
-        assert "started again, not from the dump: that is used up" in run.said()
-        records = run.records()
-        assert [records[n].outcome["outcome"] for n in (1, 2, 3)] == [
-            "stopped", "failed", "finished"
-        ]  # fmt: skip
-        assert "~2." in records[3].parent, run.said()

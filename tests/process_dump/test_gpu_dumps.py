@@ -23,10 +23,10 @@ from tests.process_dump.fake_gpu.state_machine import (
 from tests.process_dump.test_refusals import NAME, VARIABLE, Counting
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.dump import Gpu, GpuState
-from trainckpt.process_dump import cuda_driver, dump, gpu_signs, gpu_tree, restore, tree
+from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
+from trainckpt.process_dump import cuda_driver, dump, gpu_state, process_tree, restore
 from trainckpt.process_dump.cuda_driver import CudaDriver
-from trainckpt.process_dump.gpus import CallFailed, Device, Signs
-from trainckpt.supervisor.adopted import Adopted, orphans_come_here
+from trainckpt.process_dump.gpu_state import CallFailed, Device, GpuUsage
 
 FAKE = Path(__file__).parent / "fake_gpu"
 H200 = {"name": "NVIDIA H200", "uuid": "GPU-1", "total": 150 << 30, "free": 140 << 30}
@@ -41,8 +41,13 @@ class Fake:
     def __init__(self, folder, pids, **more):
         self.path = folder / "gpu.json"
         states = dict.fromkeys(pids, "RUNNING")
-        body = {"driver": "580.65.06", "devices": [H200], "states": states,
-                "used": [[pid, 1 << 20] for pid in pids], **more}  # fmt: skip
+        body = {
+            "driver": "580.65.06",
+            "devices": [H200],
+            "states": states,
+            "used": [[pid, 1 << 20] for pid in pids],
+            **more,
+        }
         self.path.write_text(json.dumps(body))
 
     def change(self, **more):
@@ -61,7 +66,7 @@ class Fake:
 
 
 def holding(pids):
-    return [Signs(pid, holds=True) for pid in pids]
+    return [GpuUsage(pid, holds=True) for pid in pids]
 
 
 def test_the_helper_speaks_to_the_driver_and_a_call_that_hangs_ends_the_helper_alone(
@@ -80,7 +85,7 @@ def test_the_helper_speaks_to_the_driver_and_a_call_that_hangs_ends_the_helper_a
         with pytest.raises(CallFailed, match="CUDA_ERROR_NOT_INITIALIZED"):
             driver.lock(os.getppid(), 10)
 
-        found = gpu_tree.of_tree([me, os.getppid()], driver, holding)
+        found = gpu_state.of_tree([me, os.getppid()], driver, holding)
         assert found.state == GpuState("580.65.06", (Gpu("NVIDIA H200", "GPU-1", 1 << 20),), (me,))
         found.set_aside()
         assert fake.states() == {me: "CHECKPOINTED"}
@@ -93,10 +98,10 @@ def test_the_helper_speaks_to_the_driver_and_a_call_that_hangs_ends_the_helper_a
         assert "spawn" in error.value.hint
         assert fake.states() == {me: "RUNNING"}
 
-        live = [Signs(me, holds=True, nccl=True)]
+        live = [GpuUsage(me, holds=True, nccl=True)]
         with pytest.raises(SaveFailed, match="has a live NCCL communicator"):
-            gpu_tree.of_tree([me], driver, lambda _: live)
-        resting = gpu_tree.of_tree([me], driver, lambda _: live, will_rest=True)
+            gpu_state.of_tree([me], driver, lambda _: live)
+        resting = gpu_state.of_tree([me], driver, lambda _: live, will_rest=True)
         assert resting.why_not_now == f"process {me} has a live NCCL communicator"
 
         fake.change(hangs=["checkpoint"])
@@ -108,10 +113,10 @@ def test_the_helper_speaks_to_the_driver_and_a_call_that_hangs_ends_the_helper_a
         assert fake.states() == {me: "RUNNING"}
         fake.change(hangs=[], devices=[{**H200, "mig": 1}])
         with pytest.raises(SaveFailed, match=r"it holds a GPU: NVIDIA H200 is divided \(MIG\)"):
-            gpu_tree.of_tree([me], driver, holding)
+            gpu_state.of_tree([me], driver, holding)
         fake.change(devices=[{**H200, "total": 1 << 60}], used=[])
         with pytest.raises(SaveFailed, match="MB of the host's memory are needed"):
-            gpu_tree.of_tree([me], driver, holding)
+            gpu_state.of_tree([me], driver, holding)
     assert driver._process is None
 
 
@@ -141,7 +146,7 @@ def test_gpu_state_is_set_aside_before_criu_and_put_back_after_it(criu_here, tmp
     try:
         assert counting.counts_on()
         with fake.driver() as driver:
-            found = gpu_tree.of_tree([pid], driver, holding)
+            found = gpu_state.of_tree([pid], driver, holding)
             order = replace(counting.order(), gpus=found)
             broken = replace(order, program=tmp_path / "none")
             with pytest.raises(SaveFailed, match="CRIU could not dump"):
@@ -165,7 +170,7 @@ def test_gpu_state_is_set_aside_before_criu_and_put_back_after_it(criu_here, tmp
             fake.change(**change)
             with pytest.raises(UnusableSnapshot, match=why):
                 bring_back(record)
-            assert tree.taken(record.tasks) == []
+            assert process_tree.taken(record.tasks) == []
             fake.path.write_text(json.dumps(before))
             os.truncate(counting.log, printed)  # of the moment between CRIU and the driver
 
@@ -174,7 +179,7 @@ def test_gpu_state_is_set_aside_before_criu_and_put_back_after_it(criu_here, tmp
         refused("CUDA_ERROR_OUT_OF_MEMORY", refuses=[["restore", pid, "CUDA_ERROR_OUT_OF_MEMORY"]])
 
         bring_back(record)
-        counting.restored = Adopted(record.root)
+        counting.restored = ReparentedProcess(record.root)
         assert fake.states() == {pid: "RUNNING"}
         assert fake.calls()[-2:] == [("restore", SUCCESS), ("unlock", SUCCESS)]
         assert counting.counts_on()
@@ -205,12 +210,12 @@ def test_a_process_with_state_on_a_real_gpu_is_dumped_and_goes_on(criu_here, gpu
         try:
             assert counting.counts_on()
             pid = counting.process.pid
-            found = gpu_tree.of_tree(tree.processes(pid), driver)
+            found = gpu_state.of_tree(process_tree.processes(pid), driver)
             assert found is not None
             assert found.state.pids == (pid,)
             found.set_aside()
             assert driver.state(pid) == "CHECKPOINTED"
-            assert gpu_signs.holders([pid]) == []
+            assert gpu_state.holders([pid]) == []
             found.put_back()
             assert counting.counts_on()
 
@@ -232,17 +237,31 @@ def test_the_real_driver_refuses_what_the_state_machine_refuses(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     log = tmp_path / "log"
-    with log.open("ab") as output, subprocess.Popen(
-        [sys.executable, "-c", ON_GPU], stdout=output, stdin=subprocess.DEVNULL
-    ) as process, CudaDriver() as driver:  # fmt: skip
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(
+            [sys.executable, "-c", ON_GPU], stdout=output, stdin=subprocess.DEVNULL
+        ) as process,
+        CudaDriver() as driver,
+    ):
         try:
             until = time.monotonic() + 60
             while len(log.read_bytes().splitlines()) < 3 and time.monotonic() < until:
                 time.sleep(0.05)
             pid = process.pid
             machine = StateMachine({pid: "RUNNING"})
-            for name in ("checkpoint", "restore", "unlock", "lock", "lock", "restore",
-                         "checkpoint", "unlock", "restore", "unlock"):  # fmt: skip
+            for name in (
+                "checkpoint",
+                "restore",
+                "unlock",
+                "lock",
+                "lock",
+                "restore",
+                "checkpoint",
+                "unlock",
+                "restore",
+                "unlock",
+            ):
                 arguments = (pid, 5000) if name == "lock" else (pid,)
                 expected = machine.call(name, *arguments)
                 try:

@@ -17,11 +17,11 @@ from tests.process_dump.fake_gpu.state_machine import (
     running,
 )
 from tests.process_dump.test_restore import RECORD
-from trainckpt.cli import doctor_dumps
+from trainckpt.cli import doctor
 from trainckpt.errors import SaveFailed
 from trainckpt.format.dump import DumpRecord, Gpu, GpuState
-from trainckpt.process_dump import gpu_signs, gpu_tree, gpus
-from trainckpt.process_dump.gpus import CallFailed, Device, GpusLost, Machine, Signs
+from trainckpt.process_dump import gpu_state
+from trainckpt.process_dump.gpu_state import CallFailed, Device, GpusLost, GpuUsage, Machine
 
 
 class Direct:
@@ -58,7 +58,7 @@ def not_running(machine):
 
 
 def set_aside(machine):
-    gpus.set_aside(Direct(machine), list(machine.states), 5.0)
+    gpu_state.set_aside(Direct(machine), list(machine.states), 5.0)
 
 
 def failure_of(act, machine):
@@ -70,7 +70,7 @@ def failure_of(act, machine):
 
 
 def put_back(machine, **how):
-    return gpus.put_back(Direct(machine), list(machine.states), **how)
+    return gpu_state.put_back(Direct(machine), list(machine.states), **how)
 
 
 # ---- the order of the calls
@@ -80,7 +80,7 @@ def test_all_are_locked_before_any_is_checkpointed_and_all_are_restored_before_a
     machine = running(3)
     set_aside(machine)
     assert set(machine.states.values()) == {"CHECKPOINTED"}
-    assert put_back(machine) == gpus.Left({}, ())
+    assert put_back(machine) == gpu_state.UnrestoredProcesses({}, ())
     assert not_running(machine) == set()
     assert machine.misordered == []
     names = [name for name, _, _ in machine.calls if name != "state"]
@@ -178,7 +178,7 @@ STATE = GpuState("580.65.06", (Gpu("NVIDIA H200", "GPU-1", 10),), (7,))
 
 
 def test_what_forbids_it_is_said_before_anything_is_touched():
-    fine = Signs(7, holds=True)
+    fine = GpuUsage(7, holds=True)
     cases = [
         (MACHINE, fine, []),
         (replace(MACHINE, driver="560.35"), fine, ["driver is 560.35, 570 is needed"]),
@@ -190,14 +190,14 @@ def test_what_forbids_it_is_said_before_anything_is_touched():
         (MACHINE, replace(fine, stopped=True), ["stopped by a signal"]),
     ]
     for machine, signs, why in cases:
-        found = gpus.why_not(machine, [signs])
+        found = gpu_state.why_not(machine, [signs])
         assert len(found) == len(why), found
         assert all(text in told for text, told in zip(why, found, strict=True))
-    assert gpus.why_not(MACHINE, [replace(fine, nccl=True)], will_rest=True) == []
+    assert gpu_state.why_not(MACHINE, [replace(fine, nccl=True)], will_rest=True) == []
 
 
 def test_another_driver_other_gpus_or_full_ones_do_not_get_it_back():
-    assert gpus.why_not_again(STATE, MACHINE) == ""
+    assert gpu_state.why_not_again(STATE, MACHINE) == ""
     other = replace(MACHINE, devices=(Device("NVIDIA H200", "GPU-2", 150, 140),))
     full = replace(MACHINE, devices=(Device("NVIDIA H200", "GPU-1", 150, 5),))
     cases = [
@@ -208,7 +208,7 @@ def test_another_driver_other_gpus_or_full_ones_do_not_get_it_back():
         (Machine(why_not="no driver"), "no driver"),
     ]
     for machine, why in cases:
-        assert why in gpus.why_not_again(STATE, machine)
+        assert why in gpu_state.why_not_again(STATE, machine)
 
 
 def test_signs_of_a_gpu_are_read_from_proc(tmp_path, monkeypatch):
@@ -222,19 +222,19 @@ def test_signs_of_a_gpu_are_read_from_proc(tmp_path, monkeypatch):
     line = "7f00-7f01 rw-s 0 00:05 1    "
     maps = [f"{line}/home/dev/nvidia0", f"{line}/dev/nvidia-uvm", f"{line}/dev/nvidia-uvm"]
     (tmp_path / "7" / "maps").write_text("\n".join(maps))
-    monkeypatch.setattr(gpu_signs, "PROC", tmp_path)
-    assert gpu_signs.of(7) == Signs(7, holds=True, nccl=True, stopped=True)
-    assert gpu_signs.look([7, 8]) == [gpu_signs.of(7)]
-    assert gpu_signs.holders([7, 8]) == [7]
-    assert gpu_signs.gone([7, 8]) == [8]
+    monkeypatch.setattr(gpu_state, "PROC", tmp_path)
+    assert gpu_state.of(7) == GpuUsage(7, holds=True, nccl=True, stopped=True)
+    assert gpu_state.look([7, 8]) == [gpu_state.of(7)]
+    assert gpu_state.holders([7, 8]) == [7]
+    assert gpu_state.gone([7, 8]) == [8]
 
 
 def test_many_mappings_of_uvm_are_those_of_any_process_that_uses_cuda(tmp_path, monkeypatch):
     (tmp_path / "7").mkdir()
     lines = [f"7f{at:02}-7f{at + 1:02} rw-s 0 00:05 1    /dev/nvidia-uvm" for at in range(40)]
     (tmp_path / "7" / "maps").write_text("\n".join(lines))
-    monkeypatch.setattr(gpu_signs, "PROC", tmp_path)
-    assert gpus.why_not(MACHINE, gpu_signs.look([7])) == []
+    monkeypatch.setattr(gpu_state, "PROC", tmp_path)
+    assert gpu_state.why_not(MACHINE, gpu_state.look([7])) == []
 
 
 def test_managed_memory_is_refused_by_the_driver_and_all_go_on():
@@ -242,12 +242,12 @@ def test_managed_memory_is_refused_by_the_driver_and_all_go_on():
     machine.refuses["checkpoint", max(machine.states)] = "CUDA_ERROR_NOT_SUPPORTED"
     with pytest.raises(SaveFailed, match="does not set aside managed memory") as refused:
         set_aside(machine)
-    assert refused.value.hint == gpus.ONLY_SNAPSHOTS
+    assert refused.value.hint == gpu_state.ONLY_SNAPSHOTS
     assert not_running(machine) == set()
 
 
 def test_this_process_has_no_gpu_so_nobody_is_asked():
-    assert gpu_tree.of_tree([os.getpid()], driver=None) is None  # type: ignore[arg-type]
+    assert gpu_state.of_tree([os.getpid()], driver=None) is None  # type: ignore[arg-type]
 
 
 def test_a_record_with_gpus_is_read_as_it_was_written():
@@ -258,16 +258,16 @@ def test_a_record_with_gpus_is_read_as_it_was_written():
 
 def test_doctor_says_what_gpu_state_needs():
     has = Machine("580.65.06", (Device("NVIDIA H200", "GPU-1"),), persistent=False)
-    item = doctor_dumps.of_gpus(has)
+    item = doctor.of_gpus(has)
     assert (item.ok, item.needed) == (True, False)
     assert "driver 580.65.06" in item.value
     assert "persistence mode is off" in item.value
     two = replace(has, devices=has.devices * 2)
-    assert "launched with NCCL_NVLS_ENABLE=0" in doctor_dumps.of_gpus(two, {}).value
+    assert "launched with NCCL_NVLS_ENABLE=0" in doctor.of_gpus(two, {}).value
     off = {"NCCL_NVLS_ENABLE": "0"}
-    assert "NVLS" not in doctor_dumps.of_gpus(two, off).value + item.value
-    item = doctor_dumps.of_gpus(Machine(why_not="cuda-bindings is not installed", cure="pip x"))
+    assert "NVLS" not in doctor.of_gpus(two, off).value + item.value
+    item = doctor.of_gpus(Machine(why_not="cuda-bindings is not installed", cure="pip x"))
     assert (item.ok, item.value, item.cure) == (False, "cuda-bindings is not installed", "pip x")
-    item = doctor_dumps.of_gpus(replace(has, driver="550.1"))
+    item = doctor.of_gpus(replace(has, driver="550.1"))
     assert not item.ok
     assert "570" in item.cure

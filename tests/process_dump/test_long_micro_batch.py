@@ -15,14 +15,13 @@ import pytest
 
 from tests.campaign import launch
 from tests.campaign.cases import Settings
-from tests.launchers.started import Forks, ended
 from tests.process_dump.campaign import wait_for
 from tests.process_dump.example import SCRIPT, Example, dumped_at_a_boundary
+from tests.start_commands.started import Forks, ended
 from trainckpt.cli import dumps
 from trainckpt.format.dump import DumpRecord
-from trainckpt.lifecycle.places.place import open_directory
-from trainckpt.supervisor.held import HeldMemory
-from trainckpt.tiers.memory import ROOT_VARIABLE
+from trainckpt.run_directory.run_url import open_directory
+from trainckpt.storage.shared_memory import ROOT_VARIABLE
 
 HELD_S, DEADLINE_S = 11.0, 10.0
 
@@ -90,21 +89,15 @@ def small_shm(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_memory_that_the_supervisor_holds_is_in_the_dump_and_the_next_one_holds_it_anew(
-    criu_here, small_shm, held, reference
-):
+def test_memory_of_the_ranks_own_is_in_the_dump(criu_here, small_shm, held, reference):
     held.process.terminate()
     assert held.wait() == 75, held.said()
     assert held.records()[1].outcome["kind"] == "dump"
-    assert "memory that the supervisor holds, gone when it ends" in held.said()
-    assert not list(small_shm.glob("*/*")), "the supervisor is gone, and its links with it"
+    assert "private memory, so no copy outlives the process" in held.said()
     held.hold.unlink()
 
     assert held.resume().wait() == 0, held.said()
     assert held.trace() == reference
-    assert "the supervisor holds no memory" not in held.said()
-    assert "private memory" not in held.said()
-    assert not list(small_shm.glob("*/*"))
 
 
 # ---- at a boundary, with loader workers, and a connection to the outside
@@ -144,15 +137,15 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
 
         run.resume()
         third = dumped_at_a_boundary(run, hold)
-        refused = f"no dump is restored: {second['name']} was brought back, but"
+        refused = f"no dump is restored: {second['name']} was restored, but"
         assert refused in run.said(), run.said()
         hold.unlink()
 
         images = Path(run.run) / "dumps" / third["name"] / "images"
         with its_host("elsewhere", images.parent / "dump.json"):
             asked = argparse.Namespace(run=run.run, at=None, nproc=None, dumps=None, tiers=None)
-            place, memory = open_directory(run.run), HeldMemory()
-            assert dumps.restored(place, asked, ([], ".", 2), None, memory) is None
+            place = open_directory(run.run)
+            assert dumps.restored(place, asked, ([], ".", 2), None) is None
             said = capsys.readouterr().err
             assert f"{third['name']} is not restored: it was taken on elsewhere, this is" in said
         largest = max(images.iterdir(), key=lambda path: path.stat().st_size)

@@ -18,27 +18,26 @@ from threading import Thread
 
 import pytest
 
+from tests.limits import HANG_S
 from tests.process_dump.campaign import Run, wait_for
 from tests.process_dump.test_dump_choice import asleep
-from trainckpt.cli import asking, doctor_dumps
+from trainckpt.attempt import heartbeat
+from trainckpt.cli import doctor, dump_client
 from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
-from trainckpt.format.attempt import STOPPED, UNDECIDED, AttemptRecord
+from trainckpt.format.attempt_record import STOPPED, UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.process_dump import criu, dump, restore, tree
-from trainckpt.snapshot import attempts
-from trainckpt.supervisor.adopted import Adopted, orphans_come_here
-from trainckpt.supervisor.dumpable import Dumpable
-from trainckpt.supervisor.dumping import Dumping, Launch
-from trainckpt.supervisor.held import HeldMemory
-from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
-from trainckpt.supervisor.restored import Dumped, GoesOn, supervise_restored
-from trainckpt.supervisor.signals import Inbox
-from trainckpt.supervisor.verdict import Verdict
-from trainckpt.tiers.local import LocalTier
+from trainckpt.launcher.dump_launch import Dumpable
+from trainckpt.launcher.dumps import Dumping, DumpTarget
+from trainckpt.launcher.outcome import Outcome
+from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
+from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
+from trainckpt.launcher.restored import AlreadyResumed, RestoredDump, supervise_restored
+from trainckpt.launcher.signals import Inbox
+from trainckpt.process_dump import criu, dump, process_tree, restore
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage.local import LocalTier
 
-LIMIT_S = 60.0
 NAME, VARIABLE = DumpName(1, 1), "TRAINCKPT_SUPERVISOR"
 # Maps a file, and counts on standard output.
 PROGRAM = """
@@ -78,7 +77,7 @@ def test_without_criu_with_an_old_one_or_a_broken_one_doctor_has_the_cure(tmp_pa
         monkeypatch.setenv(criu.VARIABLE, str(program))
         if os.getuid() != 0 and program.name == "broken":
             continue  # what is lacking first is named
-        item = doctor_dumps.examine()
+        item = doctor.examine_dumps()
         assert not item.ok
         assert not item.needed
         assert why in item.value
@@ -95,9 +94,13 @@ def without_privileges() -> str:
         Path(place).chmod(0o755)
         program = pretend(Path(place) / "criu", "4.2.1")
         done = subprocess.run(
-            [sys.executable, "-c", text], env={**os.environ, criu.VARIABLE: str(program)},
-            capture_output=True, text=True, check=True, timeout=LIMIT_S,
-        )  # fmt: skip
+            [sys.executable, "-c", text],
+            env={**os.environ, criu.VARIABLE: str(program)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=HANG_S,
+        )
     return done.stdout.strip()
 
 
@@ -128,7 +131,7 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
     named.claim_from("s1~1.1", {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}})
     with contextlib.closing(named), asleep() as process:
         wait_for_heartbeat(run)
-        dumping = Dumping(Launch(process, tmp_path, (), named), ability, said.append)
+        dumping = Dumping(DumpTarget(process, tmp_path, (), named), ability, said.append)
         pause = Thread(target=lambda: codes.append(main(["pause", "--json", "--dump", run])))
         pause.start()
         while pause.is_alive():
@@ -151,25 +154,25 @@ def test_two_pauses_at_once_are_both_told_of_the_one_dump(criu_here, tmp_path, c
         counting = Counting(tmp_path, criu_here.program, criu_here.version)
         ends.callback(counting.end)
         wait_for_heartbeat(run)
-        launch = Launch(counting.process, counting.supervisor, (counting.log,), named)
+        launch = DumpTarget(counting.process, counting.supervisor, (counting.log,), named)
         dumping = Dumping(launch, criu_here, lambda _: None)
         for pause in pauses:
             pause.start()
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANG_S
         while len(list(notices.glob("*.ask"))) < 2:
             assert time.monotonic() < until
             time.sleep(0.01)
         assert dumping.look([])
-        named.end((), Verdict(75, STOPPED, "paused", dump=str(dumping.taken)))
+        named.end((), Outcome(75, STOPPED, "paused", dump=str(dumping.taken)))
         for pause in pauses:
-            pause.join(LIMIT_S)
+            pause.join(HANG_S)
     assert codes == [0, 0], capsys.readouterr()
 
 
 def test_pause_says_why_a_command_was_launched_without_dumps(tmp_path, monkeypatch, capsys):
     """Nobody answers there, and what CRIU says was said to nobody."""
     monkeypatch.setenv(criu.VARIABLE, str(pretend(tmp_path / "old", "3.17.1")))
-    monkeypatch.setattr(asking, "ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(dump_client, "ANSWERS_WITHIN_S", 0.2)
     run = str(tmp_path / "run")
     named = NamedRun(run, ["python"], str(tmp_path), 1)
     facts = {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}}
@@ -208,7 +211,7 @@ def test_criu_holds_the_lock_of_a_dump_as_long_as_it_works(tmp_path):
 
 
 def test_doctor_dumps_and_restores_two_small_processes(criu_here):
-    item = doctor_dumps.examine()
+    item = doctor.examine_dumps()
     assert item.ok, item
     assert "two processes were dumped in" in item.value
 
@@ -230,29 +233,39 @@ class Counting:
         with self.log.open("ab") as log:
             python = [sys.executable, *(["-I", "-S"] if bare else [])]
             self.process = subprocess.Popen(
-                [*python, "-c", text, self.mapped], stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, start_new_session=True,
+                [*python, "-c", text, self.mapped],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
                 env={**({} if bare else os.environ), VARIABLE: str(self.supervisor)},
-            )  # fmt: skip
-        self.restored: Adopted | None = None
+            )
+        self.restored: ReparentedProcess | None = None
 
     def numbers(self) -> list[int]:
         return [int(line) for line in self.log.read_bytes().split(b"\n")[:-1]]
 
     def counts_on(self) -> bool:
         """Waits until it has; that it left none out is asserted."""
-        before, until = len(self.numbers()), time.monotonic() + LIMIT_S
+        before, until = len(self.numbers()), time.monotonic() + HANG_S
         while len(self.numbers()) < before + 3:
             assert time.monotonic() < until
             time.sleep(0.01)
         found = self.numbers()
         return found == list(range(len(found)))
 
-    def order(self) -> dump.Order:
-        return dump.Order(
-            self.program, self.version, self.process.pid, NAME, "run", 1, self.supervisor,
-            (self.log,), "a test",
-        )  # fmt: skip
+    def order(self) -> dump.DumpOrder:
+        return dump.DumpOrder(
+            self.program,
+            self.version,
+            self.process.pid,
+            NAME,
+            "run",
+            1,
+            self.supervisor,
+            (self.log,),
+            "a test",
+        )
 
     def dump(self):
         with orphans_come_here():
@@ -264,7 +277,7 @@ class Counting:
     def restore(self, record, key: bytes = b"", claim=lambda: {"more": "text"}, say=print) -> None:
         with restore.examined(self.tier, record, key=key) as whole:
             whole.bring_back(2, claim, say=say)
-        self.restored = Adopted(record.root)
+        self.restored = ReparentedProcess(record.root)
 
     def end(self) -> None:
         for process in (self.process, self.restored):
@@ -284,7 +297,7 @@ def test_whatever_is_wrong_with_a_dump_is_said_and_once_it_is_right_again_it_is_
     def refused(why: str, as_=record) -> None:
         with pytest.raises(UnusableSnapshot, match=why):
             counting.restore(as_)
-        assert tree.taken(record.tasks) == [], "something of the tree is left"
+        assert process_tree.taken(record.tasks) == [], "something of the tree is left"
 
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv(criu.VARIABLE, str(tmp_path / "none"))
@@ -468,8 +481,8 @@ def test_an_attempt_that_begins_while_images_are_read_is_noticed_before_a_file_i
     criu_here, counting, tmp_path, monkeypatch
 ):
     record, real = counting.dump(), restore.examined
-    attempts.found_run(counting.tier)
-    attempts.claim(counting.tier, partial(AttemptRecord, parent=None))
+    attempt_history.found_run(counting.tier)
+    attempt_history.claim(counting.tier, partial(AttemptRecord, parent=None))
     with counting.log.open("ab") as log:
         log.write(b"the other attempt's")
     before = counting.log.read_bytes()
@@ -477,16 +490,16 @@ def test_an_attempt_that_begins_while_images_are_read_is_noticed_before_a_file_i
     @contextlib.contextmanager
     def examined(*arguments, **more):
         with real(*arguments, **more) as whole:
-            attempts.claim(counting.tier, partial(AttemptRecord, parent=None))
+            attempt_history.claim(counting.tier, partial(AttemptRecord, parent=None))
             yield whole
 
     monkeypatch.setattr(restore, "examined", examined)
     named = NamedRun(str(counting.tier.root), ["python"], str(tmp_path), 1)
-    dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
-    with Inbox() as inbox, pytest.raises(GoesOn, match="attempt 2 began meanwhile"):
-        supervise_restored(dumped, inbox, HeldMemory())
+    dumped = RestoredDump(counting.tier, record, named, {}, Dumpable(criu_here, print))
+    with Inbox() as inbox, pytest.raises(AlreadyResumed, match="attempt 2 began meanwhile"):
+        supervise_restored(dumped, inbox)
     assert counting.log.read_bytes() == before
-    assert attempts.newest(counting.tier) == 2
+    assert attempt_history.newest(counting.tier) == 2
 
 
 def test_what_somebody_else_has_brought_back_is_not_ended(counting, monkeypatch):
@@ -497,8 +510,8 @@ def test_what_somebody_else_has_brought_back_is_not_ended(counting, monkeypatch)
     monkeypatch.setattr(dump, "GONE_WITHIN_S", 0.1)
     try:
         restore.kill(replace(record, tasks=(int(said),)))
-        assert tree.taken([int(said)]) == [int(said)]
-        assert tree.marked(VARIABLE, str(counting.supervisor)) == [int(said)]
+        assert process_tree.taken([int(said)]) == [int(said)]
+        assert process_tree.marked(VARIABLE, str(counting.supervisor)) == [int(said)]
     finally:
         os.kill(int(said), 9)
 
@@ -507,33 +520,33 @@ class Slower(NamedRun):
     """Somebody else claims an attempt first, and does not ask for the dump."""
 
     def claim_from(self, parent, facts):
-        attempts.claim(self.tier, partial(AttemptRecord, parent=None))
+        attempt_history.claim(self.tier, partial(AttemptRecord, parent=None))
         return super().claim_from(parent, facts)
 
 
 def test_two_who_restore_one_dump_do_not_both(criu_here, counting, tmp_path):
     """Whether the other is at it, has begun an attempt, or begins one meanwhile."""
     record = counting.dump()
-    attempts.found_run(counting.tier)
-    attempts.claim(counting.tier, partial(AttemptRecord, parent=None))
-    assert attempts.newest(counting.tier) == record.name.attempt
+    attempt_history.found_run(counting.tier)
+    attempt_history.claim(counting.tier, partial(AttemptRecord, parent=None))
+    assert attempt_history.newest(counting.tier) == record.name.attempt
 
     def refused(why, kind=NamedRun):
         named = kind(str(counting.tier.root), ["python"], str(tmp_path), 1)
-        dumped = Dumped(counting.tier, record, named, {}, Dumpable(criu_here, print))
-        with Inbox() as inbox, pytest.raises(GoesOn, match=why):
-            supervise_restored(dumped, inbox, HeldMemory())
-        assert tree.taken(record.tasks) == []
+        dumped = RestoredDump(counting.tier, record, named, {}, Dumpable(criu_here, print))
+        with Inbox() as inbox, pytest.raises(AlreadyResumed, match=why):
+            supervise_restored(dumped, inbox)
+        assert process_tree.taken(record.tasks) == []
 
     folder = os.open(counting.tier.root / NAME.folder, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     refused(r"another process is restoring dump~1\.1")
     os.close(folder)
     refused("attempt 2 began meanwhile", Slower)
-    found = attempts.read_attempts(counting.tier)
+    found = attempt_history.read_attempts(counting.tier)
     assert found[3].outcome["outcome"] == "failed"
     assert found[3].parent == UNDECIDED, "what attempt 2 commits stays on the ancestry"
     refused("attempt 3 began meanwhile")
-    assert attempts.newest(counting.tier) == 3
+    assert attempt_history.newest(counting.tier) == 3
     counting.restore(record)
     assert counting.counts_on()

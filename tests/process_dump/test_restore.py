@@ -8,23 +8,32 @@ from pathlib import Path
 
 import pytest
 
+from trainckpt.dumping.old_dumps import old_dumps, remove
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import strict
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format import json_io
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
-from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove
 from trainckpt.process_dump import dump, restore
-from trainckpt.tiers.local import LocalTier
-from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 HOST = Host("here", "6.1", ("avx2", "fpu"))
 RECORD = DumpRecord(
-    name=DumpName(2, 7), run="r1", host=HOST, criu="4.2.1", created=1.5, root=100,
-    tasks=(100, 101), world=2, folder="/tmp/x", told={"rank0.json": "{}"},
-    images=(Image("core-1.img", 3, digest(b"abc")),), written=(WrittenFile("/log", 5),),
+    name=DumpName(2, 7),
+    run="r1",
+    host=HOST,
+    criu="4.2.1",
+    created=1.5,
+    root=100,
+    tasks=(100, 101),
+    world=2,
+    folder="/tmp/x",
+    told={"rank0.json": "{}"},
+    images=(Image("core-1.img", 3, digest(b"abc")),),
+    written=(WrittenFile("/log", 5),),
     reason="trainckpt pause",
-)  # fmt: skip
+)
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -43,19 +52,33 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "dump~02.7"}, {"root": 0}, {"root": True}, {"tasks": [-1]}, {"created": "now"},
-        {"told": {"../x": "y"}}, {"told": {"x": 1}}, {"images": [{"name": "a", "num_bytes": 1}]},
+        {"name": "dump~02.7"},
+        {"root": 0},
+        {"root": True},
+        {"tasks": [-1]},
+        {"created": "now"},
+        {"told": {"../x": "y"}},
+        {"told": {"x": 1}},
+        {"images": [{"name": "a", "num_bytes": 1}]},
         {"images": [{"name": "../a", "num_bytes": 1, "digest": "0" * 32}]},
-        {"written": [{"path": "log", "num_bytes": 1}]}, {"written": [{"path": "/l"}]},
-        {"written": ["/log"]}, {"snapshot": "x"}, {"dropped": -1},
-        {"ports": [0]}, {"ports": ["80"]}, {"ports": [2**16]}, {"ports": 80},
-        {"host": "here"}, {"world": -1}, {"run": None},
+        {"written": [{"path": "log", "num_bytes": 1}]},
+        {"written": [{"path": "/l"}]},
+        {"written": ["/log"]},
+        {"snapshot": "x"},
+        {"dropped": -1},
+        {"ports": [0]},
+        {"ports": ["80"]},
+        {"ports": [2**16]},
+        {"ports": 80},
+        {"host": "here"},
+        {"world": -1},
+        {"run": None},
     ],
-)  # fmt: skip
+)
 def test_a_record_that_says_something_else_is_refused(change):
-    body = strict.unsealed(strict.parse(RECORD.dump(), "x", max_bytes=10**6), "x")
+    body = json_io.unsealed(json_io.parse(RECORD.dump(), "x", max_bytes=10**6), "x")
     with pytest.raises(UnusableSnapshot):
-        DumpRecord.load(strict.sealed({**body, **change}), "x")
+        DumpRecord.load(json_io.sealed({**body, **change}), "x")
 
 
 def test_a_dump_stays_on_its_host_under_its_kernel_and_on_such_a_processor():
@@ -116,7 +139,7 @@ def test_what_came_later_is_safe_under_its_name_before_the_file_is_cut(tmp_path,
 
 def test_a_dump_is_numbered_after_every_snapshot_of_its_attempt_in_memory_too(tmp_path):
     """One that stood there alone is copied to the run's place later, and is the older one."""
-    tier, memory = LocalTier(tmp_path), MemoryPlace.of(str(tmp_path))
+    tier, memory = LocalTier(tmp_path), SharedMemoryDir.of(str(tmp_path))
     assert dump.next_name(tier, 2) == DumpName(2, 1)
     for name in ("s9~1.4", "s3~2.2"):
         (tmp_path / "snapshots" / name).mkdir(parents=True)

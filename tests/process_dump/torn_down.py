@@ -23,9 +23,9 @@ from torch.distributed.nn import functional
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from trainckpt.dumping.communicators import Communicators
 from trainckpt.errors import NoAgreement, SaveFailed
-from trainckpt.lifecycle.dumping.communicators import Communicators
-from trainckpt.ranks import groups
+from trainckpt.ranks import process_groups
 
 STEPS, TAKEN_DOWN_AT, WIDTH = 7, (0, 4), 64
 
@@ -69,10 +69,18 @@ def known():
     """Of every group: all that training could notice."""
     world = dist.distributed_c10d._world
     seen = [
-        (world.pg_names[g], dist.get_process_group_ranks(g), dist.get_backend_config(g),
-         g.group_desc, world.pg_to_tag[g], str(groups.specs()[n].timeout), g.rank(), g.size())
+        (
+            world.pg_names[g],
+            dist.get_process_group_ranks(g),
+            dist.get_backend_config(g),
+            g.group_desc,
+            world.pg_to_tag[g],
+            str(process_groups.specs()[n].timeout),
+            g.rank(),
+            g.size(),
+        )
         for n, g in enumerate(world.pg_map)
-    ]  # fmt: skip
+    ]
     return seen, world.group_count
 
 
@@ -112,8 +120,14 @@ def trained(build, *, taken_down):
             away.agree()
             assert known() == before, (known(), before)
             assert functional.broadcast.__defaults__ == (dist.group.WORLD,)
-    weights = [float(p.detach().to_local().double().sum() if hasattr(p, "to_local") else
-                     p.detach().double().sum()).hex() for p in model.parameters()]  # fmt: skip
+    weights = [
+        float(
+            p.detach().to_local().double().sum()
+            if hasattr(p, "to_local")
+            else p.detach().double().sum()
+        ).hex()
+        for p in model.parameters()
+    ]
     return {"losses": losses, "weights": weights, "buckets": order_of_buckets(model)}, threads
 
 
@@ -168,7 +182,7 @@ def disagreement():
 
 if __name__ == "__main__":
     gc.unfreeze()  # what the warm server has imported
-    groups.TAKEN_DOWN.add("gloo")
+    process_groups.TAKEN_DOWN.add("gloo")
     found = {}
     dist.init_process_group("gloo")
     importlib.reload(functional)  # as when it is imported now: the group is a default argument

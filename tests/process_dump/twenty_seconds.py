@@ -57,10 +57,17 @@ def main():
         paused = folder / "paused"
         said, told, took_s, trace = dumped(paused, arguments.micro_batch, arguments.deadline)
     print(said.strip())
-    print(json.dumps({
-        "kind": told["kind"], "snapshot": told["snapshot"], "pause_s": round(took_s, 1),
-        "entries": len(trace), "exact": trace == reference,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "kind": told["kind"],
+                "snapshot": told["snapshot"],
+                "pause_s": round(took_s, 1),
+                "entries": len(trace),
+                "exact": trace == reference,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

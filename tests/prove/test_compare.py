@@ -29,9 +29,11 @@ def state(at: int, *, in_pass: bool = True, evaluation: int = 0, **changes: str 
     parts.update({key.replace("__", "/"): value for key, value in changes.items()})
     cursor = {"step": at // 3, "micro": at % 3, "micro_batches": at, "evaluations": evaluation}
     entry = {
-        "at": at, "in_pass": in_pass, "cursor": cursor,
+        "at": at,
+        "in_pass": in_pass,
+        "cursor": cursor,
         "parts": {name: value for name, value in parts.items() if value is not None},
-    }  # fmt: skip
+    }
     return (at, in_pass, evaluation, "state"), entry
 
 
@@ -61,10 +63,12 @@ def test_attempts_that_repeat_and_cover_the_run_are_exact():
 
 def test_the_first_difference_is_the_earliest_over_ranks_and_attempts():
     """Rank 1 is wrong at 4, rank 0 at 5."""
-    found = compare({
-        0: record(state(5, rng__torch="uint8[1] " + digest("a"))),
-        1: record(state(4, rng__torch="uint8[5056] " + digest("b"))),
-    })  # fmt: skip
+    found = compare(
+        {
+            0: record(state(5, rng__torch="uint8[1] " + digest("a"))),
+            1: record(state(4, rng__torch="uint8[5056] " + digest("b"))),
+        }
+    )
     assert found == Difference(rank=1, at=4, step=1, micro=1, parts=("torch RNG",))
     assert str(found) == "differs first at step 1 micro-batch 1 on rank 1: torch RNG"
 
@@ -103,17 +107,36 @@ def test_another_batch_without_a_cause_in_the_loader_is_said_to_be_that():
 
 def test_how_a_part_differs_is_said_where_it_is_short():
     """Types and small values; of digests, only that they differ."""
-    straight = {0: record(state(3, **{
-        "optimizer/model/w/exp_avg": "float32[4] " + digest("a"),
-        "optimizer/model/w/mask": "bool[4] " + digest("a"),
-        "gradients/model/w": "float32[4] " + digest("a"),
-        "scheduler.last_epoch": "3",
-    }))}  # fmt: skip
-    found = first_difference(straight, [{0: record(state(3, **{
-        "optimizer/model/w/exp_avg": "bfloat16[4] " + digest("b"),
-        "optimizer/model/w/mask": "bool[8] " + digest("b"),
-        "scheduler.last_epoch": "0",
-    }))}])  # fmt: skip
+    straight = {
+        0: record(
+            state(
+                3,
+                **{
+                    "optimizer/model/w/exp_avg": "float32[4] " + digest("a"),
+                    "optimizer/model/w/mask": "bool[4] " + digest("a"),
+                    "gradients/model/w": "float32[4] " + digest("a"),
+                    "scheduler.last_epoch": "3",
+                },
+            )
+        )
+    }
+    found = first_difference(
+        straight,
+        [
+            {
+                0: record(
+                    state(
+                        3,
+                        **{
+                            "optimizer/model/w/exp_avg": "bfloat16[4] " + digest("b"),
+                            "optimizer/model/w/mask": "bool[8] " + digest("b"),
+                            "scheduler.last_epoch": "0",
+                        },
+                    )
+                )
+            }
+        ],
+    )
     assert found is not None
     assert found.parts == (
         "scheduler: last_epoch (0 instead of 3)",
@@ -222,9 +245,15 @@ def test_values_that_two_straight_runs_do_not_repeat_are_not_compared():
 
 @pytest.mark.parametrize(
     "part",
-    ["rng/torch", "parameter/model/w", "optimizer.groups.0.options.lr", "loader.batches",
-     "averaged.w", "Adam, which is not tracked"],
-)  # fmt: skip
+    [
+        "rng/torch",
+        "parameter/model/w",
+        "optimizer.groups.0.options.lr",
+        "loader.batches",
+        "averaged.w",
+        "Adam, which is not tracked",
+    ],
+)
 def test_what_decides_what_is_trained_is_never_left_out(part):
     """If that differs between two straight runs, the script is not deterministic."""
     tensor = "float32[4] " if part == "averaged.w" else ""
@@ -251,5 +280,7 @@ def test_records_are_read_back_but_for_a_line_cut_short(tmp_path):
     records = read_records(tmp_path)
     assert list(records) == [0]
     assert list(records[0]) == [
-        (0, False, 0, "state"), (0, True, 0, "batch"), (1, True, 0, "state")
-    ]  # fmt: skip
+        (0, False, 0, "state"),
+        (0, True, 0, "batch"),
+        (1, True, 0, "state"),
+    ]

@@ -43,9 +43,13 @@ def trainckpt(tmp_path):
     def run(*arguments):
         return subprocess.run(
             [sys.executable, "-m", "trainckpt.cli.main", *map(str, arguments)],
-            env=kept | own, cwd=tmp_path / "cwd", capture_output=True, text=True, timeout=120,
+            env=kept | own,
+            cwd=tmp_path / "cwd",
+            capture_output=True,
+            text=True,
+            timeout=120,
             check=False,
-        )  # fmt: skip
+        )
 
     yield run
     shutil.rmtree(temporary)
@@ -97,7 +101,7 @@ def test_a_script_without_a_checkpointer_is_told_what_to_do(trainckpt, tmp_path)
         (["--stops", "0", "--", "x.py"], "'0' is not a number from 1 on"),
         (["--nproc", "none", "--", "x.py"], "'none' is not a number from 1 on"),
         (["--bogus", "--", "x.py"], "prove does not know --bogus"),
-        ([], "there is no script to prove"),
+        ([], "no script was given"),
     ],
 )
 def test_a_command_line_that_cannot_work_is_refused(arguments, why, capsys):

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainckpt.lifecycle.places.place import PROVE_VARIABLE
+from trainckpt.launcher.supervise import RunResult
 from trainckpt.prove.proof import ScriptFailed, prove
-from trainckpt.supervisor.supervise import Ended
+from trainckpt.run_directory.run_url import PROVE_VARIABLE
 
 MICRO_BATCHES = 8
 SAVED = 75
@@ -45,7 +45,7 @@ class Script:
         self.write_records(Path(plan["dir"]), start, end)
         place.write_text(str(end))
         record = SimpleNamespace(outcome={"outcome": "stopped"})
-        return Ended(SAVED if end == stop else 0, record)
+        return RunResult(SAVED if end == stop else 0, record)
 
     def write_records(self, folder, start, end):
         with (folder / "rank0.jsonl").open("w") as file:
@@ -123,8 +123,11 @@ def test_each_run_has_a_working_directory_of_its_own(proven):
     assert proven(script).exact
     first, second, third, fourth = script.seen
     assert [launch[1] for launch in script.seen] == [
-        ["train.py"], ["train.py"], ["last.ckpt", "train.py"], ["last.ckpt", "train.py"],
-    ]  # fmt: skip
+        ["train.py"],
+        ["train.py"],
+        ["last.ckpt", "train.py"],
+        ["last.ckpt", "train.py"],
+    ]
     assert len({first[0], second[0], third[0], fourth[0]}) == 1
 
 

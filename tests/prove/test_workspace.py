@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from trainckpt.lifecycle.places.place import PROVE_VARIABLE, in_proof
 from trainckpt.prove import workspace
 from trainckpt.prove.workspace import Workspace
+from trainckpt.run_directory.run_url import PROVE_VARIABLE, in_proof
 
 
 @pytest.fixture

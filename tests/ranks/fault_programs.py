@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from torch.distributed import TCPStore
 
+from tests.limits import HANG_S
 from tests.ranks.programs import Training, terminate_myself
 from trainckpt.errors import NoAgreement
-from trainckpt.preemption import Notice, SignalSource
-from trainckpt.ranks import Agreement, OverStore, Watcher, World
-from trainckpt.ranks.channel import Channel
+from trainckpt.notice import Notice
+from trainckpt.preemption import SignalSource
+from trainckpt.ranks import BoundaryGate, TorchStore, Watcher, World
+from trainckpt.ranks.store import RankStore
 
-LIMIT_S = 30
 AHEAD = 500
 
 
@@ -53,7 +54,7 @@ class Boss:
             os._exit(code)
 
 
-class Interrupted(Channel):
+class Interrupted(RankStore):
     """A channel that has something done at a moment; connections share that."""
 
     def __init__(self, channel, moment, act):
@@ -97,7 +98,7 @@ class Interrupted(Channel):
             self._act()
 
 
-class Noting(Agreement):
+class Noting(BoundaryGate):
     """Remembers what was published for the first round, None: nothing; and knows one moment."""
 
     published = None
@@ -122,7 +123,7 @@ class Rank:
     def __init__(self, boss, rank, size, port, moment=None, act=None):
         self.boss, self.rank = boss, rank
         store = TCPStore("127.0.0.1", port, is_master=False)
-        channel = OverStore(World(rank, size, rank, "here"), store, "test/1/").connection()
+        channel = TorchStore(World(rank, size, rank, "here"), store, "test/1/").connection()
         act = act or self.kill_the_host
         if moment is not None:
             channel = Interrupted(channel, moment, act)
@@ -161,7 +162,7 @@ def train_until_stopped(boss, rank, size, port, moment, signalled):
     while (due := here.boundary()) is None:
         if rank == signalled and here.agreement.passed == 3:
             here.watcher.request(Notice("SIGTERM"))
-    assert due.action == "stop"
+    assert due.notice.action == "stop"
     here.stop_here()
 
 
@@ -180,7 +181,7 @@ def train_without_a_store(boss, rank, size, port):
     here = Rank(boss, rank, size, port)
     assert here.boundary() is None
     boss.ask("all are there, kill the host")
-    here.watcher._threads[1].join(LIMIT_S)  # the listener ends when it finds the store gone
+    here.watcher._threads[1].join(HANG_S)  # the listener ends when it finds the store gone
     assert here.watcher.problems
     for _ in range(100):
         assert here.boundary() is None
@@ -202,7 +203,7 @@ def stop_with_two_deadlines(boss, rank, size, port, deadlines):
         boss.ask("both have been told")
     while (due := here.boundary()) is None:
         pass
-    here.stop_here(due.seconds_left)
+    here.stop_here(due.notice.seconds_left)
 
 
 def train_unevenly(rank, told):
@@ -213,7 +214,7 @@ def train_unevenly(rank, told):
         if rank == 0 and training.agreement.passed == AHEAD:
             channel.put("rank 0 is far ahead", True)
         if rank == 2 and training.agreement.passed == 1:
-            channel.get("rank 0 is far ahead", LIMIT_S)
+            channel.get("rank 0 is far ahead", HANG_S)
         if rank == told and training.agreement.passed == {0: AHEAD, 2: 1}[told]:
             terminate_myself()
     return training.leave()

@@ -6,10 +6,9 @@ import time
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
+from tests.limits import HANG_S
 from tests.ranks import fault_programs
 from tests.ranks.processes import context
-
-LIMIT_S = 60
 
 
 class Ended(NamedTuple):
@@ -56,18 +55,18 @@ class Run:
         self.ended = [Ended(rank.process.exitcode, *rank.facts) for rank in self._ranks]
 
     def _serve(self):
-        until_s = time.monotonic() + LIMIT_S
+        until_s = time.monotonic() + HANG_S
         open_ = {rank.pipe: rank for rank in self._ranks}
         while open_:
             ready = wait(list(open_), timeout=max(0.0, until_s - time.monotonic()))
-            assert ready, f"{len(open_)} ranks have not ended within {LIMIT_S} s"
+            assert ready, f"{len(open_)} ranks have not ended within {HANG_S} s"
             for pipe in ready:
                 rank = open_[pipe]
                 try:
                     self._hear(rank, pipe.recv())
                 except EOFError:
                     del open_[pipe]
-                    rank.process.join(LIMIT_S)
+                    rank.process.join(HANG_S)
                 self._answer_where_all_ask(list(open_.values()))
         self.seconds = None if self._died_s is None else time.monotonic() - self._died_s
 
@@ -95,7 +94,7 @@ class Run:
     def _kill_host(self):
         if self._died_s is None:
             self._host.kill()
-            self._host.join(LIMIT_S)
+            self._host.join(HANG_S)
             self._died_s = time.monotonic()
             for rank in self._ranks if self._signal_all else ():
                 rank.process.terminate()  # SIGTERM; nothing where it has ended
@@ -105,7 +104,7 @@ def _start_host():
     here, there = context.Pipe(duplex=False)
     host = context.Process(target=fault_programs.hold_a_store, args=(there,), daemon=True)
     host.start()
-    assert here.poll(LIMIT_S)
+    assert here.poll(HANG_S)
     return host, here.recv()
 
 

@@ -7,11 +7,11 @@ import random
 from itertools import combinations
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.channel import connect
 from trainckpt.ranks.exchange import Exchange
+from trainckpt.ranks.store import connect
 from trainckpt.ranks.world import current_world
-from trainckpt.snapshot import protect
-from trainckpt.snapshot.recover import Left, Stock, recover
+from trainckpt.snapshot import replicate
+from trainckpt.snapshot.rebuild import LocalParts, SetState, recover
 from trainckpt.snapshot.redundancy import CodedSet
 
 LENGTHS = (70_001, 50_000, 3, 64_000, 0)
@@ -19,7 +19,7 @@ LENGTHS = (70_001, 50_000, 3, 64_000, 0)
 
 def set_out():
     """The channel; and blocks so small that few bytes take several rounds."""
-    protect.SET_BLOCK_BYTES = protect.COPY_BLOCK_BYTES = 16_384
+    replicate.SET_BLOCK_BYTES = replicate.COPY_BLOCK_BYTES = 16_384
     return connect(current_world(), "test/1")
 
 
@@ -40,7 +40,9 @@ def keep_and_recover(rank):
         coded = CodedSet(tuple(everyone), 4, num_parity)  # the last one only helps
         chunk_bytes = coded.chunk_bytes(max(LENGTHS))
         mine, kept = file_of(rank), memoryview(bytearray(num_parity * chunk_bytes))
-        protect.make_parities(coded, rank, LENGTHS, mine, kept, group, nothing)
+        replicate.make_parities(
+            coded, rank, sizes=LENGTHS, mine=mine, into=kept, group=group, may_go_on=nothing
+        )
         cases = 0
         for lost in combinations(everyone, num_parity):
             check(coded, rank, lost, mine, kept, group)
@@ -55,11 +57,11 @@ def check(coded, rank, lost, mine, kept, group):
     """The lost have neither file nor parities; the first of them rebuilds."""
     there = [r for r in range(len(LENGTHS)) if r not in lost]
     files = {r: r for r in there if LENGTHS[r]}
-    left = Left(coded, LENGTHS, files, {r: r for r in there})
+    left = SetState(coded, LENGTHS, files, {r: r for r in there})
     assert left.is_enough
     into = {place: memoryview(bytearray(LENGTHS[place])) for place in left.lost}
     is_there = rank in there
-    stock = Stock(
+    stock = LocalParts(
         rank,
         {rank: mine} if is_there else {},
         {rank: kept} if is_there else {},
@@ -80,7 +82,7 @@ def copy_in_a_ring(rank):
     }
     before = (rank - 1) % size
     into = memoryview(bytearray(LENGTHS[before]))
-    protect.copy_files(file_of(rank), groups[rank], [(groups[before], into)], nothing)
+    replicate.copy_files(file_of(rank), groups[rank], [(groups[before], into)], nothing)
     channel.barrier("all leave", 30)
     return into == file_of(before)
 
@@ -106,7 +108,15 @@ def lose_one(rank, how):
 
     sizes, mine = (100_000,) * 3, memoryview(bytearray(100_000))
     try:
-        protect.make_parities(coded, rank, sizes, mine, memoryview(bytearray(50_000)), group, fail)
+        replicate.make_parities(
+            coded,
+            rank,
+            sizes=sizes,
+            mine=mine,
+            into=memoryview(bytearray(50_000)),
+            group=group,
+            may_go_on=fail,
+        )
     except NoAgreement as error:
         group.close()
         if how == "hangs" and channel.count("given up") == 2:

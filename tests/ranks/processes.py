@@ -12,14 +12,15 @@ import traceback
 import torch.distributed
 from torch.distributed import PrefixStore, TCPStore
 
-LIMIT_S = 60
+from tests.limits import HANG_S
+
 # c10d asks the name server for the name of every address it connects to; where that does not
 # answer, each connection takes the resolver's time-out, 5 s unless told otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What c10d says about a store that is gone, with stack traces; the ranks say it in one line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch._dynamo", "trainckpt.lifecycle.checkpointer", "tests.ranks.programs"]
+_preloaded = ["torch._dynamo", "trainckpt.checkpointer", "tests.ranks.programs"]
 
 
 def preload(*modules):
@@ -46,15 +47,15 @@ def run_ranks(program, size, *arguments):
 
 
 def _result(rank, process, pipe):
-    if not pipe.poll(LIMIT_S):
+    if not pipe.poll(HANG_S):
         process.kill()
-        raise AssertionError(f"rank {rank} said nothing within {LIMIT_S} s")
+        raise AssertionError(f"rank {rank} said nothing within {HANG_S} s")
     try:
         failed, result = pipe.recv()
     except EOFError:
-        process.join(LIMIT_S)
+        process.join(HANG_S)
         return ("exit", process.exitcode)
-    process.join(LIMIT_S)
+    process.join(HANG_S)
     assert not failed, f"rank {rank}:\n{result}"
     return result
 

@@ -10,7 +10,7 @@ import torch.distributed
 
 from trainckpt.errors import TrainckptError
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import Agreement, Watcher, connect, current_world
+from trainckpt.ranks import BoundaryGate, Watcher, connect, current_world
 from trainckpt.ranks.exchange import Exchange
 
 
@@ -20,7 +20,7 @@ class Training:
     def __init__(self, coupled=False, **options):
         self.channel = connect(current_world(), "test/1")
         self.rank = self.channel.world.rank
-        self.agreement = Agreement()
+        self.agreement = BoundaryGate()
         self.watcher = Watcher(self.agreement, self.channel, [SignalSource()], **options)
         self.coupled = coupled
         self.dues = []
@@ -30,8 +30,16 @@ class Training:
     def boundary(self):
         """One boundary; False once a stop is due."""
         while due := self.agreement.at_boundary():
-            self.dues.append((self.agreement.passed, due.action, due.reason, due.number, due.tag))
-            if due.action == "stop":
+            self.dues.append(
+                (
+                    self.agreement.passed,
+                    due.notice.action,
+                    due.notice.reason,
+                    due.notice.number,
+                    due.notice.tag,
+                )
+            )
+            if due.notice.action == "stop":
                 return False
             self.agreement.close_round(due.round)
         return True
@@ -121,7 +129,7 @@ def one_does_not_answer(rank):
     if rank == 2:
         channel.get("rank 2 may go", 30)
         return "left in peace"
-    agreement = Agreement()
+    agreement = BoundaryGate()
     sources = [SignalSource()] if rank == 0 else []
     watcher = Watcher(
         agreement,

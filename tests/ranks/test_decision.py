@@ -7,11 +7,12 @@ import json
 import pytest
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.decision import Decision, Publication, Wish, decide, decide_without
+from trainckpt.notice import Notice
+from trainckpt.ranks.decision import Decision, Publication, decide, decide_without
 
-STOP = Wish("SIGTERM", "stop", "micro-batch")
-WINDOW = Wish("wall time", "stop", "window", seconds_left=60.0)
-SAVE = Wish("every 5 min", "save")
+STOP = Notice("SIGTERM", "stop", "micro-batch")
+WINDOW = Notice("wall time", "stop", "window", seconds_left=60.0)
+SAVE = Notice("every 5 min", "save", "micro-batch")
 
 
 def published(*answers):
@@ -29,13 +30,13 @@ def test_the_bound_is_the_largest_count_published():
 
 def test_a_stop_goes_before_a_save():
     """A stop saves anyway, so the save is part of it."""
-    assert decide(published((1, SAVE), (1, WINDOW))).action == "stop"
+    assert decide(published((1, SAVE), (1, WINDOW))).stops
 
 
 def test_the_strictest_mode_and_the_smallest_time_left_win():
     """They may come from different ranks."""
     decision = decide(published((1, WINDOW), (1, STOP)))
-    assert (decision.mode, decision.seconds_left) == ("micro-batch", 60.0)
+    assert (decision.notice.mode, decision.notice.seconds_left) == ("micro-batch", 60.0)
 
 
 def test_a_save_is_skipped_unless_every_rank_can_save():
@@ -52,10 +53,10 @@ def test_a_stop_does_not_ask_whether_ranks_can_save():
 
 def test_of_several_numbered_saves_the_lowest_is_taken_with_its_own_tag():
     """Each call of ckpt.save() keeps its tag; later ones get later rounds."""
-    second = Wish("ckpt.save()", "save", tag="last", number=2)
-    first = Wish("ckpt.save()", "save", tag="best", number=1)
+    second = Notice("ckpt.save()", "save", tag="last", number=2)
+    first = Notice("ckpt.save()", "save", tag="best", number=1)
     decision = decide(published((1, second), (1, first), (1, SAVE)))
-    assert (decision.number, decision.tag) == (1, "best")
+    assert (decision.notice.number, decision.notice.tag) == (1, "best")
 
 
 def test_the_order_of_publications_does_not_matter():
@@ -67,28 +68,28 @@ def test_the_order_of_publications_does_not_matter():
 def test_a_round_without_any_wish_is_a_save_that_fails():
     """Nothing is done where nobody asks for anything."""
     decision = decide(published((1, None), (1, None)))
-    assert (decision.action, decision.failed) == ("save", True)
+    assert (decision.notice.action, decision.failed) == ("save", True)
 
 
 @pytest.mark.parametrize("wish", [STOP, SAVE])
 def test_a_round_whose_time_ran_out_fails_and_names_the_silent_ranks(wish):
     """A missing answer fails the round; the action is that of the answers there are."""
     decision = decide_without(published((4, wish)), 3, 1)
-    assert (decision.failed, decision.action) == (True, wish.action)
+    assert (decision.failed, decision.notice.action) == (True, wish.action)
     assert decision.why == "no answer from rank 1, 2 in time"
 
 
 def test_a_failed_round_is_one_even_if_no_answer_was_found():
     """Nobody answered: a save that all skip."""
     assert decide_without([], 2, 7) == Decision(
-        7, "save", 0, failed=True, why="no answer from rank 0, 1 in time"
+        7, 0, Notice("", "save", "micro-batch"), failed=True, why="no answer from rank 0, 1 in time"
     )
 
 
 @pytest.mark.parametrize("wish", [STOP, WINDOW, SAVE, None])
 def test_publications_and_decisions_survive_the_journey_as_json(wish):
     """What is written is what is read."""
-    publication = Publication(3, 1, 12, can_save=False, wish=wish, settled=2)
+    publication = Publication(3, 1, 12, can_save=False, notice=wish, settled=2)
     assert Publication.from_json(json.loads(json.dumps(publication.as_json()))) == publication
     decision = decide([publication])
     assert Decision.from_json(json.loads(json.dumps(decision.as_json()))) == decision

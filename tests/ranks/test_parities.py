@@ -18,8 +18,11 @@ def test_who_waits_for_a_member_that_is_gone_or_hangs_is_told_so():
     for how, ends in (("killed", ("exit", 9)), ("wants the network", "something more urgent")):
         one, two, three = run_ranks(parities.lose_one, 3, how)
         assert two == ends
-        assert {one, three} <= {"rank 0 lost one of [0, 1, 2]", "rank 2 lost one of [0, 1, 2]",
-                                "rank 0 could not send to its members",
-                                "rank 2 could not send to its members"}  # fmt: skip
+        assert {one, three} <= {
+            "rank 0 lost one of [0, 1, 2]",
+            "rank 2 lost one of [0, 1, 2]",
+            "rank 0 could not send to its members",
+            "rank 2 could not send to its members",
+        }
     one, _, three = run_ranks(parities.lose_one, 3, "hangs")
     assert (one, three) == ("rank 0 lost one of [0, 1, 2]", "rank 2 lost one of [0, 1, 2]")

@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from trainckpt.errors import NoAgreement
 from trainckpt.ranks import start_name
-from trainckpt.ranks.channel import OverStore
 from trainckpt.ranks.start_name import agree_on_name
+from trainckpt.ranks.store import TorchStore
 from trainckpt.ranks.world import World
 
 
@@ -20,7 +20,7 @@ def store(monkeypatch):
     """One store that every start shares, as that of a torchrun agent."""
     found = HashStore()
     monkeypatch.setattr(
-        start_name, "connect", lambda world, name: OverStore(world, found, f"{name}/")
+        start_name, "connect", lambda world, name: TorchStore(world, found, f"{name}/")
     )
     return found
 

@@ -6,7 +6,7 @@ import threading
 
 from tests.ranks.fault_programs import Moment, Rank
 from tests.ranks.faults import Run
-from trainckpt.preemption import Notice
+from trainckpt.notice import Notice
 
 
 def be_stuck_when_the_store_dies(boss, rank, size, port, moment):

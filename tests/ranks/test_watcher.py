@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from trainckpt.errors import NoAgreement
-from trainckpt.preemption import Notice
-from trainckpt.ranks import Agreement, Alone, OverStore, Watcher, World
+from trainckpt.notice import Notice
+from trainckpt.ranks import BoundaryGate, LocalStore, TorchStore, Watcher, World
 from trainckpt.ranks.watcher import decide_within
 
 STOP = Notice("SIGTERM")
@@ -25,7 +25,7 @@ class Rank:
     """One rank's agreement and watcher."""
 
     def __init__(self, channel, sources=(), **options):
-        self.agreement = Agreement()
+        self.agreement = BoundaryGate()
         self.watcher = Watcher(self.agreement, channel, sources, **options)
         self.watcher.start()
 
@@ -34,11 +34,13 @@ class Rank:
         dues = []
         for _ in range(boundaries):
             while due := self.agreement.at_boundary():
-                dues.append((self.agreement.passed, due.action, due.mode, due.number))
-                if due.action == "stop":
+                dues.append(
+                    (self.agreement.passed, due.notice.action, due.notice.mode, due.notice.number)
+                )
+                if due.notice.action == "stop":
                     return dues
                 self.agreement.close_round(due.round)
-                if until is not None and due.number == until:
+                if until is not None and due.notice.number == until:
                     return dues
         return dues
 
@@ -52,7 +54,7 @@ def ranks():
         store = store or HashStore()
         for rank in range(size) if only is None else only:
             world = World(rank, size, rank, "here")
-            channel = Alone(world) if size == 1 else OverStore(world, store, "test/1/")
+            channel = LocalStore(world) if size == 1 else TorchStore(world, store, "test/1/")
             made.append(Rank(channel, sources if rank == 0 else (), **options))
         return made if size > 1 else made[-1]
 
@@ -125,7 +127,7 @@ def test_alone_a_requested_save_is_due_at_the_very_next_boundary(ranks):
     rank = ranks()
     rank.train(3)
     rank.watcher.request_save(1, "best")
-    assert rank.agreement.at_boundary().tag == "best"
+    assert rank.agreement.at_boundary().notice.tag == "best"
 
 
 def test_alone_a_notice_of_a_source_stops_the_training(ranks):
@@ -181,7 +183,7 @@ def test_a_save_that_cannot_be_taken_is_skipped_and_reported(ranks):
     rank = ranks(can_save=lambda: False)
     rank.watcher.request_save(1)
     assert rank.train(2) == []
-    assert [decision.number for decision in rank.agreement.skipped()] == [1]
+    assert [decision.notice.number for decision in rank.agreement.skipped()] == [1]
 
 
 def test_a_save_after_a_stop_opens_no_round(ranks):
@@ -311,15 +313,15 @@ def test_half_of_the_time_left_is_kept_for_the_save():
 LOST_STORE = """
     import os, sys
     from torch.distributed import TCPStore
-    from trainckpt.preemption import Notice
+    from trainckpt.notice import Notice
     from trainckpt.ranks import *
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     read, write = os.pipe()
     if os.fork() == 0:
         client = TCPStore("127.0.0.1", store.port, is_master=False)
-        agreement = Agreement()
-        watcher = Watcher(agreement, OverStore(World(1, 2, 1, "here"), client))
+        agreement = BoundaryGate()
+        watcher = Watcher(agreement, TorchStore(World(1, 2, 1, "here"), client))
         watcher.start()
         os.write(write, b"1")
         watcher._threads[1].join()
@@ -347,8 +349,8 @@ def test_a_script_that_ends_without_closing_does_not_crash_the_interpreter():
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(2):
-            channel = OverStore(World(rank, 2, rank, "here"), store).connection()
-            Watcher(Agreement(), channel).start()
+            channel = TorchStore(World(rank, 2, rank, "here"), store).connection()
+            Watcher(BoundaryGate(), channel).start()
     """
     assert run_python(program) == (0, "")
 

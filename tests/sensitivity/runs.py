@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.campaign import launch
-from trainckpt.lifecycle.places.place import PROVE_VARIABLE, open_directory
+from tests.limits import HANG_S
+from trainckpt.launcher.supervise import RunResult
 from trainckpt.prove.compare import read_records
-from trainckpt.snapshot.attempts import read_attempts
-from trainckpt.supervisor.supervise import Ended
+from trainckpt.run_directory.run_url import PROVE_VARIABLE, open_directory
+from trainckpt.snapshot.attempt_history import read_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from trainckpt.prove.compare import Record
 
 SCRIPT = Path(__file__).with_name("script.py")
-LIMIT_S = 60.0
 SAVED = 75
 STOP_AT = {1: 14, 3: 5}  # micro-batches: inside a window of the second epoch
 
@@ -83,9 +83,11 @@ class Setting:
         variables = {PROVE_VARIABLE: json.dumps({**plan, "strike": strike})}
         log = self.folder / f"{records}.log"
         answer = self.server.ask(
-            script=str(SCRIPT), argv=[*self.flags, *flags], log=str(log),
+            script=str(SCRIPT),
+            argv=[*self.flags, *flags],
+            log=str(log),
             ranks=[{**variables, **ranks} for ranks in self._rank_variables()],
-        )  # fmt: skip
+        )
         codes = wait(self.server, answer["pids"])
         logs = [path.read_text() for path in sorted(self.folder.glob(f"{log.name}.rank*"))]
         assert set(codes) == {expect}, f"{codes}\n" + "\n".join(logs)
@@ -97,16 +99,20 @@ class Setting:
         port, world = launch.free_port(), str(self.world)
         return [
             {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world,
-                "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
             }
             for rank in range(self.world)
-        ]  # fmt: skip
+        ]
 
 
 def wait(server: launch.Server, pids: Sequence[int]) -> Sequence[int]:
     """Exit codes of all; where one failed, the others are killed, as torchrun would do."""
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + HANG_S
     while True:
         codes = server.ask(poll=pids)["codes"]
         if None not in codes:
@@ -118,15 +124,15 @@ def wait(server: launch.Server, pids: Sequence[int]) -> Sequence[int]:
         time.sleep(0.02)
 
 
-def warm(server: launch.Server) -> Callable[..., Ended]:
+def warm(server: launch.Server) -> Callable[..., RunResult]:
     """In place of `supervise`: the one process of a proof without torchrun, forked."""
 
-    def run(command: Sequence[str], *, environment: dict, output: Any, **_: Any) -> Ended:
+    def run(command: Sequence[str], *, environment: dict, output: Any, **_: Any) -> RunResult:
         script, argv = command[1], list(command[2:])
         answer = server.ask(script=script, argv=argv, log=output.name, ranks=[environment])
         (code,) = wait(server, answer["pids"])
         place = open_directory(json.loads(environment[PROVE_VARIABLE])["place"])
         records = read_attempts(place)
-        return Ended(code, records[max(records)])
+        return RunResult(code, records[max(records)])
 
     return run

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainckpt.data import sampler, worker
 from trainckpt.state import apply
-from trainckpt.state.kinds import rng
+from trainckpt.state.adapters import rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,8 @@ NAMED = {
     "optimizers": (1, r"optimizer: lr of group 0 \(0\.01 instead of .*\)"),
     "objects": (1, r"scheduler: _last_lr\.0 \(0\.01 instead of .*\)"),
     "moments' type": (
-        1, r"optimizer exp_avg of model/narrow\.bias \(bfloat16 instead of float32\)"
+        1,
+        r"optimizer exp_avg of model/narrow\.bias \(bfloat16 instead of float32\)",
     ),
     "python RNG": (1, "Python RNG"),
     "numpy RNG": (1, "NumPy RNG"),
@@ -37,9 +38,9 @@ NAMED = {
     "torch RNG of workers": (1, r"torch RNG of worker \d"),
     "sampler seed": (1, r"sampler seed \(0 instead of 1000\)"),
     "loaders": (1, r"sampler seed \(0 instead of 1000\)"),
-}  # fmt: skip
+}
 FIND_UNUSED = "DDP used parameters"  # needs DDP's find_unused_parameters, which has no buckets
-HOOKS = "DDP communication hooks"  # tests/lifecycle/test_ddp_kinds.py has such
+HOOKS = "DDP communication hooks"  # tests/end_to_end/test_ddp_kinds.py has such
 FSDP2 = "FSDP2's gradients"  # tests/state/test_fsdp.py leaves them out
 
 

@@ -129,9 +129,14 @@ class Cluster:
         """What a Slurm command prints; an AssertionError with what it said if it fails."""
         environment = clean_environment() if variables is None else variables
         done = subprocess.run(
-            words, env={**environment, **self.variables}, cwd=cwd, timeout=120,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            words,
+            env={**environment, **self.variables},
+            cwd=cwd,
+            timeout=120,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -171,10 +176,16 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         self._run(
-            "munged", "munged", "--foreground", "--force", f"--socket={folder}/socket",
-            f"--key-file={key}", f"--pid-file={folder}/pid", f"--log-file={folder}/log",
+            "munged",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={folder}/socket",
+            f"--key-file={key}",
+            f"--pid-file={folder}/pid",
+            f"--log-file={folder}/log",
             f"--seed-file={folder}/seed",
-        )  # fmt: skip
+        )
         self._until("munged", (folder / "socket").exists)
 
     def _run(self, name: str, *command: str) -> None:
@@ -183,9 +194,13 @@ class Cluster:
             raise CannotStart(f"{command[0]} is not installed: sh tests/slurm/install.sh, as root")
         with (self.folder / f"{name}.log").open("wb") as log:
             self._daemons[name] = subprocess.Popen(
-                [program, *command[1:]], env={**clean_environment(), **self.variables},
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [program, *command[1:]],
+                env={**clean_environment(), **self.variables},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def _until(self, name: str, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + START_S

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.conftest import straight  # noqa: F401 - fixtures
 from tests.slurm.cluster import running, why_not
+from tests.start_commands.conftest import straight  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")

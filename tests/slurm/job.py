@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 if __name__ == "__main__":
-    from tests.launchers import pace
+    from tests.start_commands import pace
 
     pace.PAUSE_S = 1.5
     pace.pace()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import launch
-from tests.launchers.pace import SLOW
-from tests.launchers.started import Run
 from tests.slurm.cluster import free_ports, wait_for
+from tests.start_commands.pace import SLOW
+from tests.start_commands.started import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "tests" / "slurm" / "job.py")
@@ -32,9 +32,11 @@ class Job:
         self.cluster, self.run = cluster, run
         (run.folder / SLOW).touch()
         environment = {
-            **launch.environment(), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-            "MASTER_PORT": str(free_ports(1)[0]), **variables,
-        }  # fmt: skip
+            **launch.environment(),
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "MASTER_PORT": str(free_ports(1)[0]),
+            **variables,
+        }
         out = run.folder / "out"
         words = (
             "sbatch",
@@ -137,10 +139,16 @@ def test_a_job_that_is_preempted_before_its_ranks_have_begun_begins_in_its_next_
     job_script.write_text(f"#!/bin/bash\nsrun trainckpt run --nproc 1 -- {script} {up} {place}\n")
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     said = cluster.command(
-        "sbatch", "--parsable", f"--output={tmp_path / 'out'}", "--open-mode=append", "--nodes=2",
-        "--ntasks=2", "--comment=sweep LR=3e-4 keep StdErr=/x", str(job_script),
+        "sbatch",
+        "--parsable",
+        f"--output={tmp_path / 'out'}",
+        "--open-mode=append",
+        "--nodes=2",
+        "--ntasks=2",
+        "--comment=sweep LR=3e-4 keep StdErr=/x",
+        str(job_script),
         variables={**launch.environment(), "PATH": path},
-    )  # fmt: skip
+    )
     job = said.strip()
     out = tmp_path / "out"
     wait_for(up.exists, LIMIT_S, lambda: cluster.try_("scontrol", "show", "job", job))

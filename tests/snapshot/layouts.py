@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -13,18 +11,13 @@ from trainckpt.format.files import Files
 from trainckpt.format.layout import Layout, whole
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.resuming.read_state import alone
-from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.restore import Reader
-from trainckpt.snapshot.save import write_shard
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.snapshot.shared_plan import Sharing
-from trainckpt.snapshot.shared_read import SharedRead
-from trainckpt.snapshot.tables import merge_tables, table_from_json, table_to_json
-from trainckpt.state import replicas, stage
+from trainckpt.snapshot.shard_writer import write_shard
+from trainckpt.state import replicas, staging
 from trainckpt.state.captured import Captured, Placed
 from trainckpt.state.destination import Destination
-from trainckpt.state.targets import Targets
 
 # (name, mesh) by number of ranks; the dimensions divided are drawn for each tensor.
 MESHES = {1: [(1,), (1, 1)], 2: [(2,), (1, 2)], 3: [(3,), (3, 1)], 4: [(4,), (2, 2), (1, 2, 2)]}
@@ -78,8 +71,8 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
     parsed, files, tables = SnapshotName.parse(name), [], []
     for rank, one in enumerate(ranks):
         split = replicas.split_layouts(one, equal, world)
-        regions = stage.describe(one, split)
-        shard = stage.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
+        regions = staging.describe(one, split)
+        shard = staging.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
         files.append(write_shard(tier, parsed, rank, shard).file)
         table = {
             r.tensor: TensorEntry(
@@ -120,68 +113,17 @@ def restore(tier, manifest, wanted, donor=0):
     return destination.finish({name: manifest.tensors[name].dtype for name in wanted})
 
 
-class Switch:
-    """Bytes between threads that stand for ranks: the transport alone is not the real one."""
-
-    def __init__(self, members):
-        self.mail = {(a, b): queue.Queue() for a in members for b in members}
-        self.members = members
-
-    def of(self, rank):
-        """The side of one rank."""
-        return Side(self, self.members.index(rank))
-
-
-class Side:
-    def __init__(self, switch, me):
-        self.mail, self.members, self.me = switch.mail, switch.members, me
-        self.sent = 0
-
-    def swap(self, to, data, source, num_bytes):
-        if len(data):
-            self.sent += len(data)
-            self.mail[self.members[self.me], self.members[to]].put(bytes(data))
-        if not num_bytes:
-            return memoryview(b"")
-        got = self.mail[self.members[source], self.members[self.me]].get(timeout=60)
-        assert len(got) == num_bytes
-        return memoryview(bytearray(got))
-
-
 def restore_world(tiers, manifest, layouts):
-    """What every rank of a world reads that has these layouts now: its tensors, or a refusal.
-
-    As `read_state` and `read_together` do it, over threads.
-    """
-    world, entries = len(tiers), manifest.tensors
-    readers = [Reader(tier, manifest) for tier in tiers]
-    wanted = [
-        {n: lay.box(entries[n].shape, lay.coordinate(rank)) for n, lay in layouts.items()}
-        for rank in range(world)
+    """What every rank of a world reads that has these layouts now: its tensors."""
+    entries = manifest.tensors
+    return [
+        restore(
+            tier,
+            manifest,
+            {n: lay.box(entries[n].shape, lay.coordinate(rank)) for n, lay in layouts.items()},
+        )
+        for rank, tier in enumerate(tiers)
     ]
-    parts = [
-        [SharedRead(group, reader)
-         for group in Sharing(manifest, reader.planner, rank).groups(wanted[rank], layouts)]
-        for rank, reader in enumerate(readers)
-    ]  # fmt: skip
-    offers = [{part.group.key: part.offer for part in of} for of in parts]
-    members = {part.group.key: part.group.members for of in parts for part in of}
-    offered = {key: {offers[rank][key] for rank in group} for key, group in members.items()}
-    switches = {key: Switch(members[key]) for key in members if len(offered[key]) == 1}
-
-    def one(rank):
-        targets = Targets(False, wanted[rank])
-        destination = Destination(wanted[rank])
-        agreed = [part for part in parts[rank] if part.offer and part.group.key in switches]
-        readers[rank].read(alone(targets, agreed, manifest), destination, donor=0)
-        for part in agreed:
-            refusal = part.read(switches[part.group.key].of(rank), destination)
-            if refusal is not None:
-                return refusal
-        return destination.finish({name: entries[name].dtype for name in wanted[rank]})
-
-    with ThreadPoolExecutor(world) as pool:
-        return [future.result() for future in [pool.submit(one, r) for r in range(world)]]
 
 
 def boxes(world, rank, shapes, layouts):

@@ -8,9 +8,9 @@ import pytest
 
 from tests.snapshot.written import committed
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.attempt import UNDECIDED, AttemptRecord
-from trainckpt.snapshot import attempts
-from trainckpt.tiers.local import LocalTier
+from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage.local import LocalTier
 
 
 def test_many_claims_at_once_get_as_many_numbers(tmp_path):
@@ -18,7 +18,7 @@ def test_many_claims_at_once_get_as_many_numbers(tmp_path):
 
     def claim():
         barrier.wait()
-        claimed.append(attempts.claim(tier, AttemptRecord).attempt)
+        claimed.append(attempt_history.claim(tier, AttemptRecord).attempt)
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
@@ -33,29 +33,29 @@ def test_many_founders_at_once_found_one_run(tmp_path):
 
     def found_run():
         barrier.wait()
-        found.add(attempts.found_run(tier))
+        found.add(attempt_history.found_run(tier))
 
     threads = [threading.Thread(target=found_run) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {attempts.run_id(tier)}
+    assert found == {attempt_history.run_id(tier)}
 
 
 def test_a_number_that_a_snapshot_bears_is_not_claimed_again(tmp_path):
     """The records may be lost; the snapshots of attempt 3 are not to be mixed with new ones."""
     tier = LocalTier(tmp_path)
     committed(tier, "s1~3.1")
-    assert attempts.claim(tier, AttemptRecord).attempt == 4
+    assert attempt_history.claim(tier, AttemptRecord).attempt == 4
 
 
 def test_a_damaged_record_is_an_attempt_that_said_nothing_but_why(tmp_path):
     tier = LocalTier(tmp_path)
-    attempts.claim(tier, lambda n: AttemptRecord(n, "s1~0.1"))
+    attempt_history.claim(tier, lambda n: AttemptRecord(n, "s1~0.1"))
     path = tmp_path / "attempts" / "1.json"
     path.write_bytes(path.read_bytes().replace(b"s1~0.1", b"s1~0.3"))
-    record = attempts.read_attempts(tier)[1]
+    record = attempt_history.read_attempts(tier)[1]
     assert record.parent == UNDECIDED
     assert "does not match its own digest" in record.facts["damaged"]
 
@@ -64,18 +64,18 @@ def test_files_that_are_no_records_are_left_alone(tmp_path):
     tier = LocalTier(tmp_path)
     for name in ("x.json", "1", "2.json.bak", "1-token.txt"):
         tier.write(f"attempts/{name}", [memoryview(b"?")])
-    assert attempts.read_attempts(tier) == {}
+    assert attempt_history.read_attempts(tier) == {}
 
 
 def test_a_place_without_anything_holds_no_run(tmp_path):
-    assert attempts.run_id(LocalTier(tmp_path / "nowhere")) is None
+    assert attempt_history.run_id(LocalTier(tmp_path / "nowhere")) is None
 
 
 def test_snapshots_without_a_run_s_record_are_no_new_run(tmp_path):
     tier = LocalTier(tmp_path)
     committed(tier, "s1~1.1")
     tier.remove("run.json")
-    for ask in (attempts.run_id, attempts.found_run):
+    for ask in (attempt_history.run_id, attempt_history.found_run):
         with pytest.raises(UnusableSnapshot, match=r"run\.json is missing"):
             ask(tier)
     assert tier.size("run.json") is None
@@ -88,12 +88,12 @@ def test_a_damaged_run_s_record_is_an_error_and_never_a_new_run(tmp_path, data):
     tier = LocalTier(tmp_path)
     tier.create("run.json", data)
     with pytest.raises(UnusableSnapshot):
-        attempts.found_run(tier)
+        attempt_history.found_run(tier)
     assert tier.read("run.json", max_bytes=100) == data
 
 
 def test_every_flipped_bit_of_a_run_s_record_is_found_or_changes_nothing(tmp_path):
-    run = attempts.found_run(LocalTier(tmp_path))
+    run = attempt_history.found_run(LocalTier(tmp_path))
     path = tmp_path / "run.json"
     data = path.read_bytes()
     for bit in range(len(data) * 8):
@@ -101,6 +101,6 @@ def test_every_flipped_bit_of_a_run_s_record_is_found_or_changes_nothing(tmp_pat
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         try:
-            assert attempts.run_id(LocalTier(tmp_path)) == run
+            assert attempt_history.run_id(LocalTier(tmp_path)) == run
         except UnusableSnapshot:
             pass

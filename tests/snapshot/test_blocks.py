@@ -15,23 +15,32 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import Box, replicated
 from trainckpt.snapshot import blocks
 from trainckpt.snapshot.restore import read_header
-from trainckpt.state import destination, stage
-from trainckpt.tiers import direct, new_file, read_file
-from trainckpt.tiers.disk import Disk
-from trainckpt.tiers.local import LocalTier
+from trainckpt.state import destination, staging
+from trainckpt.storage import direct_io, file_reader, file_writer
+from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import LocalTier
 
-PAGE = direct.PAGE_BYTES
+PAGE = direct_io.PAGE_BYTES
 # Of a few bytes, of some pages, of many blocks; some of them begin where no page does.
-SHAPES = {"a": (3,), "b": (5000,), "c": (70, 701), "d": (1,), "e": (0, 4), "f": (33, 1031),
-          "g": (2048,), "h": (), "i": (9000,)}  # fmt: skip
+SHAPES = {
+    "a": (3,),
+    "b": (5000,),
+    "c": (70, 701),
+    "d": (1,),
+    "e": (0, 4),
+    "f": (33, 1031),
+    "g": (2048,),
+    "h": (),
+    "i": (9000,),
+}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A file of some hundred kilobytes is read as one of some gigabytes."""
-    for module in (direct, read_file, new_file, blocks, destination):
+    for module in (direct_io, file_reader, file_writer, blocks, destination):
         monkeypatch.setattr(module, "FROM_BYTES", 4 * PAGE)
-    for module in (read_file, new_file):
+    for module in (file_reader, file_writer):
         monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)
     monkeypatch.setattr(blocks, "READ_BYTES", 8 * PAGE)
     monkeypatch.setattr(blocks, "SCRATCH_BYTES", 16 * PAGE)
@@ -45,7 +54,7 @@ class Noting(layouts.Counting):
         self.parts = []
 
     def read_parts(self, key, parts, done):
-        self.parts += [(at, len(into), direct.address(into)) for at, into in parts]
+        self.parts += [(at, len(into), direct_io.address(into)) for at, into in parts]
         super().read_parts(key, parts, done)
 
 
@@ -60,7 +69,7 @@ def saved(tmp_path):
 
 
 def same(found, expected):
-    return bytes(stage.bytes_of(found)) == bytes(stage.bytes_of(expected))
+    return bytes(staging.bytes_of(found)) == bytes(staging.bytes_of(expected))
 
 
 def regions(tier, manifest):
@@ -82,8 +91,11 @@ def test_everything_is_read_once_in_few_reads_and_what_is_large_straight_to_its_
         at = found[name].data_ptr()
         assert (at - begin) % PAGE == 0
         assert found[name].untyped_storage().nbytes() == size
-        inside = [n for first, n, to in tier.parts if begin <= first < begin + size
-                  and to == at + first - begin]  # fmt: skip
+        inside = [
+            n
+            for first, n, to in tier.parts
+            if begin <= first < begin + size and to == at + first - begin
+        ]
         assert sum(inside) > size - 4 * PAGE  # the rest is short, and read with its neighbours
 
 

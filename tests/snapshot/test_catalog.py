@@ -6,10 +6,10 @@ import pytest
 
 from tests.snapshot.written import committed, shard_path, written
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.attempt import UNDECIDED, AttemptRecord
+from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, ancestry, find, read_catalog
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 INF = float("inf")
 
@@ -56,8 +56,11 @@ def test_a_zombie_s_commits_are_an_abandoned_branch_and_used_only_by_name(tmp_pa
         committed(tier, text)
     found = read_catalog(tier, "run", records(None, "s2~1.2"))
     assert [(str(c.name), c.usable) for c in found] == [
-        ("s3~2.1", True), ("s3~1.3", False), ("s2~1.2", True), ("s1~1.1", True)
-    ]  # fmt: skip
+        ("s3~2.1", True),
+        ("s3~1.3", False),
+        ("s2~1.2", True),
+        ("s1~1.1", True),
+    ]
     assert found[1].reason == ABANDONED
     assert str(find(found, "s3~1.3").name) == "s3~1.3"
     assert str(find(found, "s3").name) == "s3~2.1"

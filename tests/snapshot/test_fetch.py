@@ -1,4 +1,4 @@
-"""What is read beside a launch leaves the disk to it, until the launch waits for that."""
+"""A fetch beside a launch leaves the disk to the launch until the launch waits for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import threading
 
 import pytest
 
-from trainckpt.snapshot.fetch import GENTLE_BYTES, GENTLE_PARTS, Beside, Blocks
-from trainckpt.tiers.queue_depth import FIRST
+from trainckpt.snapshot.fetch import GENTLE_BYTES, GENTLE_PARTS, NUM_PARTS, Blocks
 
 
 def out(blocks):
-    """All blocks that can be had now."""
+    """Take all blocks that are free now."""
     found = []
     while True:
         try:
@@ -21,28 +20,20 @@ def out(blocks):
             return found
 
 
-def test_few_reads_are_on_their_way_until_it_is_awaited_then_all():
+def test_few_reads_are_in_flight_until_the_launch_waits_and_then_all():
     awaited = threading.Event()
-    blocks = Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, Beside(awaited))
+    blocks = Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, NUM_PARTS, awaited)
     taken = out(blocks)
-    assert len(taken) == FIRST
+    assert len(taken) == GENTLE_PARTS
     blocks.give(taken.pop())
     taken += out(blocks)
-    assert len(taken) == FIRST
+    assert len(taken) == GENTLE_PARTS
     awaited.set()
     blocks.give(taken.pop())
-    assert len(taken + out(blocks)) == GENTLE_PARTS
+    assert len(taken + out(blocks)) == NUM_PARTS
 
 
 @pytest.mark.parametrize(("num_bytes", "num"), [(10, 1), (3 * GENTLE_BYTES, 3)])
-def test_who_has_the_disk_alone_reads_all_at_once(num_bytes, num):
-    taken = out(Blocks(num_bytes, GENTLE_BYTES, GENTLE_PARTS, None))
+def test_a_fetch_that_has_the_disk_alone_reads_all_at_once(num_bytes, num):
+    taken = out(Blocks(num_bytes, GENTLE_BYTES, NUM_PARTS, None))
     assert [len(block) for block in taken] == [GENTLE_BYTES] * num
-
-
-def test_what_one_file_has_shown_of_a_place_holds_for_the_next():
-    beside = Beside(threading.Event())
-    Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, beside)
-    beside.depth.measured(1e6)
-    following = Blocks(64 * GENTLE_BYTES, GENTLE_BYTES, GENTLE_PARTS, beside)
-    assert len(out(following)) == 2 * FIRST

@@ -43,9 +43,9 @@ def encoded(members, num_parity):
     into = [bytearray(b"\xff" * max(map(len, members))) for _ in range(num_parity)]
     views_of = [memoryview(member) for member in members]
     for row, each in enumerate(into):  # one at a time, or all at once: the same
-        parity.encode(views_of, {row: memoryview(each)}, num_parity)
+        parity.encode(views_of, {row: memoryview(each)})
     again = [bytearray(len(each)) for each in into]
-    parity.encode(views_of, {n: memoryview(each) for n, each in enumerate(again)}, num_parity)
+    parity.encode(views_of, {n: memoryview(each) for n, each in enumerate(again)})
     assert again == into
     return [bytes(each) for each in into]
 
@@ -56,7 +56,7 @@ def test_products_and_inverses_are_those_of_the_field():
         assert not a or parity.multiply(a, parity.inverse(a)) == 1
 
 
-@pytest.mark.parametrize(("num_data", "num_parity"), [(1, 1), (7, 1), (8, 2), (5, 3), (4, 4)])
+@pytest.mark.parametrize(("num_data", "num_parity"), [(1, 1), (7, 1), (8, 2), (5, 3)])
 def test_parities_are_the_sums_that_a_table_gives(num_data, num_parity):
     members = members_of([700 - 13 * i for i in range(num_data)])
     found = encoded(members, num_parity)
@@ -70,7 +70,7 @@ def views(members):
 
 def test_every_loss_of_every_small_code_is_made_good_to_the_bit():
     for num_members in range(2, 9):
-        for num_parity in range(1, num_members):
+        for num_parity in range(1, min(num_members, 4)):
             check_all_losses(num_members - num_parity, num_parity)
 
 
@@ -103,7 +103,7 @@ def test_members_longer_than_a_block_are_summed_and_rebuilt_across_blocks():
 
 def test_the_widest_codes_can_lose_any_members():
     drawn = random.Random(5)
-    for num_parity in (2, 3, 4, 20):
+    for num_parity in (2, 3):
         num_data = parity.MAX_MEMBERS - num_parity
         every = parity.parity_rows(num_data, num_parity)
         for _ in range(20):
@@ -118,7 +118,7 @@ def test_the_widest_codes_can_lose_any_members():
 
 
 def test_what_no_code_can_do_is_refused():
-    for num_data, num_parity in ((0, 1), (1, 0), (254, 2)):
+    for num_data, num_parity in ((0, 1), (1, 0), (254, 2), (8, 4)):
         with pytest.raises(ValueError, match="no code"):
             parity.parity_rows(num_data, num_parity)
     with pytest.raises(ValueError, match="2 of a set are left, 3 are needed"):

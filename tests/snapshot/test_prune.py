@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tests.faults.power import RecordingDisk
 from tests.snapshot.written import committed, written
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, read_catalog
 from trainckpt.snapshot.prune import plan_prune, prune
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 RECORDS = {1: AttemptRecord(1, None), 2: AttemptRecord(2, "s2~1.2")}
 

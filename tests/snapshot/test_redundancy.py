@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from trainckpt.snapshot.redundancy import Plan, Wish, make_plan, parse_wish
+from trainckpt.snapshot.redundancy import RedundancyPlan, RedundancySpec, make_plan, parse_wish
 
 places = some.lists(some.sampled_from("abcdefghij"), min_size=1, max_size=24)
 codes = some.tuples(some.integers(1, 9), some.integers(1, 3)).map(lambda c: f"rs:{c[0]}+{c[1]}")
@@ -82,19 +82,34 @@ def test_each_member_has_one_element_of_every_stripe_and_as_many_parities_as_any
 @pytest.mark.parametrize(
     ("text", "wish"),
     [
-        ("none", Wish()),
-        ("partner", Wish("partner", 0, 1, "partner")),
-        ("xor:8", Wish("parity", 8, 1, "xor:8")),
-        ("rs:8+2", Wish("parity", 10, 2, "rs:8+2")),
+        ("none", RedundancySpec()),
+        ("partner", RedundancySpec("partner", 0, 1, "partner")),
+        ("xor:8", RedundancySpec("parity", 8, 1, "xor:8")),
+        ("rs:8+2", RedundancySpec("parity", 10, 2, "rs:8+2")),
     ],
 )
 def test_the_option_says_what_it_means(text, wish):
     assert parse_wish(text) == wish
-    assert make_plan(Wish(), "ab") == Plan()
+    assert make_plan(RedundancySpec(), "ab") == RedundancyPlan()
 
 
-@pytest.mark.parametrize("text", ["", "xor", "xor:1", "xor:0", "rs:8", "rs:0+2", "rs:8+0",
-                                  "rs:254+2", "xor:256", "RS:8+2", "partners"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "xor",
+        "xor:1",
+        "xor:0",
+        "rs:8",
+        "rs:0+2",
+        "rs:8+0",
+        "rs:254+2",
+        "rs:8+4",
+        "xor:256",
+        "RS:8+2",
+        "partners",
+    ],
+)
 def test_what_is_no_code_is_refused(text):
     with pytest.raises(ValueError):
         parse_wish(text)

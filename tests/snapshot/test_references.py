@@ -10,14 +10,15 @@ import torch
 from tests.faults.test_bad_bytes import flip
 from tests.snapshot.written import committed, referring, shard_path, written
 from trainckpt.errors import SaveFailed, UnusableSnapshot
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.digest import digest
-from trainckpt.snapshot import prune, sweep
+from trainckpt.snapshot import prune
+from trainckpt.snapshot import prune as prune_module
 from trainckpt.snapshot.catalog import NOT_COMMITTED, load_manifest, read_catalog
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state.destination import Destination
-from trainckpt.tiers.local import LocalTier
+from trainckpt.storage.local import LocalTier
 
 RECORDS = {1: AttemptRecord(1, None)}
 WEIGHT, BIAS = "model/weight", "model/bias"
@@ -184,7 +185,7 @@ def test_a_sweep_touches_no_save_in_flight_and_no_file_that_is_referred_to(tmp_p
     written(tier, "s3~1.3")
     pruned(tier, 1)
     candidates = read_catalog(tier, "run", RECORDS)
-    assert sweep.plan_sweep(candidates, keep_last=1, live={1}) == ()
+    assert prune_module.plan_sweep(candidates, keep_last=1, live={1}) == ()
     assert [str(name) for name in prune.left_folders(candidates)] == ["s1~1.1"]
     assert prune.kept_files(tier, candidates, ()) == {"s1~1.1/rank00000.safetensors"}
 
@@ -193,8 +194,12 @@ def test_what_it_refers_to_is_bound_by_digests(tmp_path):
     """Another file of that name and length, even a good one, is not taken for it."""
     tier = LocalTier(tmp_path)
     first = committed(tier, "s1~1.1")
-    other = replace(first.files[0], header_digest=digest(b"another"), digest=digest(b"another"),
-                    name="s1~1.1/rank00000.safetensors")  # fmt: skip
+    other = replace(
+        first.files[0],
+        header_digest=digest(b"another"),
+        digest=digest(b"another"),
+        name="s1~1.1/rank00000.safetensors",
+    )
     second = referring(tier, "s2~1.2", {WEIGHT: first}, reached=(other,))
     with pytest.raises(UnusableSnapshot, match="does not match its digest"):
         tensor(tier, second, WEIGHT)

@@ -127,8 +127,10 @@ def test_a_box_is_read_from_where_it_was_stored_and_no_element_twice(state, seed
 @settings(max_examples=300)
 @given(
     st.lists(st.integers(1, 9 * UNCUT_BYTES), min_size=1, max_size=4),
-    st.integers(1, 200), st.integers(1, 60), st.integers(0, 2**32),
-)  # fmt: skip
+    st.integers(1, 200),
+    st.integers(1, 60),
+    st.integers(0, 2**32),
+)
 def test_the_holders_of_rows_are_those_that_store_them_also_where_there_are_more_than_rows(
     sizes, replicas, rows, seed
 ):

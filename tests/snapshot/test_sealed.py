@@ -9,23 +9,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainckpt.encryption.sealed_file import (
+from trainckpt.encryption.encrypted_file import (
     CHUNK_BYTES,
     FOOTER_BYTES,
     TAG_BYTES,
-    Layout,
-    Place,
-    Sealer,
+    ChunkPosition,
+    EncryptedLayout,
+    Encryptor,
     read_footer,
 )
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest
 from trainckpt.format.names import SnapshotName
-from trainckpt.snapshot import opened, save_sealed
-from trainckpt.snapshot.save_sealed import BLOCK_BYTES, Seal, stream_sealed, write_sealed
-from trainckpt.tiers.direct import address
-from trainckpt.tiers.disk import Disk
-from trainckpt.tiers.local import LocalTier
+from trainckpt.snapshot import decrypting_tier, encrypted_writer
+from trainckpt.snapshot.encrypted_writer import (
+    BLOCK_BYTES,
+    SnapshotKey,
+    stream_sealed,
+    write_sealed,
+)
+from trainckpt.storage.direct_io import address
+from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import LocalTier
 
 NAME, KEY = SnapshotName.parse("s2~1.1"), bytes(range(32))
 FILE = "rank00000.safetensors"
@@ -54,13 +59,17 @@ def content(num_bytes, seed=0):
 def write(tier, data, head_bytes=HEAD, name=NAME, copied=(), key=KEY):
     shard = Shard(data, head_bytes)
     places = (address(shard.memory) + at for at in copied)
-    return write_sealed(tier, name, 0, shard, places, Seal("run", key))
+    return write_sealed(tier, name, 0, shard, copied=places, seal=SnapshotKey("run", key))
 
 
 def reading(tier, entry, name=NAME, key=KEY, run="run"):
     """What `Opened.admit` makes of a manifest, for one file."""
-    found = opened.Opened(tier, opened.Opener())
-    found._sealed[f"{name.folder}/{entry.name}"] = entry, key, Place(run, str(name), entry.name)
+    found = decrypting_tier.DecryptingTier(tier, decrypting_tier.KeyRing())
+    found._sealed[f"{name.folder}/{entry.name}"] = (
+        entry,
+        key,
+        ChunkPosition(run, str(name), entry.name),
+    )
     return found
 
 
@@ -128,7 +137,7 @@ def test_it_is_encrypted_when_all_is_copied_since_training_may_wait_for_that(tie
             waiting.append([t for t in threading.enumerate() if t.name.startswith(SEALERS)])
             yield begin + end
 
-    entry = write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+    entry = write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
     assert waiting == [[]] * 5
     assert read_all(tier, entry) == data
 
@@ -154,7 +163,7 @@ def test_it_is_written_when_all_is_copied_though_the_copy_is_still_being_proved(
         yield address(shard.memory) + len(shard.memory)
         seen.append(tier.disk.begun.wait(60))  # the next step comes later
 
-    entry = write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+    entry = write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
     assert seen == [True]
     assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
 
@@ -180,7 +189,7 @@ def test_the_copy_ends_when_all_is_copied_however_long_it_takes_to_write_it(tmp_
         yield address(shard.memory) + len(shard.memory)
         tier.disk.ended.set()
 
-    entry = write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+    entry = write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
     assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
 
 
@@ -192,7 +201,7 @@ def test_what_is_abandoned_after_it_was_copied_leaves_nothing(tier):
         raise ValueError("a tensor has changed")
 
     with pytest.raises(ValueError, match="has changed"):
-        write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+        write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
     assert not list((tier.root / NAME.folder).iterdir())
 
 
@@ -212,7 +221,7 @@ class Held(Disk):
 
 
 def test_several_blocks_are_written_at_once_and_none_is_overwritten_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(save_sealed, "BLOCK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(encrypted_writer, "BLOCK_BYTES", CHUNK_BYTES)
     tier = LocalTier(tmp_path, Held())
     data = content(HEAD + 15 * CHUNK_BYTES)  # each buffer is used several times
     assert read_all(tier, write(tier, data)) == data
@@ -230,7 +239,15 @@ def test_a_file_that_passes_by_is_the_same_as_one_in_memory(tier, piece):
             buffer[: len(step)] = step
             yield memoryview(buffer)[: len(step)]
 
-    entry = stream_sealed(tier, NAME, 0, data[:HEAD], len(data), blocks, Seal("run", KEY))
+    entry = stream_sealed(
+        tier,
+        NAME,
+        0,
+        head=data[:HEAD],
+        num_bytes=len(data),
+        blocks=blocks,
+        seal=SnapshotKey("run", KEY),
+    )
     assert read_all(tier, entry) == data
 
 
@@ -268,7 +285,7 @@ def test_a_write_that_fails_leaves_nothing_and_ends_its_threads(tier):
 
     shard = Shard(content(HEAD + 3 * BLOCK_BYTES), HEAD)
     with pytest.raises(Full):
-        write_sealed(tier, NAME, 0, shard, copied(), Seal("run", KEY))
+        write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
     assert not list((tier.root / NAME.folder).iterdir())
 
 
@@ -354,14 +371,24 @@ def test_a_file_that_was_cut_anywhere_is_refused_also_if_its_end_was_mended(tier
     entry = write(tier, data)
     stored = (tier.root / NAME.folder / FILE).read_bytes()
     _, salt = read_footer(stored[-FOOTER_BYTES:], len(stored), FILE)
-    cuts = [0, 1, FOOTER_BYTES - 1, FOOTER_BYTES, CHUNK_BYTES, BODY, BODY + HEAD,
-            BODY + HEAD + 16, len(stored) - FOOTER_BYTES, len(stored) - 1]  # fmt: skip
+    cuts = [
+        0,
+        1,
+        FOOTER_BYTES - 1,
+        FOOTER_BYTES,
+        CHUNK_BYTES,
+        BODY,
+        BODY + HEAD,
+        BODY + HEAD + 16,
+        len(stored) - FOOTER_BYTES,
+        len(stored) - 1,
+    ]
     for cut in cuts:
         (tier.root / NAME.folder / FILE).write_bytes(stored[:cut])
         with pytest.raises(UnusableSnapshot):
             read_all(tier, entry)
-    shorter = Layout(HEAD, CHUNK_BYTES)
-    forged = Sealer(bytes(32), Place("", "", ""), shorter)
+    shorter = EncryptedLayout(HEAD, CHUNK_BYTES)
+    forged = Encryptor(bytes(32), ChunkPosition("", "", ""), shorter)
     end = stored[BODY : BODY + HEAD] + stored[BODY + HEAD : BODY + HEAD + 16]
     end += stored[-FOOTER_BYTES - 16 : -FOOTER_BYTES]
     for number in range(shorter.num_chunks):
@@ -369,14 +396,15 @@ def test_a_file_that_was_cut_anywhere_is_refused_also_if_its_end_was_mended(tier
         forged.seal(number, memoryview(bytearray(size)), memoryview(bytearray(size + 16)))
     footer = forged.tail()[-FOOTER_BYTES:-24] + salt
     (tier.root / NAME.folder / FILE).write_bytes(stored[:CHUNK_BYTES] + end + footer)
-    mended = type(entry)(FILE, shorter.stored_bytes, "", "", True,
-                         type(entry.plain)(shorter.plain_bytes, ""))  # fmt: skip
+    mended = type(entry)(
+        FILE, shorter.stored_bytes, "", "", True, type(entry.plain)(shorter.plain_bytes, "")
+    )
     with pytest.raises(UnusableSnapshot, match="not what was encrypted for this place"):
         read_all(tier, mended)
 
 
 def test_a_chunk_is_never_encrypted_twice():
-    sealer = Sealer(KEY, Place("run", "s2~1.1", FILE), Layout(10, 100))
+    sealer = Encryptor(KEY, ChunkPosition("run", "s2~1.1", FILE), EncryptedLayout(10, 100))
     sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(116)))
     with pytest.raises(ValueError, match="encrypted once"):
         sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(116)))

@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.snapshot.written import committed, written
-from trainckpt.format.attempt import AttemptRecord
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, read_catalog
-from trainckpt.snapshot.prune import plan_prune
-from trainckpt.snapshot.sweep import plan_sweep
-from trainckpt.tiers.local import LocalTier
+from trainckpt.snapshot.prune import plan_prune, plan_sweep
+from trainckpt.storage.local import LocalTier
 
 
 @given(st.data())
@@ -52,5 +51,6 @@ def test_tags_and_names_that_are_given_are_kept(tmp_path):
     found = read_catalog(tier, "run", {1: AttemptRecord(1, None)})
     plan = plan_sweep(found, keep_last=1, keep=["s2~1.2"])
     assert [(str(d.name), d.reason.split(":")[0]) for d in plan] == [
-        ("s5~1.5", "not committed"), ("s3~1.3", "older than the 1 kept")
-    ]  # fmt: skip
+        ("s5~1.5", "not committed"),
+        ("s3~1.3", "older than the 1 kept"),
+    ]

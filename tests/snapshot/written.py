@@ -13,8 +13,8 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.manifest import RANK, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.save import write_shard
-from trainckpt.state import stage
+from trainckpt.snapshot.shard_writer import write_shard
+from trainckpt.state import staging
 from trainckpt.state.capture import capture
 
 
@@ -49,19 +49,27 @@ def referring(tier, text, to, tags=(), **changes):
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, name.step)
     captured = capture(registry(model=model))
-    planned = [r for r in stage.describe(captured, {}) if r.key not in to]
+    planned = [r for r in staging.describe(captured, {}) if r.key not in to]
     files = {key: f"{older.name}/{names.shard_file_name(0)}" for key, older in to.items()}
-    shard = stage.stage(captured, planned, rank=0, world=1, references=files)
+    shard = staging.stage(captured, planned, rank=0, world=1, references=files)
     receipt = write_shard(tier, name, 0, shard)
     reached = [
         replace(older.files[0], name=f"{older.name}/{older.files[0].name}")
         for older in {str(older.name): older for older in to.values()}.values()
     ]
     manifest = Manifest(
-        "run", name, None, Cursor(step=name.step, micro=name.micro), 1, (receipt.file,),
-        next(iter(to.values())).tensors, 0.0, tags=tags, reason="test",
+        "run",
+        name,
+        None,
+        Cursor(step=name.step, micro=name.micro),
+        1,
+        (receipt.file,),
+        next(iter(to.values())).tensors,
+        0.0,
+        tags=tags,
+        reason="test",
         reached=tuple(sorted(reached, key=lambda file: file.name)),
-    )  # fmt: skip
+    )
     manifest = replace(manifest, **changes)
     commit(tier, manifest)
     return manifest

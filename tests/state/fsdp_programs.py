@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainckpt.state.adapters import fsdp
 from trainckpt.state.captured import Captured, Saved
-from trainckpt.state.kinds import fsdp
 
 WINDOW, STOP, END = 3, 1, 4  # micro-batches: one of the window's three is done; one follows it
 WIDTH, CLASSES = 12, 5  # 5 rows are spread unevenly over any number of ranks
@@ -133,13 +133,16 @@ def build(case, meshes):
             whole, cut = Replicate(), Shard(1)
             plan = {
                 "": PrepareModuleInputOutput(
-                    input_layouts=whole, desired_input_layouts=cut, use_local_input=True,
-                    output_layouts=cut, desired_output_layouts=whole,
+                    input_layouts=whole,
+                    desired_input_layouts=cut,
+                    use_local_input=True,
+                    output_layouts=cut,
+                    desired_output_layouts=whole,
                 ),
                 "norm": SequenceParallel(),
                 "up": ColwiseParallel(input_layouts=cut),
                 "down": RowwiseParallel(output_layouts=cut),
-            }  # fmt: skip
+            }
             parallelize_module(block, mesh["tensor"], plan)
         mesh = mesh["shard"]
     mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -226,8 +229,12 @@ def save(net, file):
     kinds = {f"{name.split('#')[1]} {t.dtype}" for name, t in out.tensors.items()}
     placements = set(re.findall(r'\["(partial|shard|replicate)"', tree))
     num_bytes = sum(t.nbytes for t in out.tensors.values())
-    return {"kinds": sorted(kinds), "placements": sorted(placements), "bytes": num_bytes,
-            "gradient_bytes": fsdp.gradient_bytes(net)}  # fmt: skip
+    return {
+        "kinds": sorted(kinds),
+        "placements": sorted(placements),
+        "bytes": num_bytes,
+        "gradient_bytes": fsdp.gradient_bytes(net),
+    }
 
 
 def load(net, file, leave_out=""):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
 from trainckpt.format import digest, shard_file
 from trainckpt.snapshot.save_plan import plan_save
-from trainckpt.state import apply, stage
+from trainckpt.state import apply, staging
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
 from trainckpt.state.stored_values import parse_values
-from trainckpt.tiers import direct
-from trainckpt.tiers.write_watch import WriteWatch
 
 
 def registry(**tracked):
@@ -26,12 +22,12 @@ def registry(**tracked):
     return found
 
 
-def shard_of(source, memory=stage.private_memory):
+def shard_of(source, memory=staging.private_memory):
     """The state of a registry as one rank's shard file in memory."""
     captured = capture(source)
     layouts = captured.layouts(1)
-    planned = plan_save(stage.describe(captured, layouts), layouts, rank=0)
-    return stage.stage(captured, planned, rank=0, world=1, memory=memory)
+    planned = plan_save(staging.describe(captured, layouts), layouts, rank=0)
+    return staging.stage(captured, planned, rank=0, world=1, memory=memory)
 
 
 def saved_of(source):
@@ -69,7 +65,7 @@ def bits(tensor):
             bits(tensor._values()),
         )
         return "sparse", tuple(tensor.shape), tensor.is_coalesced(), parts
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), bytes(stage.bytes_of(tensor))
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), bytes(staging.bytes_of(tensor))
 
 
 def frozen(value):
@@ -81,14 +77,3 @@ def frozen(value):
     if isinstance(value, (list, tuple)):
         return type(value), [frozen(item) for item in value]
     return repr(value)
-
-
-def marks_pages() -> bool:
-    """Whether this system marks pages until they are written to, and shows it."""
-    memory, watch = direct.memory(4 * mmap.PAGESIZE), WriteWatch()
-    memory[:] = bytes(len(memory))
-    where = direct.address(memory) or 0
-    is_watched = watch.begin(where, len(memory))
-    found = is_watched and watch.written(where, len(memory)) == []
-    watch.end()
-    return found

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.state.helpers import frozen, move, registry
 from trainckpt.state import apply
-from trainckpt.state.kinds import ddp
-from trainckpt.state.kinds.model import ModelState
+from trainckpt.state.adapters import ddp
+from trainckpt.state.adapters.model import ModelState
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainckpt.state import device_checksum
+from trainckpt.state import replicas
 from trainckpt.state.captured import Captured
-from trainckpt.state.device_checksum import checksums
-from trainckpt.state.replicas import group_digests
+from trainckpt.state.replicas import checksums, group_digests
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -61,7 +60,7 @@ def test_where_bytes_lie_and_how_they_are_cut_does_not_count(monkeypatch, device
     shifted = torch.cat([data[:3], data])[3:]
     assert one(shifted) == whole
     assert one(data.view(-1, 17).t().contiguous().t()) == whole
-    monkeypatch.setattr(device_checksum, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(replicas, "CHUNK_BYTES", 64)
     assert one(data) == whole
 
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.ranks.processes import preload, run_ranks
 from tests.state import fsdp_programs as programs
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
+from trainckpt.state.adapters import fsdp
 from trainckpt.state.captured import Captured, Saved
-from trainckpt.state.kinds import fsdp
 from trainckpt.state.values import UnknownValue
 
 # Importing FSDP2 takes a second, which no rank needs to spend anew.

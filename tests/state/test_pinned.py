@@ -8,7 +8,7 @@ import torch
 from trainckpt.state import pinned
 from trainckpt.state.captured import Captured
 from trainckpt.state.pinned import brought_back, can_upload, on_host, upload
-from trainckpt.state.stage import bytes_of, describe, digests_of, stream
+from trainckpt.state.staging import bytes_of, describe, digests_of, stream
 
 
 def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.lifecycle.training import Crash, Parts, record
+from tests.end_to_end.training import Crash, Parts, record
 from tests.state.helpers import registry, saved_of
-from tests.state.test_generic import SCHEDULERS, build
+from tests.state.test_stateful import SCHEDULERS, build
 from trainckpt import Checkpointer
 from trainckpt.format.exactness import How
 from trainckpt.state import apply, reloaded
@@ -44,8 +44,10 @@ class Casts(Keeps):
 
 class Reshaped(Keeps):
     def loaded(self, state):
-        return {key: [*value] if isinstance(value, tuple) else value
-                for key, value in reversed(state.items())}  # fmt: skip
+        return {
+            key: [*value] if isinstance(value, tuple) else value
+            for key, value in reversed(state.items())
+        }
 
 
 class Rescales(Keeps):

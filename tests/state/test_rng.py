@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainckpt.lifecycle import reasons
+from trainckpt import start_attempt
 from trainckpt.state import apply
+from trainckpt.state.adapters import rng
 from trainckpt.state.captured import Captured, Saved
-from trainckpt.state.kinds import rng
 from trainckpt.state.registry import Registry
 
 CPU = torch.device("cpu")
@@ -69,14 +69,17 @@ class Gpus:
 def captured(gpus, held):
     out = Captured()
     rng.capture(out, lambda: held, {"cuda": gpus})
-    return Saved({name: t.clone() for name, t in out.tensors.items()},
-                 json.loads(json.dumps(out.values)))  # fmt: skip
+    return Saved(
+        {name: t.clone() for name, t in out.tensors.items()}, json.loads(json.dumps(out.values))
+    )
 
 
 def of_older_release(gpus):
     out = Captured()
-    states = {f"cuda:{at}": gpus.get_rng_state(torch.device("cuda", at))
-              for at in range(gpus.device_count())}  # fmt: skip
+    states = {
+        f"cuda:{at}": gpus.get_rng_state(torch.device("cuda", at))
+        for at in range(gpus.device_count())
+    }
     values = {key: out.encode(value, f"rng/{key}") for key, value in states.items()}
     return Saved(out.tensors, {rng.PART: values})
 
@@ -154,7 +157,7 @@ def test_what_has_no_device_here_is_named_in_the_resume_line():
         pytest.skip("here it can be put back")
     crew = SimpleNamespace(registry=Registry())
     beginning = SimpleNamespace(saved=saved)
-    assert len(reasons.said_by_objects(crew, beginning)) == 1
+    assert len(start_attempt.said_by_objects(crew, beginning)) == 1
     saved.is_own = False  # then that is said of the rank itself
     assert apply.rng_not_put_back(crew.registry, saved) == []
 

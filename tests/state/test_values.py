@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import strict
+from trainckpt.format import json_io
 from trainckpt.state import values
 
 LEAVES = (
@@ -48,10 +48,12 @@ TREES = st.recursive(
     max_leaves=12,
 )
 ARRAYS = hnp.arrays(
-    hnp.integer_dtypes(endianness="=") | hnp.floating_dtypes(endianness="=", sizes=(16, 32, 64))
-    | hnp.complex_number_dtypes(endianness="=", sizes=(64, 128)) | hnp.boolean_dtypes(),
+    hnp.integer_dtypes(endianness="=")
+    | hnp.floating_dtypes(endianness="=", sizes=(16, 32, 64))
+    | hnp.complex_number_dtypes(endianness="=", sizes=(64, 128))
+    | hnp.boolean_dtypes(),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
-)  # fmt: skip
+)
 
 
 def there_and_back(value):
@@ -64,7 +66,7 @@ def there_and_back(value):
         return {"$tensor": name}
 
     tree = values.encode(value, "x", store)
-    tree = strict.parse(strict.canonical([tree]), "x", max_bytes=1 << 24)[0]
+    tree = json_io.parse(json_io.canonical([tree]), "x", max_bytes=1 << 24)[0]
     return values.decode(tree, lambda node: tensors[node["$tensor"]])
 
 
@@ -153,11 +155,25 @@ class Grid(np.ndarray):
 
 @pytest.mark.parametrize(
     "value",
-    [object(), Colour.RED, Loud(), Point(1, 2), lambda: 1, np.array(["a"]), np.array([object()]),
-     np.datetime64(1, "s"), range(3), Names(), Last(), Key(), np.zeros(2).view(Grid),
-     np.ma.array([1.0, 2.0], mask=[False, True]),
-     collections.defaultdict(lambda: 1), iter([])],
-)  # fmt: skip
+    [
+        object(),
+        Colour.RED,
+        Loud(),
+        Point(1, 2),
+        lambda: 1,
+        np.array(["a"]),
+        np.array([object()]),
+        np.datetime64(1, "s"),
+        range(3),
+        Names(),
+        Last(),
+        Key(),
+        np.zeros(2).view(Grid),
+        np.ma.array([1.0, 2.0], mask=[False, True]),
+        collections.defaultdict(lambda: 1),
+        iter([]),
+    ],
+)
 def test_an_unknown_type_is_refused_with_the_path_to_it(value):
     with pytest.raises(values.UnknownValue, match=r"^metric\.history\.1"):
         values.encode({"history": [0, value]}, "metric", None)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from benchmarks.compare.systems.base import Pending, System
 
 import trainckpt
-from trainckpt.lifecycle.deciding import copy_choice
-from trainckpt.tiers.memory import MemoryPlace, reclaim
+from trainckpt.save import staging
+from trainckpt.storage.shared_memory import SharedMemoryDir, reclaim
 
 if TYPE_CHECKING:
     from benchmarks.compare.training import Training
 
-    from trainckpt.lifecycle.run.pending import PendingSave
+    from trainckpt.attempt.save_handle import SaveHandle
 
 SPIN_S = 0.001
-CHOOSE = copy_choice.choose
+CHOOSE = staging.choose
 
 
 class Trainckpt(System):
@@ -35,15 +35,19 @@ class Trainckpt(System):
 
     def begin(self, training: Training) -> None:
         super().begin(training)
-        copy_choice.choose = CHOOSE if self.copies is None else lambda *_: self.copies
+        staging.choose = CHOOSE if self.copies is None else lambda *_: self.copies
         self.checkpointer = self._attach(training, "never")
         self.checkpointer.resume()
 
     def _attach(self, training: Training, resume: str) -> trainckpt.Checkpointer:
         return trainckpt.Checkpointer(
-            self.folder, model=training.model, optimizer=training.optimizer, every="never",
-            keep_last=1, resume=resume,
-        )  # fmt: skip
+            self.folder,
+            model=training.model,
+            optimizer=training.optimizer,
+            every="never",
+            keep_last=1,
+            resume=resume,
+        )
 
     def boundary(self) -> None:
         self.checkpointer.boundary()
@@ -77,7 +81,7 @@ class Trainckpt(System):
         del self.checkpointer
 
     def empty_memory(self) -> None:
-        place = MemoryPlace.found(str(self.folder))
+        place = SharedMemoryDir.found(str(self.folder))
         if place is not None:
             shutil.rmtree(place.root)
 
@@ -89,7 +93,7 @@ class Trainckpt(System):
         reclaim()
 
 
-def taken(handle: PendingSave) -> bool:
+def taken(handle: SaveHandle) -> bool:
     """Whether the boundary at which it is captured has been passed, by all ranks the same one."""
     return handle.snapshot is not None or handle.error is not None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.compare.systems.trainckpt import Trainckpt
 
-from trainckpt.lifecycle.deciding.copy_choice import OVERLAP
+from trainckpt.save.staging import OVERLAP
 
 
 class Overlap(Trainckpt):

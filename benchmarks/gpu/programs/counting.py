@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from trainckpt.preemption.nvml import Gpus
+from trainckpt.preemption.gpu_health import GpuHealth
 
 SIZE = 1 << 20
 
@@ -22,7 +22,7 @@ def main() -> None:
     if "--nvml" in sys.argv:
         import pynvml
 
-        watcher = Gpus(pynvml)
+        watcher = GpuHealth(pynvml)
         watcher()
         threading.Thread(target=watch, args=(watcher,), daemon=True).start()
     state = torch.arange(SIZE, device=device, dtype=torch.int64)
@@ -36,7 +36,7 @@ def main() -> None:
         time.sleep(0.02)
 
 
-def watch(watcher: Gpus) -> None:
+def watch(watcher: GpuHealth) -> None:
     """Look at the GPU's health again and again."""
     while True:
         watcher()

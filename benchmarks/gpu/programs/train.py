@@ -63,9 +63,13 @@ def main() -> None:
     data = TensorDataset(torch.randint(WORDS, (ITEMS, LENGTH)), torch.arange(ITEMS))
     sampler = DistributedSampler(data) if args.backend else None
     loader = DataLoader(
-        data, BATCH, shuffle=sampler is None, sampler=sampler, drop_last=True,
+        data,
+        BATCH,
+        shuffle=sampler is None,
+        sampler=sampler,
+        drop_last=True,
         pin_memory=device.type == "cuda",
-    )  # fmt: skip
+    )
     torch.manual_seed(10 + rank)  # the same weights on all ranks, but dropout of their own
     tracked: dict[str, Any] = {"model": model, "loader": loader}
     tracked |= captured(model, device) if args.captured else plain(model, device)

@@ -1,14 +1,13 @@
-"""config: every option of the checkpoints, its value, and where that came from."""
+"""config: show every option of the checkpoints, its value and its source."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show
-from trainckpt.cli.aside import tell
-from trainckpt.lifecycle.run.misspelt import misspelt
-from trainckpt.lifecycle.run.options import TABLE, read_options
+from trainckpt.attempt.options import TABLE, misspelled_variables, read_options
+from trainckpt.cli import output
+from trainckpt.cli.output import tell
 
 if TYPE_CHECKING:
     import argparse
@@ -22,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the options as a Checkpointer without arguments would read them."""
-    found = read_options({})
+    options = read_options({})
     rows = [
         {
             "name": name,
-            "value": _plain(getattr(found, name), found.origins[name], entry[0]),
-            "origin": found.origins[name],
+            "value": _plain(getattr(options, name), options.origins[name], entry[0]),
+            "origin": options.origins[name],
             "default": entry[0],
             "variable": f"TRAINCKPT_{name.upper()}",
             "wanted": entry[2],
@@ -35,14 +34,14 @@ def execute(arguments: argparse.Namespace) -> int:
         for name, entry in TABLE.items()
     ]
     if arguments.json:
-        show.document({"options": rows})
+        output.document({"options": rows})
         return 0
-    show.table(
+    output.table(
         ("option", "value", "from", "variable", "to type"),
         [_row(row) for row in rows],
     )
     print("A Checkpointer's own arguments go before all of these.")
-    for sentence in misspelt(os.environ):
+    for sentence in misspelled_variables(os.environ):
         tell(f"trainckpt: {sentence}")
     return 0
 
@@ -58,6 +57,6 @@ def _plain(value: Any, origin: str, default: Any) -> Any:
         return None
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    typed = default if origin == DEFAULT else os.environ.get(origin)
+    raw_value = default if origin == DEFAULT else os.environ.get(origin)
     text = getattr(value, "in_full", None) or getattr(value, "text", None)
-    return text or typed or str(value)
+    return text or raw_value or str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import show
+from trainckpt.cli import output
 from trainckpt.cli.prove import _say, report
 from trainckpt.prove.proof import prove
 
@@ -18,17 +18,15 @@ EXAMPLE = "trainckpt.prove.builtin"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument(
-        "--nproc", type=show.count, help="processes, through torchrun (default: python)"
+        "--nproc", type=output.count, help="processes, through torchrun (default: python)"
     )
-    parser.add_argument(
-        "--stops", type=show.count, default=2, help="how often to stop it (default 2)"
-    )
+    parser.add_argument("--stops", type=output.count, default=2, help="number of stops (default 2)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Prove the built-in example."""
-    found = find_spec(EXAMPLE)  # which does not import it: that would import torch
-    assert found is not None
-    assert found.origin is not None
-    proof = prove([found.origin], stops=arguments.stops, nproc=arguments.nproc, keep=None, say=_say)
+    spec = find_spec(EXAMPLE)  # which does not import it: that would import torch
+    assert spec is not None
+    assert spec.origin is not None
+    proof = prove([spec.origin], stops=arguments.stops, nproc=arguments.nproc, keep=None, say=_say)
     return report(proof, as_json=arguments.json)

@@ -1,4 +1,4 @@
-"""diff: which tensors and values of two checkpoints differ, and by how much."""
+"""diff: compare the tensors and values of two checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show
-from trainckpt.lifecycle.places import source
+from trainckpt.cli import output
+from trainckpt.run_directory import open_snapshot
 
 if TYPE_CHECKING:
-    from trainckpt.lifecycle.reading.contents import Contents
-    from trainckpt.lifecycle.reading.difference import TensorDifference, ValueDifference
+    from trainckpt.inspect.contents import Contents
+    from trainckpt.inspect.difference import TensorDifference, ValueDifference
 
 DIFFERENT = 1
 MOST_VALUES, MOST_TEXT = 40, 40
@@ -24,21 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="RUN[@A]", help="without @A: the latest")
     parser.add_argument("b", metavar="RUN[@B]", help="of the same run or of another")
     parser.add_argument(
-        "--tolerance", type=_tolerance, metavar="T",
-        help="absolute difference of two elements that is none; without it every bit counts",
-    )  # fmt: skip
+        "--tolerance",
+        type=_tolerance,
+        metavar="T",
+        help="largest absolute difference of equal elements; by default every bit counts",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Compare two snapshots; 1 if they differ."""
-    from trainckpt.lifecycle.reading import difference
-    from trainckpt.lifecycle.reading.contents import Contents
+    from trainckpt.inspect import difference
+    from trainckpt.inspect.contents import Contents
 
-    a, b = (Contents(source.open_source(target)) for target in (arguments.a, arguments.b))
+    a, b = (Contents(open_snapshot.open_source(target)) for target in (arguments.a, arguments.b))
     for note in [*a.source.passed_over, *b.source.passed_over]:
         print(f"note: {note}", file=sys.stderr)
     names = {*a.names, *b.names}
-    with show.progress() as progress:
+    with output.progress() as progress:
         task = progress.add_task("comparing", total=len(names))
         tensors = list(
             difference.tensor_differences(
@@ -48,15 +50,18 @@ def execute(arguments: argparse.Namespace) -> int:
     values = difference.value_differences(a, b)
     skipped = sorted(difference.left_out(a, b) & {*a.values(), *b.values()})
     if arguments.json:
-        show.document(_to_json(a, b, tensors, values, skipped, len(names)))
+        output.document(
+            _to_json(a, b, tensors=tensors, values=values, skipped=skipped, compared=len(names))
+        )
     else:
-        _tell(a, b, tensors, values, skipped, len(names))
+        _tell(a, b, tensors=tensors, values=values, skipped=skipped, compared=len(names))
     return DIFFERENT if tensors or values else 0
 
 
 def _to_json(
     a: Contents,
     b: Contents,
+    *,
     tensors: list[TensorDifference],
     values: list[ValueDifference],
     skipped: list[str],
@@ -67,8 +72,10 @@ def _to_json(
         "b": str(b.source),
         "equal": not tensors and not values,
         "compared": compared,
-        "tensors": [{**asdict(one), "max_abs": _number(one.max_abs)} for one in tensors],
-        "values": [asdict(one) for one in values],
+        "tensors": [
+            {**asdict(difference), "max_abs": _number(difference.max_abs)} for difference in tensors
+        ],
+        "values": [asdict(difference) for difference in values],
         "not_compared": skipped,
         "notes": [*a.source.passed_over, *b.source.passed_over],
     }
@@ -81,6 +88,7 @@ def _number(value: float | None) -> float | str | None:
 def _tell(
     a: Contents,
     b: Contents,
+    *,
     tensors: list[TensorDifference],
     values: list[ValueDifference],
     skipped: list[str],
@@ -88,21 +96,21 @@ def _tell(
 ) -> None:
     print(f"A: {a.source}\nB: {b.source}")
     if tensors:
-        show.table(
+        output.table(
             ("tensor", "rank", "difference", "elements", "of", "largest"),
-            [_row(one) for one in tensors],
+            [_row(difference) for difference in tensors],
         )
     if values:
-        show.table(
+        output.table(
             ("value", "rank", "A", "B"),
             [(v.path, _text(v.rank), _short(v.a), _short(v.b)) for v in values[:MOST_VALUES]],
         )
     if len(values) > MOST_VALUES:
         print(f"and {len(values) - MOST_VALUES} more values (--json has all)")
     if skipped:
-        print(f"not compared, for it need not be alike: {', '.join(skipped)}")
+        print(f"not compared, may differ: {', '.join(skipped)}")
     if tensors or values:
-        differing = len({one.name for one in tensors})
+        differing = len({difference.name for difference in tensors})
         print(f"{differing} of {compared} tensors differ, and {len(values)} values")
     else:
         print(f"no difference: {compared} tensors, and all values")
@@ -110,8 +118,8 @@ def _tell(
 
 def _row(one: TensorDifference) -> tuple[str, ...]:
     kind = f"{one.kind}: {one.detail}" if one.detail else one.kind
-    most = "" if one.max_abs is None else f"{one.max_abs:.3g}"
-    return (one.name, _text(one.rank), kind, _text(one.differing), _text(one.elements), most)
+    largest = "" if one.max_abs is None else f"{one.max_abs:.3g}"
+    return (one.name, _text(one.rank), kind, _text(one.differing), _text(one.elements), largest)
 
 
 def _text(value: int | None) -> str:

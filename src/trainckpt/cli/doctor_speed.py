@@ -1,4 +1,4 @@
-"""How fast a place is: a probe is written and read back once, small enough for a quick look.
+"""Measure the speed of a run directory or store: write a small probe once and read it back.
 
 What is written for that is removed again. A directory that does not exist yet is not made: its
 nearest parent is tried.
@@ -14,17 +14,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import show
+from trainckpt.cli import output
 from trainckpt.errors import TrainckptError
-from trainckpt.tiers import capabilities
-from trainckpt.tiers.patience import answer_within
+from trainckpt.storage import fs_probe
+from trainckpt.storage.timeouts import answer_within
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainckpt.tiers.capabilities import Capabilities
-    from trainckpt.tiers.local import LocalTier
-    from trainckpt.tiers.object_store import ObjectStoreTier
+    from trainckpt.storage.fs_probe import Capabilities
+    from trainckpt.storage.local import LocalTier
+    from trainckpt.storage.object_store import ObjectStoreTier
 
 PROBE_BYTES = 64 << 20
 STORE_PROBE_BYTES = 16 << 20
@@ -32,7 +32,7 @@ STORE_PROBE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one process.
+    """Measured speed of one process.
 
     Attributes:
         num_bytes: Of the probe.
@@ -46,7 +46,7 @@ class Speed:
 
     @property
     def known(self) -> bool:
-        """Whether it was measured."""
+        """True if it was measured."""
         return self.write_s > 0
 
     def in_words(self) -> str:
@@ -54,8 +54,8 @@ class Speed:
         if not self.known:
             return "no room to measure it"
         seconds = (self.write_s, max(self.read_s, 1e-9))
-        write, read = (show.size(int(self.num_bytes / each)) for each in seconds)
-        return f"writes {write}/s and reads {read}/s ({show.size(self.num_bytes)}, one process)"
+        write, read = (output.size(int(self.num_bytes / duration_s)) for duration_s in seconds)
+        return f"writes {write}/s and reads {read}/s ({output.size(self.num_bytes)}, one process)"
 
 
 def try_directory(tier: LocalTier) -> tuple[Path, tuple[Capabilities, Speed]]:
@@ -71,7 +71,7 @@ def try_directory(tier: LocalTier) -> tuple[Path, tuple[Capabilities, Speed]]:
 
 
 def try_store(tier: ObjectStoreTier) -> Speed:
-    """How fast an object store is.
+    """Measure the speed of an object store.
 
     Raises:
         TrainckptError: it cannot be used.
@@ -79,11 +79,11 @@ def try_store(tier: ObjectStoreTier) -> Speed:
     key = f"probe/doctor-{secrets.token_hex(8)}"
     data = memoryview(bytearray(os.urandom(1 << 20) * (STORE_PROBE_BYTES >> 20)))
     try:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         tier.write_parts(key, len(data), [(0, data)])
-        written = time.perf_counter()
+        write_end = time.perf_counter()
         tier.read_into(key, 0, data)
-        return Speed(len(data), written - begun, time.perf_counter() - written)
+        return Speed(len(data), write_end - start, time.perf_counter() - write_end)
     finally:
         with contextlib.suppress(TrainckptError):
             tier.remove(key)
@@ -103,10 +103,10 @@ def _nearest(path: Path) -> Path:
 def _try(scratch: Path) -> tuple[Capabilities, Speed]:
     scratch.mkdir(mode=0o700)
     try:
-        found = capabilities.measure(scratch)
-        if 0 <= found.free_bytes < 2 * PROBE_BYTES:
-            return found, Speed(PROBE_BYTES)
-        return found, _measure(scratch / "probe")
+        capabilities = fs_probe.measure(scratch)
+        if 0 <= capabilities.free_bytes < 2 * PROBE_BYTES:
+            return capabilities, Speed(PROBE_BYTES)
+        return capabilities, _measure(scratch / "probe")
     finally:
         with contextlib.suppress(OSError):
             (scratch / "probe").unlink(missing_ok=True)
@@ -117,18 +117,18 @@ def _measure(path: Path) -> Speed:
     """To write the probe to stable storage, and to read it back, past the page cache."""
     block = mmap.mmap(-1, 4 << 20)
     block[:] = os.urandom(1 << 20) * 4
-    begun = time.perf_counter()
+    start = time.perf_counter()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         for _ in range(PROBE_BYTES // len(block)):
             os.write(descriptor, block)
         os.fsync(descriptor)
-        written = time.perf_counter()
+        write_end = time.perf_counter()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(descriptor, 0, os.SEEK_SET)
         while os.read(descriptor, len(block)):
             pass
-        return Speed(PROBE_BYTES, written - begun, time.perf_counter() - written)
+        return Speed(PROBE_BYTES, write_end - start, time.perf_counter() - write_end)
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What `run`, `resume` and `pause` share about process dumps."""
+"""Share the handling of process dumps between `run`, `resume` and `pause`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from trainckpt.cli.aside import tell
-from trainckpt.cli.dumped import dumps_of
+from trainckpt.attempt.launch import PYTHON
+from trainckpt.attempt.options import read_options
+from trainckpt.cli.dump_catalog import dumps_of
+from trainckpt.cli.output import tell
 from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
-from trainckpt.lifecycle.places import place
-from trainckpt.lifecycle.places.everywhere import open_everywhere
-from trainckpt.lifecycle.run.launch import PYTHON
-from trainckpt.lifecycle.run.options import read_options
-from trainckpt.process_dump import criu, sealed_images
-from trainckpt.process_dump.restore import NotNow
-from trainckpt.snapshot import attempts
-from trainckpt.supervisor.dumpable import Dumpable
-from trainckpt.supervisor.dumping import ability_for
-from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
-from trainckpt.supervisor.restored import LISTENS, Dumped, GoesOn, supervise_restored
-from trainckpt.tiers import kept
-from trainckpt.tiers.local import LocalTier
-from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.launcher.dump_launch import Dumpable
+from trainckpt.launcher.dumps import ability_for
+from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
+from trainckpt.launcher.restored import LISTENS, AlreadyResumed, RestoredDump, supervise_restored
+from trainckpt.process_dump import criu, encrypted_images
+from trainckpt.process_dump.restore import RestoreBlocked
+from trainckpt.run_directory import run_url
+from trainckpt.run_directory.run_tiers import open_everywhere
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage import replica_slots
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
     from trainckpt.format.dump import DumpRecord
-    from trainckpt.supervisor.held import HeldMemory
-    from trainckpt.supervisor.signals import Inbox
-    from trainckpt.supervisor.supervise import Ended
-    from trainckpt.tiers.places import Place
+    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.supervise import RunResult
+    from trainckpt.storage.base import Place
 
 VARIABLE = "TRAINCKPT_DUMPS"
 OFF = "off"
@@ -57,15 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def dumpable(arguments: argparse.Namespace, say: Callable[[str], object]) -> Dumpable | None:
-    """How to launch, by the options and TRAINCKPT_DUMPS; None: as if there were no dumps.
+    """Return the launch settings for dumps, by the options and TRAINCKPT_DUMPS; None: no dumps.
 
     Raises:
         ConfigurationError: dumps were asked for, and cannot be had.
     """
-    wanted = arguments.dumps or os.environ.get(VARIABLE) or "auto"
-    if wanted not in CHOICES:
-        raise ConfigurationError(f"{VARIABLE} is {wanted[:60]!r}", hint=" or ".join(CHOICES))
-    ability = ability_for(wanted)
+    mode = arguments.dumps or os.environ.get(VARIABLE) or "auto"
+    if mode not in CHOICES:
+        raise ConfigurationError(f"{VARIABLE} is {mode[:60]!r}", hint=" or ".join(CHOICES))
+    ability = ability_for(mode)
     if ability is None:
         return None
     if ability.why_not:
@@ -78,37 +77,35 @@ def restored(
     arguments: argparse.Namespace,
     command: tuple[list[str], str, int],
     inbox: Inbox,
-    memory: HeldMemory,
     max_restarts: int = 0,
-) -> Ended | None:
-    """How the newest dump ended that was brought back; None: there is none, or it cannot be.
-
-    `memory`: where its ranks' is held.
+) -> RunResult | None:
+    """Restore the newest dump and return the result of the restored command; None: no dump, or an
+    unusable one.
 
     Raises:
-        GoesOn: somebody else goes on from it: nothing is launched beside that.
+        AlreadyResumed: another process resumes from it: nothing is launched beside it.
         UnusableSnapshot: it cannot be, and there is nothing else to go on from.
     """
-    declined = arguments.at or arguments.nproc or arguments.dumps == OFF
-    if not isinstance(tier, LocalTier) or declined:
+    is_declined = arguments.at or arguments.nproc or arguments.dumps == OFF
+    if not isinstance(tier, LocalTier) or is_declined:
         return None
     try:
         record = _newest(tier)
         if record is None:
             return None
         dumped = _dumped(tier, record, arguments, command, max_restarts)
-        return supervise_restored(dumped, inbox, memory)
-    except GoesOn:
+        return supervise_restored(dumped, inbox)
+    except AlreadyResumed:
         raise
-    except NotNow as error:
+    except RestoreBlocked as error:
         _say(f"no dump is restored: {error.message}")
         if _has_snapshot(tier, arguments):
             return None
-        again = f"trainckpt resume {tier.url}"
+        resume_command = f"trainckpt resume {tier.url}"
         raise UnusableSnapshot(
             f"{error.message}; there is no snapshot, and the dump stays as it is",
-            hint=f"{f'{error.hint}, then ' if error.hint else ''}{again}; "
-            f"or from the beginning: {again} --dumps off",
+            hint=f"{f'{error.hint}, then ' if error.hint else ''}{resume_command}; "
+            f"or from the beginning: {resume_command} --dumps off",
         ) from error
     except ConfigurationError:
         raise  # no identity: the snapshots want the same
@@ -123,30 +120,35 @@ def _dumped(
     arguments: argparse.Namespace,
     command: tuple[list[str], str, int],
     max_restarts: int,
-) -> Dumped:
+) -> RestoredDump:
     key = _key(record)
-    how = dumpable(arguments, _say)
-    if how is None:
-        can = criu.examine()
-        why = can.why_not or f"{VARIABLE} is {OFF}"
-        raise NotNow(f"{record.name} cannot be restored: {why}", hint=can.cure)
+    dump_ability = dumpable(arguments, _say)
+    if dump_ability is None:
+        criu_ability = criu.examine()
+        reason = criu_ability.why_not or f"{VARIABLE} is {OFF}"
+        raise RestoreBlocked(f"{record.name} cannot be restored: {reason}", hint=criu_ability.cure)
     argv, cwd, nproc = command
-    before = attempts.read_attempts(tier)[record.name.attempt].facts
-    has_checkpointer = before["launch"].get("by") != BY_SUPERVISOR
+    recorded_facts = attempt_history.read_attempts(tier)[record.name.attempt].facts
+    has_checkpointer = recorded_facts["launch"].get("by") != BY_SUPERVISOR
     facts = {LISTENS: record.name.attempt} if has_checkpointer else {}
-    return Dumped(
-        tier, record, NamedRun(arguments.run, argv, cwd, nproc), {**facts, **before}, how,
+    return RestoredDump(
+        tier,
+        record,
+        NamedRun(arguments.run, argv, cwd, nproc),
+        {**facts, **recorded_facts},
+        dump_ability,
         output=sys.stderr if arguments.json else None,
-        has_agent=before["launch"].get("kind") != PYTHON or nproc > 1,
-        max_restarts=max_restarts, key=key,
-    )  # fmt: skip
+        has_agent=recorded_facts["launch"].get("kind") != PYTHON or nproc > 1,
+        max_restarts=max_restarts,
+        key=key,
+    )
 
 
 def _has_snapshot(tier: LocalTier, arguments: argparse.Namespace) -> bool:
-    """Whether the command, launched again, would find anything to go on from, in any tier."""
-    memory = MemoryPlace.found(tier.url)
+    """Return True if the command, launched again, would find a snapshot in any tier."""
+    memory = SharedMemoryDir.found(tier.url)
     if memory is not None and any(
-        kept.MANIFEST in kept.files(memory, each) for each in memory.folders()
+        replica_slots.MANIFEST in replica_slots.files(memory, each) for each in memory.folders()
     ):
         return True
     with contextlib.suppress(TrainckptError):
@@ -163,35 +165,38 @@ def named_tiers(arguments: argparse.Namespace) -> list[str]:
 def remind(run: str) -> None:
     """Say that a dump is there from which this launch does not go on: its script may be another."""
     with contextlib.suppress(TrainckptError):
-        tier = place.open_place(run)
-        found = dumps_of(tier)[:1]
-        if found and not found[0].reason:
-            _say(f"{found[0].name} is not restored: `trainckpt resume {tier.url}` does that, "
-                 "`trainckpt run` launches anew")  # fmt: skip
+        tier = run_url.open_place(run)
+        newest_dumps = dumps_of(tier)[:1]
+        if newest_dumps and not newest_dumps[0].reason:
+            _say(
+                f"{newest_dumps[0].name} is not restored: `trainckpt resume {tier.url}` does that, "
+                "`trainckpt run` launches anew"
+            )
 
 
 def _newest(tier: Place) -> DumpRecord | None:
-    """The dump to bring back; says why that, or why not the newest one.
+    """Return the dump to restore, and report why not a newer one; None: there is none.
 
     Raises:
-        NotNow: nothing newer is there, and it is of no use here.
+        RestoreBlocked: it cannot be restored here and now.
     """
-    found = dumps_of(tier)[:1]
-    if not found or found[0].is_used:
+    newest_dumps = dumps_of(tier)[:1]
+    if not newest_dumps or newest_dumps[0].is_used:
         return None
-    newest = found[0]
+    newest = newest_dumps[0]
     if newest.is_superseded:
         _say(f"{newest.name} is not restored: {newest.reason}")
         return None
     if newest.reason:
-        raise NotNow(f"{newest.name} is not restored: {newest.reason}")
+        raise RestoreBlocked(f"{newest.name} is not restored: {newest.reason}")
     assert newest.record is not None
     _say(f"{newest.name} is the newest of this run: it was taken because of {newest.record.reason}")
     return newest.record
 
 
 def _key(record: DumpRecord) -> bytes:
-    """Of its images. Without it nothing is launched: the snapshots want the same identity.
+    """Return the key of the dump's images. Nothing is launched without it, since the snapshots need
+    the same identity.
 
     Raises:
         ConfigurationError: there is no identity, or one that it is not encrypted to.
@@ -200,7 +205,7 @@ def _key(record: DumpRecord) -> bytes:
     if not record.keys:
         return b""
     path = read_options({}).identity
-    return sealed_images.key_of(record, () if path is None else read_identities(path))
+    return encrypted_images.key_of(record, () if path is None else read_identities(path))
 
 
 def _say(line: str) -> None:

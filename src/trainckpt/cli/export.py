@@ -1,4 +1,4 @@
-"""export: one checkpoint as safetensors files that other libraries load."""
+"""export: write one checkpoint as safetensors files for other libraries."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import show
+from trainckpt.cli import output
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs
-from trainckpt.lifecycle.places import source
+from trainckpt.run_directory import open_snapshot
 
 if TYPE_CHECKING:
-    from trainckpt.lifecycle.reading.contents import Contents
-    from trainckpt.lifecycle.reading.export import Written
-    from trainckpt.lifecycle.reading.export_plan import Plan
+    from trainckpt.inspect.contents import Contents
+    from trainckpt.inspect.export import ExportResult
+    from trainckpt.inspect.export_plan import ExportPlan
 
 DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 DEFAULT = "5GB"
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan it, write it, say what was written."""
-    from trainckpt.lifecycle.reading import export, export_plan
-    from trainckpt.lifecycle.reading.contents import Contents
+    from trainckpt.inspect import export, export_plan
+    from trainckpt.inspect.contents import Contents
 
     out: Path = arguments.out
     if export.is_one_file(out) and arguments.max_shard_size:
@@ -47,32 +47,34 @@ def execute(arguments: argparse.Namespace) -> int:
             f"{out} is one file, so --max-shard-size says nothing", hint="name a folder"
         )
     export.check_out(out, force=arguments.force)
-    contents = Contents(source.open_source(arguments.target))
-    wish = export_plan.Wish(
+    contents = Contents(open_snapshot.open_source(arguments.target))
+    spec = export_plan.ExportSpec(
         arguments.tensors, arguments.all, arguments.tied == "copy", DTYPES.get(arguments.dtype, "")
     )
-    plan = export_plan.plan_export(contents, wish)
+    plan = export_plan.plan_export(contents, spec)
     total = sum(item.num_bytes for item in plan.items)
-    with show.progress() as progress:
+    with output.progress() as progress:
         task = progress.add_task("writing", total=total)
         files = export.export(
-            contents, plan, out,
+            contents,
+            plan,
+            out,
             most_bytes=arguments.max_shard_size or _size(DEFAULT),
             force=arguments.force,
             progress=lambda done: progress.advance(task, done),
-        )  # fmt: skip
+        )
     _tell(arguments, contents, plan, files)
     return 0
 
 
 def _tell(
-    arguments: argparse.Namespace, contents: Contents, plan: Plan, files: list[Written]
+    arguments: argparse.Namespace, contents: Contents, plan: ExportPlan, files: list[ExportResult]
 ) -> None:
     notes = [*contents.source.passed_over, *plan.notes]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if arguments.json:
-        show.document(
+        output.document(
             {
                 "run": contents.source.tier.url,
                 "snapshot": str(contents.manifest.name),
@@ -90,10 +92,10 @@ def _tell(
     for file in files:
         print(
             f"{file.path}: {file.tensors} tensors of {contents.manifest.name}, "
-            f"{show.size(file.num_bytes)}"
+            f"{output.size(file.num_bytes)}"
         )
     if plan.tied:
-        names = ", ".join(f"{name} is {kept}" for name, kept in sorted(plan.tied.items()))
+        names = ", ".join(f"{name} is {kept_name}" for name, kept_name in sorted(plan.tied.items()))
         print(f"written once: {names} (--tied copy writes each)")
 
 
@@ -101,7 +103,7 @@ def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
-    return int(float(match[1]) * 1000 ** show.UNITS.index(match[2].upper()))
+    return int(float(match[1]) * 1000 ** output.UNITS.index(match[2].upper()))
 
 
 def _globs(text: str) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""keygen: a new identity that reads encrypted checkpoints, and the recipient to encrypt to."""
+"""keygen: make a new identity to read encrypted checkpoints, and its public recipient."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import show
+from trainckpt.cli import output
 from trainckpt.encryption import keys
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def execute(arguments: argparse.Namespace) -> int:
     identity = keys.generate()
     keys.write_identity(arguments.file, identity)
     if arguments.json:
-        show.document({"identity": str(arguments.file), "recipient": identity.recipient})
+        output.document({"identity": str(arguments.file), "recipient": identity.recipient})
         return 0
     print(identity.recipient)
     print(f'The trainer needs only that: encrypt_to="{identity.recipient}". {arguments.file} reads')

@@ -1,30 +1,38 @@
-"""list: which checkpoints (snapshots) a run has, and why others are refused."""
+"""list: list the checkpoints (snapshots) of a run, and why others are refused."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show, tiers_shown
-from trainckpt.cli.dumped import dumps_everywhere
-from trainckpt.format.attempt import ENDED, UNDECIDED
+from trainckpt.attempt import heartbeat
+from trainckpt.attempt.options import LOCAL
+from trainckpt.cli import output, tier_status
+from trainckpt.cli.dump_catalog import dumps_of
+from trainckpt.format.attempt_record import ENDED, UNDECIDED
 from trainckpt.format.dump import KIND
-from trainckpt.lifecycle.places import place
-from trainckpt.lifecycle.places.everywhere import open_everywhere
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.snapshot import attempts
+from trainckpt.run_directory import run_url
+from trainckpt.run_directory.run_tiers import open_everywhere
+from trainckpt.snapshot import attempt_history
 
 if TYPE_CHECKING:
     import argparse
 
-    from trainckpt.cli.dumped import Dump
-    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.cli.dump_catalog import Dump
+    from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
-    from trainckpt.tiers.places import Place
+    from trainckpt.storage.base import Place
 
-ATTEMPT_COLUMNS = ("attempt", "began from", "ranks", "started", "how it is", "exit code",
-                   "newest commit")  # fmt: skip
+ATTEMPT_COLUMNS = (
+    "attempt",
+    "began from",
+    "ranks",
+    "started",
+    "how it is",
+    "exit code",
+    "newest commit",
+)
 DUMP_COLUMNS = ("id", "when", "size", "ranks", "host", "tiers", "usable")
 
 
@@ -36,34 +44,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the candidates, newest first."""
-    tier = place.open_place(arguments.run)
+    tier = run_url.open_place(arguments.run)
     everywhere = open_everywhere(arguments.run)
-    candidates, found = everywhere.candidates(), dumps_everywhere(everywhere)
-    tiers = tiers_shown.shown(everywhere, candidates)
+    candidates, dumps = everywhere.candidates(), dumps_of(tier)
+    tiers = tier_status.shown(everywhere, candidates)
     if arguments.json:
         rows = [to_json(c) for c in candidates]
-        rows = sorted(rows + [dump_to_json(d) for d in found], key=_order, reverse=True)
-        more: dict[str, Any] = {"attempts": _attempts(tier)} if arguments.attempts else {}
-        more |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
-        more["tiers"] = [tier.to_json() for tier in tiers]
-        show.document({"run": tier.url, "candidates": rows, **more})
+        rows = sorted(rows + [dump_to_json(d) for d in dumps], key=_order, reverse=True)
+        extra_fields: dict[str, Any] = {"attempts": _attempts(tier)} if arguments.attempts else {}
+        extra_fields |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
+        extra_fields["tiers"] = [tier.to_json() for tier in tiers]
+        output.document({"run": tier.url, "candidates": rows, **extra_fields})
         return 0
-    for name, why in everywhere.silent.items():
-        print(f"the tier {name} does not answer: {why}", file=sys.stderr)
+    for name, reason in everywhere.silent.items():
+        print(f"the tier {name} does not answer: {reason}", file=sys.stderr)
     if candidates:
-        show.table(
+        output.table(
             ("id", "name", "step", "micro", "when", "size", "ranks", "tiers", "tags", "usable"),
             [_row(c) for c in candidates],
             title=tier.url,
         )
     else:
         print(f"{tier.url}: no snapshot was committed yet")
-    if len(tiers) > 1 or any(each.trouble for each in tiers):
-        show.table(tiers_shown.COLUMNS, [each.row() for each in tiers], title="tiers")
-    if found:
-        show.table(DUMP_COLUMNS, [_dump_row(d) for d in found], title="process dumps")
+    if len(tiers) > 1 or any(shown.trouble for shown in tiers):
+        output.table(tier_status.COLUMNS, [shown.row() for shown in tiers], title="tiers")
+    if dumps:
+        output.table(DUMP_COLUMNS, [_dump_row(d) for d in dumps], title="process dumps")
     if arguments.attempts:
-        show.table(
+        output.table(
             ATTEMPT_COLUMNS,
             [_attempt_row(row) for row in _attempts(tier)],
         )
@@ -106,24 +114,39 @@ def dump_to_json(found: Dump) -> dict[str, Any]:
     if record is not None:
         rows |= {"world": record.world, "bytes": record.num_bytes, "created": record.created}
         rows |= {"saved_because": record.reason, "total_bytes": record.num_bytes}
-    own = {"id": str(name), "name": str(name), "kind": KIND, "attempt": name.attempt,
-           "sequence": name.sequence, "tags": [], "tiers": list(found.tiers),
-           "usable": not found.reason, "reason": found.reason}  # fmt: skip
-    return {**rows, **own}
+    dump_fields = {
+        "id": str(name),
+        "name": str(name),
+        "kind": KIND,
+        "attempt": name.attempt,
+        "sequence": name.sequence,
+        "tags": [],
+        "tiers": [LOCAL],
+        "usable": not found.reason,
+        "reason": found.reason,
+    }
+    return {**rows, **dump_fields}
 
 
 def _dump_row(found: Dump) -> tuple[str, ...]:
-    usable = f"no: {found.reason}" if found.reason else "yes"
+    usable_text = f"no: {found.reason}" if found.reason else "yes"
     if (record := found.record) is None:
-        return (str(found.name), "?", "?", "?", "?", " ".join(found.tiers), usable)
-    return (str(found.name), show.when(record.created), show.size(record.num_bytes),
-            str(record.world), record.host.name, " ".join(found.tiers), usable)  # fmt: skip
+        return (str(found.name), "?", "?", "?", "?", LOCAL, usable_text)
+    return (
+        str(found.name),
+        output.when(record.created),
+        output.size(record.num_bytes),
+        str(record.world),
+        record.host.name,
+        LOCAL,
+        usable_text,
+    )
 
 
 def size(manifest: Manifest) -> str:
     """Its own bytes, and those of older checkpoints' files that it refers to."""
-    older = f" + {show.size(manifest.reached_bytes)}" if manifest.reached else ""
-    return f"{show.size(manifest.num_bytes)}{older}"
+    older_text = f" + {output.size(manifest.reached_bytes)}" if manifest.reached else ""
+    return f"{output.size(manifest.num_bytes)}{older_text}"
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -131,16 +154,21 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     tiers = " ".join(candidate.tiers)
     facts: tuple[str, ...] = ("?", "?", "?", tiers, "")
     if manifest is not None:
-        facts = (show.when(manifest.created), size(manifest), str(manifest.world), tiers,
-                 " ".join(manifest.tags))  # fmt: skip
-    inexact = "yes, not bitwise" if manifest is not None and manifest.not_bitwise else "yes"
-    usable = inexact if candidate.usable else f"no: {candidate.reason}"
-    return (name.id, str(name), str(name.step), str(name.micro), *facts, usable)
+        facts = (
+            output.when(manifest.created),
+            size(manifest),
+            str(manifest.world),
+            tiers,
+            " ".join(manifest.tags),
+        )
+    exactness = "yes, not bitwise" if manifest is not None and manifest.not_bitwise else "yes"
+    usable_text = exactness if candidate.usable else f"no: {candidate.reason}"
+    return (name.id, str(name), str(name.step), str(name.micro), *facts, usable_text)
 
 
 def _attempts(tier: Place) -> list[dict[str, Any]]:
-    """What the attempts' records say, newest first; of those without an outcome, who is alive."""
-    records = sorted(attempts.read_attempts(tier).items(), reverse=True)
+    """Return the attempts' records, newest first; for those without an outcome, the live ranks."""
+    records = sorted(attempt_history.read_attempts(tier).items(), reverse=True)
     return [_attempt(tier, record) for _, record in records]
 
 
@@ -164,13 +192,13 @@ def _attempt(tier: Place, record: AttemptRecord) -> dict[str, Any]:
 
 
 def _attempt_row(row: dict[str, Any]) -> tuple[str, ...]:
-    began = {None: "step 0", UNDECIDED: "not chosen"}.get(row["parent"], row["parent"])
+    start_text = {None: "step 0", UNDECIDED: "not chosen"}.get(row["parent"], row["parent"])
     started = row["started"]
     return (
         str(row["attempt"]),
-        began,
+        start_text,
         _or_nothing(row["world"]),
-        show.when(started) if isinstance(started, (int, float)) else "",
+        output.when(started) if isinstance(started, (int, float)) else "",
         _how(row),
         _or_nothing(row["exit_code"]),
         row["newest_commit"] or "",
@@ -178,13 +206,13 @@ def _attempt_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _how(row: dict[str, Any]) -> str:
-    why = f": {row['reason']}" if row["reason"] else ""
+    reason = f": {row['reason']}" if row["reason"] else ""
     if row["outcome"]:
-        return f"{row['outcome']}{why}"
+        return f"{row['outcome']}{reason}"
     if row["alive"]:
         return f"alive, {row['state']}"
-    if row["state"] == ENDED or why:
-        return f"{row['state']}{why}"
+    if row["state"] == ENDED or reason:
+        return f"{row['state']}{reason}"
     age = row["heartbeat_age_s"]
     return "dead, without a word" if age is None else f"dead, silent for {age:.0f} s"
 

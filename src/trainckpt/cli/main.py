@@ -17,10 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainckpt.cli.aside import tell
+from trainckpt.attempt.rank_status import remove_import_mark
+from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.versions import VERSION
-from trainckpt.lifecycle.run.told import is_no_script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 # verb -> what the help says; a module's own header says the same
 VERBS = {
-    "run": "launch a script with checkpoints through torchrun, and return the exit code it meant",
+    "run": "launch a script through torchrun with checkpoints, and return its own exit code",
     "resume": "launch a run's recorded command again, from its newest usable checkpoint",
-    "pause": "stop a live run at a checkpoint that all its ranks agree on, and wait for it",
-    "list": "which checkpoints (snapshots) a run has, and why others are refused",
-    "show": "what one checkpoint holds: tensors, cursor, and where it came from",
+    "pause": "save and stop a live run, and wait until it has stopped",
+    "list": "list the checkpoints (snapshots) of a run, and why others are refused",
+    "show": "show one checkpoint: tensors, cursor and origin",
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
-    "export": "one checkpoint as safetensors files that other libraries load",
-    "diff": "which tensors and values of two checkpoints differ, and by how much",
-    "flush": "copy a checkpoint to slower tiers, or make its copies there good again",
-    "fetch": "copy a checkpoint from a slower tier to the run's place, or make its copy good again",
-    "prune": "delete the checkpoints that the retention policy no longer keeps, and dead files",
-    "prove": "run a script straight, and again resumed from checkpoints, and compare every bit",
+    "export": "write one checkpoint as safetensors files for other libraries",
+    "diff": "compare the tensors and values of two checkpoints",
+    "flush": "copy a checkpoint to slower tiers, or repair its copies there",
+    "fetch": "copy a checkpoint from a slower tier to the run directory, or repair its copy there",
+    "prune": "delete checkpoints beyond the retention policy, and leftover files",
+    "prove": "run a script straight, then stopped and resumed, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",
-    "keygen": "a new identity that reads encrypted checkpoints, and the recipient to encrypt to",
-    "rewrap": "change who can read encrypted checkpoints, without writing their data anew",
-    "doctor": "what this machine, and a run's place, can do for checkpoints; each cure",
-    "config": "every option of the checkpoints, its value, and where that came from",
+    "keygen": "make a new identity to read encrypted checkpoints, and its public recipient",
+    "rewrap": "change the recipients of encrypted checkpoints, without rewriting their data",
+    "doctor": "check this machine and a run directory for checkpoints, with a cure for each lack",
+    "config": "show every option of the checkpoints, its value and its source",
 }
 # Those that read what a checkpoint holds, or relaunch what does.
 READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
@@ -83,7 +83,9 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
         sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
         if name in READERS:
-            sub.add_argument("--identity", metavar="FILE", help="reads what is encrypted")
+            sub.add_argument(
+                "--identity", metavar="FILE", help="private key for encrypted checkpoints"
+            )
         if name in whole:
             module_of(name).add_arguments(sub)
     return parser
@@ -137,7 +139,7 @@ def _bug() -> int:
 
 
 def _is_unwritable() -> bool:
-    """Whether it is stdout that refuses: it does so again."""
+    """Return True if stdout refuses to be written."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")
@@ -151,28 +153,28 @@ def _is_unwritable() -> bool:
 @contextlib.contextmanager
 def _identity(path: str | None) -> Iterator[None]:
     """As if the environment named it: what the verb launches reads with it too."""
-    before = os.environ.get(IDENTITY_VARIABLE)
+    previous = os.environ.get(IDENTITY_VARIABLE)
     if path:
         os.environ[IDENTITY_VARIABLE] = str(Path(path).absolute())
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[IDENTITY_VARIABLE] = before
+        if previous is not None:
+            os.environ[IDENTITY_VARIABLE] = previous
         elif path:
             del os.environ[IDENTITY_VARIABLE]
 
 
 def entry() -> NoReturn:
-    """What the command itself calls: as `main`, and then the process is gone.
+    """Run the command and end the process without the interpreter's shutdown.
 
     Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
     """
     if {*RUNS} & {*sys.argv[1:2]}:  # a signal while they are imported is a stop as well
-        from trainckpt.supervisor.signals import listen
+        from trainckpt.launcher.signals import listen
 
         listen()
-    is_no_script()
+    remove_import_mark()
     _have_streams()
     code = main()
     try:
@@ -187,8 +189,8 @@ def entry() -> NoReturn:
 
 
 def _have_streams() -> None:
-    """Where one is closed (`>&-`) nothing else gets its number, to be written to by a script; and
-    what a terminal's character set lacks is no error.
+    """Open the standard streams that are closed (`>&-`), so that no other file gets their numbers,
+    and let them replace characters that a terminal lacks.
     """
     while (nothing := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
         os.set_inheritable(nothing, True)

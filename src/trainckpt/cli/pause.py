@@ -1,4 +1,4 @@
-"""pause: stop a live run at a checkpoint that all its ranks agree on, and wait for it.
+"""pause: save and stop a live run, and wait until it has stopped.
 
     find      the newest attempt without an outcome whose heartbeat is young
     ask       its supervisor, where the command has no Checkpointer, a dump was asked for, or there
@@ -22,15 +22,17 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show
-from trainckpt.cli.aside import tell
-from trainckpt.cli.asking import (
+from trainckpt.attempt import heartbeat
+from trainckpt.cli import output
+from trainckpt.cli.dump_client import (
     can_be_dumped,
     is_by_supervisor,
     listens_as,
     wait_for_answer,
     wait_for_dump,
 )
+from trainckpt.cli.output import tell
+from trainckpt.dumping.dump_choice import DUMP
 from trainckpt.errors import (
     NoAgreement,
     NothingToResume,
@@ -40,24 +42,30 @@ from trainckpt.errors import (
     UnusableSnapshot,
 )
 from trainckpt.format import names
-from trainckpt.format.attempt import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
+from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
-from trainckpt.lifecycle.deciding.dump_choice import DUMP
-from trainckpt.lifecycle.places import place
-from trainckpt.lifecycle.places.not_a_run import no_run_at
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.snapshot import attempts
-from trainckpt.supervisor import requests
-from trainckpt.tiers.local import LocalTier
+from trainckpt.launcher import dump_requests
+from trainckpt.run_directory import run_url
+from trainckpt.run_directory.run_tiers import no_run_at
+from trainckpt.snapshot import attempt_history
+from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainckpt.tiers.places import Place
+    from trainckpt.storage.base import Place
 
 REASON = "trainckpt pause"
-KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds",
-        "exit_code")  # fmt: skip
+KEYS = (
+    "outcome",
+    "snapshot",
+    "kind",
+    "exactness",
+    "lost_micro_batches",
+    "tiers",
+    "seconds",
+    "exit_code",
+)
 LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
 LISTEN_EVERY_S = 1.0  # to the heartbeat
 LEAVE_WITHIN_S = 5.0
@@ -73,18 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline",
         type=_duration,
         metavar="TIME",
-        help='give the run so long to stop, such as "30s" (default: wait without limit)',
+        help='time for the run to stop, such as "30s" (default: no limit)',
     )
     parser.add_argument(
         "--dump",
         action="store_true",
-        help="dump the processes, where that is possible, after the checkpoint is saved",
+        help="also dump the processes after the checkpoint is saved, if possible",
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Tell the run to stop, wait, and report; 71 if it is not in time."""
-    tier = place.open_place(arguments.run)
+    tier = run_url.open_place(arguments.run)
     live = find_live(tier)
     if arguments.dump or is_by_supervisor(live) or (arguments.deadline and can_be_dumped(live)):
         dumped = _dumped(tier, live, arguments)
@@ -95,8 +103,8 @@ def execute(arguments: argparse.Namespace) -> int:
     try:
         notice = _tell(tier, live, arguments.deadline, dump=arguments.dump)
         _say(
-            f"attempt {live.attempt} of {tier.url}{ranks} is told to stop at the next boundary "
-            "that all its ranks reach"
+            f"attempt {live.attempt} of {tier.url}{ranks} will stop at the next boundary shared by "
+            "all ranks"
         )
         record = _wait(tier, live, arguments.deadline)
     except KeyboardInterrupt:
@@ -112,17 +120,17 @@ def find_live(tier: Place) -> AttemptRecord:
     Raises:
         NothingToResume: there is none; says what was found.
     """
-    if attempts.run_id(tier) is None:
+    if attempt_history.run_id(tier) is None:
         raise no_run_at(tier, "no live run: ")
-    found = []
-    for number, record in sorted(attempts.read_attempts(tier).items(), reverse=True):
+    reasons = []
+    for number, record in sorted(attempt_history.read_attempts(tier).items(), reverse=True):
         age = None if record.outcome else heartbeat.age_s(tier, number)
         if age is not None and age < heartbeat.ALIVE_S:
             return record
-        found.append(_why_not(record, age))
-    told = "; ".join(found[:NAMED_ATTEMPTS]) or "no attempt was recorded"
+        reasons.append(_why_not(record, age))
+    reason_text = "; ".join(reasons[:NAMED_ATTEMPTS]) or "no attempt was recorded"
     raise NothingToResume(
-        f"no live run at {tier.url}: {told}", hint=f"trainckpt list --attempts {tier.url}"
+        f"no live run at {tier.url}: {reason_text}", hint=f"trainckpt list --attempts {tier.url}"
     )
 
 
@@ -133,9 +141,13 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
     if as_json:
         error = {"error": sentence, "code": code, "hint": hint} if code else {}
         facts = {key: outcome.get(key) for key in KEYS}
-        more = {"run": tier.url, "attempt": record.attempt, "reason": outcome.get("reason")}
-        more |= {"no_dump": outcome["no_dump"]} if "no_dump" in outcome else {}
-        show.document({**facts, **more, **error})
+        report_fields = {
+            "run": tier.url,
+            "attempt": record.attempt,
+            "reason": outcome.get("reason"),
+        }
+        report_fields |= {"no_dump": outcome["no_dump"]} if "no_dump" in outcome else {}
+        output.document({**facts, **report_fields, **error})
     elif code:
         tell(f"error: {sentence}\nnext: {hint}")
     else:
@@ -145,28 +157,35 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
 
 def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
     """A sentence, the exit code, and what to type next."""
-    how, snapshot = outcome.get("outcome"), outcome.get("snapshot")
-    lost, undumped = outcome.get("lost_micro_batches") or 0, outcome.get("no_dump")
-    who, again = f"attempt {attempt}", f"trainckpt resume {tier.url}"
-    where = f"{snapshot} in {tier.url} ({', '.join(outcome.get('tiers') or ['?'])})"
-    if how == FINISHED:
-        return f"{who} finished before it could stop: {where}", 0, ""
+    ending, snapshot = outcome.get("outcome"), outcome.get("snapshot")
+    lost, no_dump_reason = outcome.get("lost_micro_batches") or 0, outcome.get("no_dump")
+    subject, resume_command = f"attempt {attempt}", f"trainckpt resume {tier.url}"
+    saved_at = f"{snapshot} in {tier.url} ({', '.join(outcome.get('tiers') or ['?'])})"
+    if ending == FINISHED:
+        return f"{subject} finished before it could stop: {saved_at}", 0, ""
     if outcome.get("exit_code") == NoAgreement.exit_code:
-        why = f"{who} was ended, its ranks were not in time: {outcome.get('reason')}"
-        kept = f"; go on from {snapshot}" if snapshot else ""
-        return f"{why}{kept}", NoAgreement.exit_code, again
-    if how != STOPPED:
-        kept = f"go on from {snapshot}" if snapshot else "it saved nothing"
+        why = f"{subject} was killed, its ranks were too late: {outcome.get('reason')}"
+        kept = f"; newest snapshot: {snapshot}" if snapshot else ""
+        return f"{why}{kept}", NoAgreement.exit_code, resume_command
+    if ending != STOPPED:
+        kept = f"newest snapshot: {snapshot}" if snapshot else "it saved nothing"
         why = f" ({outcome['reason']})" if outcome.get("reason") else ""
-        return f"{who} {how} before it could stop{why}; {kept}", NothingToResume.exit_code, again
+        return (
+            f"{subject} {ending} before it could stop{why}; {kept}",
+            NothingToResume.exit_code,
+            resume_command,
+        )
     if snapshot is None:
-        why = f"{who} stopped, but nothing could be saved"
-        return why, UnusableSnapshot.exit_code, f"see the run's own log, then {again}"
+        why = f"{subject} stopped, but nothing could be saved"
+        return why, UnusableSnapshot.exit_code, f"see the run's own log, then {resume_command}"
     if lost:
-        why = f"{who} stopped, but its last save failed: {where} stands, micro-batches lost: {lost}"
-        return why, SaveFailed.exit_code, f"see the run's own log, then {again}"
-    no_dump = f"; not dumped: {undumped}" if undumped else ""
-    return f"{who} stopped: saved {where}{no_dump}", 0, ""
+        why = (
+            f"{subject} stopped, but its last save failed: {saved_at} stands, "
+            f"micro-batches lost: {lost}"
+        )
+        return why, SaveFailed.exit_code, f"see the run's own log, then {resume_command}"
+    no_dump = f"; not dumped: {no_dump_reason}" if no_dump_reason else ""
+    return f"{subject} stopped: saved {saved_at}{no_dump}", 0, ""
 
 
 def _dumped(
@@ -179,23 +198,23 @@ def _dumped(
         SaveFailed: they cannot, and no dump was taken.
         NoAgreement: the time is over.
     """
-    begun = time.monotonic()
-    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=requests.ASK)
+    start = time.monotonic()
+    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=dump_requests.ASK)
     try:
         answer = wait_for_answer(tier, key, live)
         _say(f"{answer.choice}: {answer.why}")
         if answer.choice == DUMP:
-            gone_s, limit_s = time.monotonic() - begun, arguments.deadline
-            left_s = None if limit_s is None else max(0.0, limit_s - gone_s)
-            found = wait_for_dump(tier, key, partial(_read, tier, live), left_s, _say)
-            if isinstance(found, AttemptRecord):
-                return found
-            answer = found
+            elapsed_s, limit_s = time.monotonic() - start, arguments.deadline
+            left_s = None if limit_s is None else max(0.0, limit_s - elapsed_s)
+            result = wait_for_dump(tier, key, partial(_read, tier, live), left_s, _say)
+            if isinstance(result, AttemptRecord):
+                return result
+            answer = result
             _say(f"no dump: {answer.error}")
     finally:
-        for each in (key, requests.answer_key(key)):
+        for request_key in (key, dump_requests.answer_key(key)):
             with contextlib.suppress(TrainckptError):
-                tier.remove(each)
+                tier.remove(request_key)
     if is_by_supervisor(live):
         raise SaveFailed(
             f"attempt {live.attempt} goes on: {answer.error or answer.why}",
@@ -215,7 +234,7 @@ def _tell(
     """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
     attempt = live.attempt
-    number = attempt if suffix == requests.ASK else listens_as(live)
+    number = attempt if suffix == dump_requests.ASK else listens_as(live)
     key = f"{names.NOTICES}/{number}-{secrets.token_hex(8)}{suffix}"
     data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):
@@ -241,7 +260,7 @@ def _write(tier: LocalTier, attempt: int, target: Path, data: bytes) -> None:
         temporary.rename(target)
     except OSError as error:
         raise TierUnavailable(
-            f"the notice {target} cannot be written: {error.strerror or error}",
+            f"cannot write the notice {target}: {error.strerror or error}",
             hint="run trainckpt pause as the user of the run",
         ) from error
 
@@ -263,38 +282,43 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         NoAgreement: the time is over.
         NothingToResume: its heartbeat stopped, and it left no outcome.
     """
-    begun = said = listened = time.monotonic()
+    start = last_said = last_listened = time.monotonic()
     while True:
         record = _read(tier, live)
         now = time.monotonic()
         if record.outcome is not None:
             _wait_until_gone(tier, record.attempt)
             return record
-        if limit_s is not None and now - begun >= limit_s:
+        if limit_s is not None and now - start >= limit_s:
             raise NoAgreement(
                 f"attempt {live.attempt} has not stopped within {limit_s:g} s; the notice stands, "
                 "so it may still stop",
                 hint=f"trainckpt pause {tier.url} waits on; trainckpt list --attempts {tier.url}",
             )
-        if now - listened >= LISTEN_EVERY_S:
-            listened = now
-            if not heartbeat.is_alive(tier, live.attempt):
+        if now - last_listened >= LISTEN_EVERY_S:
+            last_listened = now
+            if not heartbeat.attempt_is_alive(tier, live.attempt):
                 return _last_words(tier, live)
-        if now - said >= SAY_EVERY_S:
-            said = now
+        if now - last_said >= SAY_EVERY_S:
+            last_said = now
             newest = f"; newest snapshot: {record.newest_commit}" if record.newest_commit else ""
-            _say(f"waiting, {now - begun:.0f} s{newest}")
+            _say(f"waiting, {now - start:.0f} s{newest}")
         time.sleep(LOOK_EVERY_S if isinstance(tier, LocalTier) else LISTEN_EVERY_S)
 
 
 def _last_words(tier: Place, live: AttemptRecord) -> AttemptRecord:
     """The outcome of an attempt whose heartbeat is gone; it was written just before, or never."""
-    until = time.monotonic() + SILENT_FOR_S
+    deadline = time.monotonic() + SILENT_FOR_S
     while (record := _read(tier, live)).outcome is None:
-        if time.monotonic() >= until:
-            kept = f"go on from {record.newest_commit}" if record.newest_commit else "nothing saved"
+        if time.monotonic() >= deadline:
+            advice = (
+                f"newest snapshot: {record.newest_commit}"
+                if record.newest_commit
+                else "nothing saved"
+            )
             raise NothingToResume(
-                f"attempt {live.attempt} died before it could stop, without a word; {kept}",
+                f"attempt {live.attempt} died before it could stop, for an unknown reason; "
+                f"{advice}",
                 hint=f"trainckpt resume {tier.url}",
             )
         time.sleep(LOOK_EVERY_S)
@@ -302,14 +326,14 @@ def _last_words(tier: Place, live: AttemptRecord) -> AttemptRecord:
 
 
 def _wait_until_gone(tier: Place, attempt: int) -> None:
-    until = time.monotonic() + LEAVE_WITHIN_S
-    while heartbeat.age_s(tier, attempt) is not None and time.monotonic() < until:
+    deadline = time.monotonic() + LEAVE_WITHIN_S
+    while heartbeat.age_s(tier, attempt) is not None and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)
 
 
 def _read(tier: Place, live: AttemptRecord) -> AttemptRecord:
     """The attempt's record as it is now; as it was, if it is being replaced right now."""
-    key = attempts.record_key(live.attempt)
+    key = attempt_history.record_key(live.attempt)
     try:
         return AttemptRecord.load(tier.read(key, max_bytes=MAX_BYTES), key)
     except UnusableSnapshot:
@@ -317,18 +341,18 @@ def _read(tier: Place, live: AttemptRecord) -> AttemptRecord:
 
 
 def _why_not(record: AttemptRecord, age: float | None) -> str:
-    who = f"attempt {record.attempt}"
+    subject = f"attempt {record.attempt}"
     if record.outcome is not None:
-        return f"{who} {record.outcome.get('outcome')}"
+        return f"{subject} {record.outcome.get('outcome')}"
     if age is not None:
-        return f"{who} left no outcome, and its last sign of life is {age:.0f} s old"
-    return f"{who} left no outcome, and gives no sign of life"
+        return f"{subject} left no outcome, and its last sign of life is {age:.0f} s old"
+    return f"{subject} left no outcome, and gives no sign of life"
 
 
 def _interrupted(attempt: int, *, as_json: bool) -> int:
     sentence = f"interrupted; the notice stands, so attempt {attempt} may still stop"
     if as_json:
-        show.document({"error": sentence, "code": INTERRUPTED, "hint": ""})
+        output.document({"error": sentence, "code": INTERRUPTED, "hint": ""})
     else:
         tell(f"error: {sentence}")
     return INTERRUPTED

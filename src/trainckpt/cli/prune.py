@@ -1,4 +1,4 @@
-"""prune: delete the checkpoints that the retention policy no longer keeps, and dead files.
+"""prune: delete checkpoints beyond the retention policy, and leftover files.
 
 Among them images of process dumps that no resume brings back.
 """
@@ -10,157 +10,180 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import show
+from trainckpt.attempt import heartbeat
+from trainckpt.attempt.options import read_options
+from trainckpt.cli import output
+from trainckpt.dumping import old_dumps
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format import names
-from trainckpt.format.attempt import UNDECIDED
+from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.format.names import SnapshotName
-from trainckpt.lifecycle.dumping.old_dumps import old_dumps, remove, why_superseded
-from trainckpt.lifecycle.places import place as places
-from trainckpt.lifecycle.places.everywhere import open_everywhere
-from trainckpt.lifecycle.resuming.choice import KEEP_LAST, READING
-from trainckpt.lifecycle.run import heartbeat
-from trainckpt.lifecycle.run.options import read_options
 from trainckpt.process_dump import restore
-from trainckpt.snapshot import attempts, catalog, prune, sweep
-from trainckpt.tiers import memory
+from trainckpt.resume.candidate_order import KEEP_LAST, READING
+from trainckpt.run_directory import run_url as places
+from trainckpt.run_directory.run_tiers import open_everywhere
+from trainckpt.snapshot import attempt_history, catalog, prune
+from trainckpt.snapshot import prune as prune_module
+from trainckpt.storage import shared_memory
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.lifecycle.places.everywhere import Everywhere
-    from trainckpt.tiers.base import Tier
-    from trainckpt.tiers.places import Place
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.run_directory.run_tiers import RunTiers
+    from trainckpt.storage.base import Place, Tier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("run", metavar="RUN")
     parser.add_argument(
-        "--keep-last", type=show.count, metavar="N",
-        help="usable snapshots to keep, beside the tagged ones; else as many as the run itself",
-    )  # fmt: skip
-    parser.add_argument(
-        "--abandoned", action="store_true",
-        help="abandoned branches too: what no resume takes unless it is named",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tier", metavar="TIER", help="in this one alone, by its name or URL; else in all of them"
+        "--keep-last",
+        type=output.count,
+        metavar="N",
+        help="usable snapshots to keep, besides tagged ones (default: as the run itself)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="delete nothing, only say what")
+    parser.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="also delete abandoned branches, used by resumes only by name",
+    )
+    parser.add_argument(
+        "--tier", metavar="TIER", help="prune this tier alone, by name or URL (default: all)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the list, delete nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, delete, and say what went, where, why, and how many bytes that freed."""
     place = places.open_place(arguments.run)
-    newest = attempts.newest(place)
+    newest = attempt_history.newest(place)
     everywhere = open_everywhere(arguments.run)
     live = _live(place, everywhere.records)
     policy = _Policy(
-        arguments.keep_last or _keep_last(everywhere.records), live,
+        arguments.keep_last or _keep_last(everywhere.records),
+        live,
         abandoned=arguments.abandoned and all(r.parent != UNDECIDED for r in live.values()),
-    )  # fmt: skip
+    )
     notes = [_WAITS] if arguments.abandoned and not policy.abandoned else []
     rows: list[dict[str, Any]] = []
     kept: dict[str, None] = {}
     for tier in _tiers(everywhere, arguments.tier):
-        own, stay, is_whole = _prune(everywhere, tier, policy, newest, dry_run=arguments.dry_run)
-        rows += own
-        kept |= dict.fromkeys(stay)
+        tier_rows, kept_here, is_whole = _prune(
+            everywhere, tier, policy, newest, dry_run=arguments.dry_run
+        )
+        rows += tier_rows
+        kept |= dict.fromkeys(kept_here)
         notes += [] if is_whole else [_INTERRUPTED]
     if not arguments.dry_run and not live and everywhere.place in everywhere.tiers:
-        place.clear_spares()
+        place.remove_folder(_OLD_SPARES)
         notes += _give_back_memory(place, everywhere)
     silent = {} if arguments.tier else everywhere.silent
-    notes += [f"the tier {name} stays as it is: {why}" for name, why in silent.items()]
-    _tell(arguments, place, policy.keep_last, rows, list(kept), notes)
+    notes += [f"tier {name} was not pruned: {reason}" for name, reason in silent.items()]
+    _tell(arguments, place, keep_last=policy.keep_last, rows=rows, kept=list(kept), notes=notes)
     return TierUnavailable.exit_code if silent else 0
 
 
-_WAITS = "abandoned branches stay: a live attempt has not chosen yet what it begins from"
+_WAITS = "abandoned branches stay: a live attempt has not chosen its snapshot yet"
+_OLD_SPARES = "spares"  # earlier versions kept files of pruned checkpoints there
 _INTERRUPTED = "a new attempt began meanwhile, so the rest stays; run the same command again"
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """What is kept in each tier, and what nobody may touch now."""
+    """Checkpoints that a tier keeps, and those that must not be touched now."""
 
     keep_last: int
     live: Mapping[int, AttemptRecord]
     abandoned: bool
 
 
-def _tiers(everywhere: Everywhere, wanted: str | None) -> Sequence[Tier]:
+def _tiers(everywhere: RunTiers, wanted: str | None) -> Sequence[Tier]:
     """Those that hold the run, or the one that is named."""
     return everywhere.tiers if wanted is None else [everywhere.holding(wanted)]
 
 
 def _prune(
-    everywhere: Everywhere, tier: Tier, policy: _Policy, newest: int, *, dry_run: bool
+    everywhere: RunTiers, tier: Tier, policy: _Policy, newest: int, *, dry_run: bool
 ) -> tuple[list[dict[str, Any]], list[str], bool]:
     """One tier: what went, what stays, and whether that is all of it."""
     candidates = catalog.read_catalog(tier, everywhere.run, everywhere.records)
-    doomed = sweep.plan_sweep(
-        candidates, keep_last=policy.keep_last, live=policy.live, keep=_begun_from(policy.live),
+    doomed = prune_module.plan_sweep(
+        candidates,
+        keep_last=policy.keep_last,
+        live=policy.live,
+        keep=_begun_from(policy.live),
         abandoned=policy.abandoned,
-    )  # fmt: skip
+    )
     if policy.live and tier is not everywhere.place:  # it may be copying what another one has left
-        doomed = tuple(one for one in doomed if one.reason != sweep.GARBAGE)
-    kept_files = prune.kept_files(tier, candidates, [one.name for one in doomed])
-    left = [sweep.Doomed(name, sweep.UNREACHED) for name in prune.left_folders(candidates)]
-    rows = [_row(tier, one, kept_files) for one in doomed]
-    rows += [row for row in (_row(tier, one, kept_files) for one in left) if row["bytes"]]
-    done = len(rows)
+        doomed = tuple(
+            candidate for candidate in doomed if candidate.reason != prune_module.GARBAGE
+        )
+    kept_files = prune.kept_files(tier, candidates, [candidate.name for candidate in doomed])
+    leftovers = [
+        prune_module.SweepCandidates(name, prune_module.UNREACHED)
+        for name in prune.left_folders(candidates)
+    ]
+    rows = [_row(tier, candidate, kept_files) for candidate in doomed]
+    rows += [
+        row
+        for row in (_row(tier, candidate, kept_files) for candidate in leftovers)
+        if row["bytes"]
+    ]
+    num_deleted = len(rows)
     if not dry_run:
-        done = _delete(everywhere.place, tier, rows, kept_files, newest)
-    gone = {row["name"] for row in rows[:done]}
-    kept = [str(c.name) for c in candidates if str(c.name) not in gone]
-    is_whole, rows = done == len(rows), rows[:done]
+        num_deleted = _delete(everywhere.place, tier, rows, kept_files, newest)
+    deleted_names = {row["name"] for row in rows[:num_deleted]}
+    kept = [str(c.name) for c in candidates if str(c.name) not in deleted_names]
+    is_whole, rows = num_deleted == len(rows), rows[:num_deleted]
     if is_whole:
         rows += _prune_dumps(everywhere, tier, dry_run=dry_run)
     return rows, kept, is_whole
 
 
-def _prune_dumps(everywhere: Everywhere, tier: Tier, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Images that no resume brings back."""
-    is_copy = tier is not everywhere.place
-    old = old_dumps(tier, everywhere.records, is_copy=is_copy)
-    for dump in old if not dry_run else ():
-        remove(tier, dump, is_copy=is_copy)
+def _prune_dumps(everywhere: RunTiers, tier: Tier, *, dry_run: bool) -> list[dict[str, Any]]:
+    """Delete images that no resume restores, and copies of dumps in slower tiers."""
+    is_place = tier is everywhere.place
+    outdated = old_dumps.old_dumps(tier, everywhere.records) if is_place else old_dumps.copies(tier)
+    for dump in outdated if not dry_run else ():
+        (old_dumps.remove if is_place else old_dumps.remove_copy)(tier, dump)
     return [
         {"name": str(d.name), "tier": tier.name, "reason": d.reason, "bytes": d.num_bytes}
-        for d in old
+        for d in outdated
     ]
 
 
 def _live(tier: Place, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
     """Attempts that gave a sign of life in the last 15 s; most have no heartbeat to look at."""
-    there = set(tier.list(names.ATTEMPTS))
-    beating = {n: r for n, r in records.items() if f"{n}{heartbeat.SUFFIX}" in there}
-    return {n: record for n, record in beating.items() if heartbeat.is_alive(tier, n)}
+    attempt_files = set(tier.list(names.ATTEMPTS))
+    with_heartbeat = {n: r for n, r in records.items() if f"{n}{heartbeat.SUFFIX}" in attempt_files}
+    return {
+        n: record for n, record in with_heartbeat.items() if heartbeat.attempt_is_alive(tier, n)
+    }
 
 
 def _keep_last(records: Mapping[int, AttemptRecord]) -> int:
-    """What the newest attempt that said so keeps; else the option, as it is here and now."""
+    """Return the retention of the newest attempt with a recorded one; otherwise the option's value
+    here.
+    """
     for _, record in sorted(records.items(), reverse=True):
-        said = record.facts.get(KEEP_LAST)
-        if type(said) is int and said > 0:
-            return said
+        recorded = record.facts.get(KEEP_LAST)
+        if type(recorded) is int and recorded > 0:
+            return recorded
     return read_options({}).keep_last
 
 
 def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
     """Snapshots that a live attempt may be reading now."""
-    named = [(record.parent, record.facts.get(READING)) for record in live.values()]
-    return {name for pair in named for name in pair if isinstance(name, str)}
+    name_pairs = [(record.parent, record.facts.get(READING)) for record in live.values()]
+    return {name for pair in name_pairs for name in pair if isinstance(name, str)}
 
 
-def _row(tier: Tier, doomed: sweep.Doomed, kept: frozenset[str]) -> dict[str, Any]:
-    """What goes: files that another checkpoint refers to stay."""
-    folder, stay = doomed.name.folder, prune.files_in(doomed.name, kept)
-    sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in stay)
+def _row(tier: Tier, doomed: prune_module.SweepCandidates, kept: frozenset[str]) -> dict[str, Any]:
+    """Return the files to delete; files that another checkpoint refers to stay."""
+    folder, kept_names = doomed.name.folder, prune.files_in(doomed.name, kept)
+    sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in kept_names)
     return {
         "name": str(doomed.name),
         "tier": tier.name,
@@ -173,35 +196,35 @@ def _delete(
     place: Tier, tier: Tier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int
 ) -> int:
     """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
-    for done, row in enumerate(rows):
+    for num_deleted, row in enumerate(rows):
         name = SnapshotName.parse(row["name"])
-        if name is None or attempts.newest(place) != newest:
-            return done
+        if name is None or attempt_history.newest(place) != newest:
+            return num_deleted
         prune.prune(tier, [name], kept)
     return len(rows)
 
 
-def _give_back_memory(tier: Place, everywhere: Everywhere) -> list[str]:
-    """What attempts that are over hold of this host's memory; a note if there was any."""
-    memory.reclaim()
-    held = memory.MemoryPlace.found(tier.url)
-    if held is None or held.is_in_use:
+def _give_back_memory(tier: Place, everywhere: RunTiers) -> list[str]:
+    """Free the host memory of attempts that are over; return a note if there was any."""
+    shared_memory.reclaim()
+    memory = shared_memory.SharedMemoryDir.found(tier.url)
+    if memory is None or memory.is_in_use:
         return []
-    freed = held.num_bytes
-    if freed and (dump := _dump_in(held, tier, everywhere)):
-        return [f"{show.size(freed)} of this host's memory stay: the processes of {dump} have it"]
-    held.remove()
-    return [f"{show.size(freed)} of this host's memory were given back"] if freed else []
+    freed = memory.num_bytes
+    if freed and (dump := _dump_in(memory, tier, everywhere)):
+        return [f"{output.size(freed)} of this host's memory stay: the processes of {dump} have it"]
+    memory.remove()
+    return [f"{output.size(freed)} of this host's memory were given back"] if freed else []
 
 
-def _dump_in(held: memory.MemoryPlace, tier: Place, everywhere: Everywhere) -> str:
+def _dump_in(held: shared_memory.SharedMemoryDir, tier: Place, everywhere: RunTiers) -> str:
     """The dump that may be brought back and has files of this memory open, or ""."""
     for name in restore.names_in(tier):
-        if why_superseded(name, everywhere.records):
+        if old_dumps.why_superseded(name, everywhere.records):
             continue
         with contextlib.suppress(UnusableSnapshot):
-            written = restore.load(tier, everywhere.run, name).written
-            if any(Path(file.path).is_relative_to(held.root) for file in written):
+            written_files = restore.load(tier, everywhere.run, name).written
+            if any(Path(file.path).is_relative_to(held.root) for file in written_files):
                 return str(name)
     return ""
 
@@ -209,6 +232,7 @@ def _dump_in(held: memory.MemoryPlace, tier: Place, everywhere: Everywhere) -> s
 def _tell(
     arguments: argparse.Namespace,
     tier: Place,
+    *,
     keep_last: int,
     rows: list[dict[str, Any]],
     kept: list[str],
@@ -216,7 +240,7 @@ def _tell(
 ) -> None:
     freed = sum(row["bytes"] for row in rows)
     if arguments.json:
-        show.document(
+        output.document(
             {
                 "run": tier.url,
                 "keep_last": keep_last,
@@ -229,9 +253,9 @@ def _tell(
         )
         return
     if rows:
-        told = [(r["name"], r["tier"], show.size(r["bytes"]), r["reason"]) for r in rows]
-        show.table(("snapshot", "tier", "size", "why"), told, title=tier.url)
+        table_rows = [(r["name"], r["tier"], output.size(r["bytes"]), r["reason"]) for r in rows]
+        output.table(("snapshot", "tier", "size", "why"), table_rows, title=tier.url)
     verb = "would go" if arguments.dry_run else "deleted"
-    print(f"{len(rows)} {verb}, {len(kept)} stay; {show.size(freed)} freed")
+    print(f"{len(rows)} {verb}, {len(kept)} stay; {output.size(freed)} freed")
     for note in notes:
         print(note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
@@ -11,33 +10,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import dump_home, dumps, named, show
+from trainckpt.attempt import launch
+from trainckpt.attempt.options import read_options
+from trainckpt.cli import dumps, output, resolve_target
 from trainckpt.cli.run import report, say
 from trainckpt.errors import ConfigurationError, NothingToResume
-from trainckpt.lifecycle.places import place, slower
-from trainckpt.lifecycle.places.everywhere import open_everywhere
-from trainckpt.lifecycle.run import launch
-from trainckpt.lifecycle.run.options import read_options
-from trainckpt.snapshot import attempts
-from trainckpt.supervisor.command import take_max_restarts, torchrun_command
-from trainckpt.supervisor.early_stop import (
-    ask_to_be_queued_again,
-    before_launch,
-    unless_signalled,
-)
-from trainckpt.supervisor.held import HeldMemory
-from trainckpt.supervisor.record import BY_SUPERVISOR, NamedRun
-from trainckpt.supervisor.signals import heard
-from trainckpt.supervisor.supervise import RESTART_VARIABLE, supervise
+from trainckpt.launcher.early_requeue import ask_to_be_queued_again, before_launch, unless_signalled
+from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
+from trainckpt.launcher.signals import heard
+from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
+from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
+from trainckpt.run_directory import run_url, tier_config
+from trainckpt.run_directory.run_tiers import open_everywhere
+from trainckpt.snapshot import attempt_history
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from trainckpt.format.attempt import AttemptRecord
-    from trainckpt.supervisor.signals import Inbox
-    from trainckpt.supervisor.supervise import Ended
-    from trainckpt.tiers.places import Place
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.supervise import RunResult
+    from trainckpt.storage.base import Place
 
 TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"
 
@@ -45,38 +39,47 @@ TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--at", metavar="SNAPSHOT", help="go on from this one, on a new branch")
-    parser.add_argument("--nproc", type=show.count, help="processes (default: as recorded)")
     parser.add_argument(
-        "--max-restarts", "--max_restarts", metavar="N",
-        help="start it again where it fails, so many times",
-    )  # fmt: skip
+        "--at", metavar="SNAPSHOT", help="resume from this snapshot, on a new branch"
+    )
+    parser.add_argument("--nproc", type=output.count, help="processes (default: as recorded)")
     parser.add_argument(
-        "--tiers", metavar="URLS",
-        help="slower tiers of the run, with commas; where its place is lost, it goes on from them",
-    )  # fmt: skip
+        "--max-restarts",
+        "--max_restarts",
+        metavar="N",
+        help="restarts of a failed attempt",
+    )
     parser.add_argument(
-        "--accept-older", action="store_true",
-        help="go on although a place that does not answer may hold a newer one",
-    )  # fmt: skip
+        "--tiers",
+        metavar="URLS",
+        help="slower tiers, with commas, to resume from if the run directory is lost",
+    )
+    parser.add_argument(
+        "--accept-older",
+        action="store_true",
+        help="resume even if an unreachable tier may have a newer snapshot",
+    )
     dumps.add_arguments(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
     with heard() as inbox:
-        again = unless_signalled(partial(_looked, arguments), inbox)
-        ended = before_launch(inbox) if again is None else _resumed(again, arguments, inbox)
-        ask_to_be_queued_again(ended, inbox, facts=again.facts if again is not None else None)
-    return report(ended, as_json=arguments.json)
+        relaunch = unless_signalled(partial(_looked, arguments), inbox)
+        result = before_launch(inbox) if relaunch is None else _resumed(relaunch, arguments, inbox)
+        ask_to_be_queued_again(
+            result, inbox, facts=relaunch.facts if relaunch is not None else None
+        )
+    return report(result, as_json=arguments.json)
 
 
 def _looked(arguments: argparse.Namespace) -> _Again:
-    """What is to be launched; nothing is yet."""
-    tier, given = _place(arguments)
-    facts, elsewhere = _recorded(tier, arguments.run, given)
+    """Return the launch to make, without starting anything."""
+    tier = run_url.open_place(arguments.run)
+    tier_urls = dumps.named_tiers(arguments)
+    facts, elsewhere = _recorded(tier, arguments.run, tier_urls)
     if arguments.at and not elsewhere:  # else the script's own place may hold more
-        named.must_be_there(tier, arguments.run, given, arguments.at)
+        resolve_target.must_be_there(tier, arguments.run, tier_urls, arguments.at)
     command, kind, nproc = launch.recorded_command(facts)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
@@ -84,27 +87,36 @@ def _looked(arguments: argparse.Namespace) -> _Again:
     prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
     say(prefix + shlex.join(launch.redact_arguments(command)))
     restarts, cwd = _max_restarts(arguments), _folder(facts, elsewhere)
-    environment = _variables(facts, arguments, given, elsewhere)
+    environment = _variables(facts, arguments, tier_urls, elsewhere)
     environment |= _place_for_script(tier, facts, arguments.run in elsewhere)
     run = None if elsewhere else tier.url
-    return _Again(tier, facts, command, cwd, nproc, environment, with_torchrun, restarts, run)
+    return _Again(
+        tier=tier,
+        facts=facts,
+        command=command,
+        cwd=cwd,
+        nproc=nproc,
+        environment=environment,
+        with_torchrun=with_torchrun,
+        restarts=restarts,
+        run=run,
+    )
 
 
-def _resumed(again: _Again, arguments: argparse.Namespace, inbox: Inbox) -> Ended:
+def _resumed(again: _Again, arguments: argparse.Namespace, inbox: Inbox) -> RunResult:
     """From a dump, if there is one; else from a snapshot."""
-    with contextlib.closing(HeldMemory()) as memory:
-        dumped = None
-        if again.run is not None:
-            launched, restarts = (again.command, again.cwd, again.nproc), again.restarts
-            dumped = dumps.restored(again.tier, arguments, launched, inbox, memory, restarts)
-        if dumped is not None and not dumped.again:
-            return dumped
-        return _launched(again, arguments, inbox, memory, dumped)
+    dumped = None
+    if again.run is not None:
+        launched, restarts = (again.command, again.cwd, again.nproc), again.restarts
+        dumped = dumps.restored(again.tier, arguments, launched, inbox, restarts)
+    if dumped is not None and not dumped.again:
+        return dumped
+    return _launched(again, arguments, inbox, dumped)
 
 
 @dataclass(frozen=True)
 class _Again:
-    """What is launched, and as what; `run`: its place, where that is known to go on."""
+    """The launch command and the run directory it resumes, if known."""
 
     tier: Place
     facts: Mapping[str, Any]
@@ -121,23 +133,29 @@ def _launched(
     again: _Again,
     arguments: argparse.Namespace,
     inbox: Inbox,
-    memory: HeldMemory,
-    dumped: Ended | None,
-) -> Ended:
+    dumped: RunResult | None,
+) -> RunResult:
     """From a snapshot; `dumped`: how processes ended that were brought back before."""
-    command, environment, restarts, done = again.command, again.environment, again.restarts, 0
+    command, environment, restarts, restarts_done = (
+        again.command,
+        again.environment,
+        again.restarts,
+        0,
+    )
     by_us = again.facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
     name = None
     if by_us:
-        own = {**os.environ, **environment}
-        name = partial(NamedRun, again.tier.url, command, again.cwd, again.nproc, own)
+        variables = {**os.environ, **environment}
+        name = partial(
+            NamedRun, again.tier.url, command, again.cwd, again.nproc, environment=variables
+        )
     if again.with_torchrun:
         command = torchrun_command(again.nproc, ["--no-python"], command)
     if dumped is not None:
-        done, restarts = 1, restarts - 1
+        restarts_done, restarts = 1, restarts - 1
         environment = {**environment, RESTART_VARIABLE: "1"}
         say(f"{dumped.why}; started again, not from the dump: that is used up")
-    ended = supervise(
+    result = supervise(
         command,
         environment=environment,
         cwd=again.cwd,
@@ -149,24 +167,14 @@ def _launched(
         inbox=inbox,
         run=again.run,
         dumpable=dumps.dumpable(arguments, say),
-        memory=memory,
         before=dumped.record if dumped is not None else None,
     )
-    return replace(ended, restarts=ended.restarts + done)
-
-
-def _place(arguments: argparse.Namespace) -> tuple[Place, list[str]]:
-    """The run's place, with what it has lost of a dump, and the tiers that are named."""
-    tier = place.open_place(arguments.run)
-    given = dumps.named_tiers(arguments)
-    if not (arguments.at or arguments.nproc):
-        dump_home.bring_home(tier, arguments.run, given, say)
-    return tier, given
+    return replace(result, restarts=result.restarts + restarts_done)
 
 
 def _max_restarts(arguments: argparse.Namespace) -> int:
-    wanted = arguments.max_restarts
-    return take_max_restarts([] if wanted is None else [f"--max-restarts={wanted}"])[1]
+    max_restarts = arguments.max_restarts
+    return take_max_restarts([] if max_restarts is None else [f"--max-restarts={max_restarts}"])[1]
 
 
 def _recorded(
@@ -177,28 +185,29 @@ def _recorded(
     None of those if the run's own place holds them: then the run goes on there. Else its place is
     wherever the script says, and gets what the tiers hold.
     """
-    if attempts.run_id(tier) is not None:
-        records: Mapping[int, AttemptRecord] = attempts.read_attempts(tier)
-        elsewhere = [run] if slower.is_copy(records, tier) else []
+    if attempt_history.run_id(tier) is not None:
+        records: Mapping[int, AttemptRecord] = attempt_history.read_attempts(tier)
+        elsewhere = [run] if tier_config.is_copy(records, tier) else []
     else:
         try:
             everywhere = open_everywhere(run, *given)
         except NothingToResume as error:
-            raise named.no_run(run, error) from error
+            raise resolve_target.no_run(run, error) from error
         records, elsewhere = everywhere.records, [*given, *read_options({}).tiers]
-    told = [r for _, r in sorted(records.items(), reverse=True) if r.facts.get("argv")]
-    if not told:
+    with_command = [r for _, r in sorted(records.items(), reverse=True) if r.facts.get("argv")]
+    if not with_command:
         raise NothingToResume(
-            f"no attempt of {tier.url} left its command", hint="start the script again as before"
+            f"no attempt of {tier.url} recorded its command",
+            hint="start the script again as before",
         )
-    return told[0].facts, elsewhere
+    return with_command[0].facts, elsewhere
 
 
 def _here(command: list[str]) -> list[str]:
     """A command that was recorded on another machine, perhaps: Python may lie elsewhere here."""
-    first = Path(command[0])
-    if first.is_absolute() and not first.exists() and first.name.startswith("python"):
-        say(f"{first} is not there: {sys.executable} is taken")
+    program = Path(command[0])
+    if program.is_absolute() and not program.exists() and program.name.startswith("python"):
+        say(f"{program} is not there: {sys.executable} is taken")
         return [sys.executable, *command[1:]]
     return command
 
@@ -209,19 +218,19 @@ def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:
     if isinstance(cwd, str) and Path(cwd).is_dir():
         return cwd
     if elsewhere:
-        say(f"the recorded working directory {cwd} is not there: launching in {Path.cwd()}")
+        say(f"the recorded working directory {cwd} is missing, launching in {Path.cwd()}")
         return str(Path.cwd())
     raise ConfigurationError(
-        f"the recorded working directory {cwd} is not there",
-        hint="start the script again as before, from wherever it lies now",
+        f"the recorded working directory {cwd} is missing",
+        hint="start the script again as before, from its present directory",
     )
 
 
 def _place_for_script(tier: Place, facts: Mapping[str, Any], is_copy: bool) -> dict[str, str]:
-    """What a script that names no place of its own goes by, as `trainckpt run --run` tells it."""
-    where = facts.get(slower.WHERE) if is_copy else tier.url
-    known = isinstance(where, str) and launch.REDACTED not in where
-    return {place.NAME_VARIABLE: str(where)} if known else {}
+    """Return variables with the run directory, for a script that names none itself."""
+    place_url = facts.get(tier_config.WHERE) if is_copy else tier.url
+    is_known = isinstance(place_url, str) and launch.REDACTED not in place_url
+    return {run_url.NAME_VARIABLE: str(place_url)} if is_known else {}
 
 
 def _variables(
@@ -230,7 +239,7 @@ def _variables(
     given: Sequence[str],
     elsewhere: Sequence[str],
 ) -> dict[str, str]:
-    """What was recorded and this environment lacks, and what the options say."""
+    """Return the recorded variables that this environment lacks, and those of the options."""
     variables = {
         name: value
         for name, value in launch.recorded_environment(facts).items()
@@ -240,8 +249,8 @@ def _variables(
         variables[launch.AT_VARIABLE] = arguments.at
     if arguments.accept_older:
         variables[launch.ACCEPT_OLDER_VARIABLE] = "1"
-    before = variables.get(TIERS_VARIABLE) or os.environ.get(TIERS_VARIABLE) or ""
-    urls = given or [url.strip() for url in before.split(",") if url.strip()]
+    tiers_text = variables.get(TIERS_VARIABLE) or os.environ.get(TIERS_VARIABLE) or ""
+    urls = given or [url.strip() for url in tiers_text.split(",") if url.strip()]
     urls = [*urls, *(url for url in elsewhere if url not in urls)]
     if urls:
         variables[TIERS_VARIABLE] = ",".join(urls)

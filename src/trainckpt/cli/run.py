@@ -1,4 +1,4 @@
-"""run: launch a script with checkpoints through torchrun, and return the exit code it meant."""
+"""run: launch a script through torchrun with checkpoints, and return its own exit code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import dumps, show
-from trainckpt.cli.aside import tell
+from trainckpt.attempt.launch import COMMAND_VARIABLE, command_hash
+from trainckpt.cli import dumps, output
+from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle.run.command_word import COMMAND_VARIABLE, command_word
-from trainckpt.supervisor.command import (
+from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
+from trainckpt.launcher.record import NAME_VARIABLE, NamedRun
+from trainckpt.launcher.signals import heard
+from trainckpt.launcher.supervise import RunResult, supervise
+from trainckpt.launcher.torchrun_command import (
     NPROC_OPTIONS,
     recorded_form,
     split_torchrun_options,
     take_max_restarts,
     torchrun_command,
 )
-from trainckpt.supervisor.early_stop import FirstLaunch, ask_to_be_queued_again
-from trainckpt.supervisor.record import NAME_VARIABLE, NamedRun
-from trainckpt.supervisor.signals import heard
-from trainckpt.supervisor.supervise import Ended, supervise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,16 +42,16 @@ KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument(
-        "--run", metavar="RUN", help="the run of a script that names none by itself"
+        "--run", metavar="RUN", help="run directory or URL, for a script that names none"
     )
-    parser.add_argument("--nproc", type=show.count, default=1, help="processes on this host (1)")
+    parser.add_argument("--nproc", type=output.count, default=1, help="processes on this host (1)")
     dumps.add_arguments(parser)
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="[torchrun options] [--] SCRIPT ARGS",
-        help="what to run; any option of torchrun may stand before the script; --max-restarts N "
-        "starts it again where it fails",
+        help="script to run; options of torchrun may precede it, such as --max-restarts N, to "
+        "restart a failed run",
     )
 
 
@@ -61,17 +61,17 @@ def execute(arguments: argparse.Namespace) -> int:
         options, command = split_torchrun_options(arguments.command)
         options, restarts = take_max_restarts(options)
         if not command:
-            raise ConfigurationError("there is no script to run", hint="trainckpt run -- train.py")
+            raise ConfigurationError("no script was given", hint="trainckpt run -- train.py")
         _must_be_there(command, options)
         name = None
         if arguments.run is not None:
             nproc = processes(arguments.nproc, options)
             dumps.remind(arguments.run)
             name = partial(NamedRun, arguments.run, recorded_form(options, command), None, nproc)
-        first = _first_launch(recorded_form(options, command), arguments.run)
-        ended = supervise(
+        first_launch = _first_launch(recorded_form(options, command), arguments.run)
+        result = supervise(
             torchrun_command(arguments.nproc, options, command),
-            environment={COMMAND_VARIABLE: first.word},
+            environment={COMMAND_VARIABLE: first_launch.word},
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
             name=name,
@@ -80,8 +80,8 @@ def execute(arguments: argparse.Namespace) -> int:
             run=arguments.run,
             dumpable=dumps.dumpable(arguments, say),
         )
-        ask_to_be_queued_again(ended, inbox, first=first)
-    return report(ended, as_json=arguments.json)
+        ask_to_be_queued_again(result, inbox, first=first_launch)
+    return report(result, as_json=arguments.json)
 
 
 def _must_be_there(command: Sequence[str], options: Sequence[str]) -> None:
@@ -105,11 +105,13 @@ def _must_be_there(command: Sequence[str], options: Sequence[str]) -> None:
 
 def _first_launch(argv: list[str], run: str | None) -> FirstLaunch:
     run = run or os.environ.get(NAME_VARIABLE)
-    return FirstLaunch(command_word(argv, str(Path.cwd()), run, os.environ), argv, run)
+    return FirstLaunch(command_hash(argv, str(Path.cwd()), run, os.environ), argv, run)
 
 
 def processes(nproc: int, options: list[str]) -> int:
-    """How many processes torchrun will start here; 1 where only torchrun knows ("gpu")."""
+    """Return the number of processes that torchrun will start here; 1 if only torchrun knows
+    ("gpu").
+    """
     for option, following in pairwise([*options, ""]):
         name, equals, value = option.partition("=")
         if name in NPROC_OPTIONS:
@@ -123,17 +125,21 @@ def say(line: str) -> None:
     tell(f"trainckpt: {line}")
 
 
-def report(ended: Ended, *, as_json: bool) -> int:
+def report(ended: RunResult, *, as_json: bool) -> int:
     """Print how an attempt ended, as JSON if asked for; returns its exit code."""
     outcome = dict(ended.record.outcome or {}) if ended.record else {}
     attempt = ended.record.attempt if ended.record else None
     if as_json:
-        more = {"attempt": attempt, "restarts": ended.restarts, "exit_code": ended.exit_code}
+        extra_fields = {
+            "attempt": attempt,
+            "restarts": ended.restarts,
+            "exit_code": ended.exit_code,
+        }
         with contextlib.suppress(OSError):  # what the run came to is its exit code too
-            show.document({**dict.fromkeys(KEYS), "reason": ended.why, **outcome, **more})
+            output.document({**dict.fromkeys(KEYS), "reason": ended.why, **outcome, **extra_fields})
     elif outcome:
-        where = f", go on from {outcome['snapshot']}" if outcome.get("snapshot") else ""
-        say(f"attempt {attempt} {outcome['outcome']}{where}; exit code {ended.exit_code}")
+        advice = f", newest snapshot {outcome['snapshot']}" if outcome.get("snapshot") else ""
+        say(f"attempt {attempt} {outcome['outcome']}{advice}; exit code {ended.exit_code}")
     elif ended.exit_code:
         say(f"{ended.why}; exit code {ended.exit_code}")
     return ended.exit_code

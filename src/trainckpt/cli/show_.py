@@ -1,17 +1,17 @@
-"""show: what one checkpoint holds: tensors, cursor, and where it came from."""
+"""show: show one checkpoint: tensors, cursor and origin."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.cli import list_, show
+from trainckpt.attempt.options import read_options
+from trainckpt.cli import list_, output
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS, split_target
 from trainckpt.format.shard_file import ITEM_BYTES
-from trainckpt.lifecycle.places import place, source
-from trainckpt.lifecycle.run.options import read_options
-from trainckpt.snapshot.opened import Opened, Opener
+from trainckpt.run_directory import open_snapshot, run_url
+from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.shard_file import Region
     from trainckpt.snapshot.catalog import Candidate
-    from trainckpt.tiers.base import Tier
+    from trainckpt.storage.base import Tier
 
     Shards = dict[str, list[tuple[str, Region]]]
 
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print one snapshot: reads its manifest and the headers of its files, not the data."""
-    run, wanted = split_target(arguments.target)
-    tier = place.open_place(run)
-    candidate = source.choose(tier, wanted, source.read_candidates(tier))
+    run, snapshot = split_target(arguments.target)
+    tier = run_url.open_place(run)
+    candidate = open_snapshot.choose(tier, snapshot, open_snapshot.read_candidates(tier))
     manifest = candidate.manifest
     if manifest is None:
         raise UnusableSnapshot(
@@ -49,15 +49,15 @@ def execute(arguments: argparse.Namespace) -> int:
         _tensor(name, entry, shards.get(name, [])) for name, entry in manifest.tensors.items()
     ]
     if arguments.json:
-        show.document(_to_json(tier, candidate, manifest, tensors, unread))
+        output.document(_to_json(tier, candidate, manifest, tensors, unread))
         return 0
     _print_facts(tier, candidate, manifest)
-    show.table(
+    output.table(
         ("tensor", "type", "shape", "stored", "placement", "files"),
         [_row(tensor, manifest.world) for tensor in tensors],
     )
     total = sum(t["bytes"] for t in tensors)
-    print(f"{len(tensors)} tensors, {show.size(total)} stored")
+    print(f"{len(tensors)} tensors, {output.size(total)} stored")
     for reason in unread:
         print(f"not read: {reason}")
     return 0
@@ -65,35 +65,35 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:
     """Tensor -> its regions with the file that holds each; and why a file could not be read."""
-    found: Shards = {}
-    opened = Opened(tier, Opener(read_options({}).identity))
+    shards: Shards = {}
+    opened = DecryptingTier(tier, KeyRing(read_options({}).identity))
     try:
         reader = Reader(opened, opened.admit(manifest))
     except (UnusableSnapshot, ConfigurationError) as error:
         return {}, [error.message]
-    unread, own = list[str](), f"{manifest.name.folder}/"
+    unread, folder_prefix = list[str](), f"{manifest.name.folder}/"
     for rank in range(manifest.world):
         try:
             places = reader.places(rank)
         except UnusableSnapshot as error:
             unread.append(error.message)
             continue
-        for held in places:
-            file = held.key.removeprefix(own).removeprefix(f"{SNAPSHOTS}/")
-            found.setdefault(held.region.tensor, []).append((file, held.region))
-    return found, unread
+        for place in places:
+            file = place.key.removeprefix(folder_prefix).removeprefix(f"{SNAPSHOTS}/")
+            shards.setdefault(place.region.tensor, []).append((file, place.region))
+    return shards, unread
 
 
 def _tensor(name: str, entry: TensorEntry, shards: list[tuple[str, Region]]) -> dict[str, Any]:
     """One tensor as JSON. Its bytes are those of all shards, or of its shape if none was read."""
-    true = next((region.true_dtype for _, region in shards if region.true_dtype), entry.dtype)
-    whole = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
+    true_dtype = next((region.true_dtype for _, region in shards if region.true_dtype), entry.dtype)
+    full_bytes = prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
     return {
         "name": name,
-        "dtype": true,
+        "dtype": true_dtype,
         "shape": list(entry.shape),
         "placement": entry.placement,
-        "bytes": sum(region.num_bytes for _, region in shards) or whole,
+        "bytes": sum(region.num_bytes for _, region in shards) or full_bytes,
         "shards": [
             {
                 "file": file,
@@ -138,14 +138,14 @@ def _file_to_json(file: FileEntry) -> dict[str, Any]:
 
 def _print_facts(tier: Tier, candidate: Candidate, manifest: Manifest) -> None:
     cursor = manifest.cursor
-    trained = f"{cursor.micro_batches} micro-batches and {cursor.samples} samples by rank 0"
+    trained_text = f"{cursor.micro_batches} micro-batches and {cursor.samples} samples by rank 0"
     rows = [
         ("snapshot", f"{manifest.name} in {tier.url}"),
         ("usable", "yes" if candidate.usable else f"no: {candidate.reason}"),
         ("cursor", str(cursor)),
-        ("trained", f"{trained}, {cursor.batches} batches of this epoch"),
+        ("trained", f"{trained_text}, {cursor.batches} batches of this epoch"),
         ("attempt", f"{manifest.name.attempt}, begun from {manifest.parent or 'step 0'}"),
-        ("created", show.when(manifest.created)),
+        ("created", output.when(manifest.created)),
         ("saved because", manifest.reason),
         ("not bitwise", "; ".join(manifest.not_bitwise)),
         ("tags", " ".join(manifest.tags)),
@@ -155,17 +155,17 @@ def _print_facts(tier: Tier, candidate: Candidate, manifest: Manifest) -> None:
         ("written by", manifest.writer or "not recorded"),
         *[(key, str(value)) for key, value in manifest.fingerprint.items() if key != "world"],
     ]
-    show.table(("what", "is"), [row for row in rows if row[1]])
+    output.table(("what", "is"), [row for row in rows if row[1]])
 
 
 def _row(tensor: dict[str, Any], world: int) -> tuple[str, ...]:
     holders = sorted({shard["file"] for shard in tensor["shards"]})
-    where = holders[0] if len(holders) == 1 else f"{len(holders)} of {world}"
+    holder_text = holders[0] if len(holders) == 1 else f"{len(holders)} of {world}"
     return (
         tensor["name"],
         tensor["dtype"],
         " x ".join(map(str, tensor["shape"])) or "scalar",
-        show.size(tensor["bytes"]),
+        output.size(tensor["bytes"]),
         PLACEMENTS.get(tensor["placement"], tensor["placement"]),
-        where if holders else "not read",
+        holder_text if holders else "not read",
     )

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.cli import show
+from trainckpt.attempt.options import read_options
+from trainckpt.cli import output
+from trainckpt.cli.dump_catalog import dumps_of
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import RECORD, DumpName
 from trainckpt.format.names import MANIFEST, SnapshotName, split_target
-from trainckpt.lifecycle.dumping import dump_copies
-from trainckpt.lifecycle.dumping.old_dumps import why_superseded
-from trainckpt.lifecycle.places.everywhere import open_everywhere
-from trainckpt.lifecycle.run.options import read_options
 from trainckpt.process_dump import restore
+from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.snapshot import catalog, memory_copies
 from trainckpt.snapshot import verify as verifying
-from trainckpt.snapshot.opened import Opener
-from trainckpt.snapshot.verify import Copy
+from trainckpt.snapshot.decrypting_tier import KeyRing
+from trainckpt.snapshot.verify import VerifiedCopy
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Collection, Iterator, Sequence
 
     from trainckpt.format.files import FileEntry
-    from trainckpt.lifecycle.places.everywhere import Everywhere
+    from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.snapshot.catalog import Candidate
-    from trainckpt.tiers.base import Tier
+    from trainckpt.storage.base import Tier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,74 +36,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Check every committed snapshot in every tier, or one; 65 if any copy is bad."""
-    run, wanted = split_target(arguments.target)
+    run, target_name = split_target(arguments.target)
     everywhere = open_everywhere(run)
-    dump = DumpName.parse(wanted or "")
+    dump = DumpName.parse(target_name or "")
     candidates = everywhere.candidates() if dump is None else ()
-    copies = _check(everywhere, _named(everywhere, candidates, wanted)) if dump is None else []
-    copies += _check_dumps(everywhere, dump) if dump is not None or not wanted else []
-    copies += _lost(everywhere, candidates) if not wanted else []
+    copies = _check(everywhere, _named(everywhere, candidates, target_name)) if dump is None else []
+    copies += _check_dumps(everywhere, dump) if dump is not None or not target_name else []
+    copies += _lost(everywhere, candidates) if not target_name else []
     silent = [
-        Copy("", tier, "", ok=False, reason=f"does not answer: {why}")
-        for tier, why in everywhere.silent.items()
+        VerifiedCopy("", tier, "", ok=False, reason=f"does not answer: {reason}")
+        for tier, reason in everywhere.silent.items()
     ]
     ok = all(copy.ok for copy in [*copies, *silent])
     if arguments.json:
-        show.document({"ok": ok, "copies": [asdict(copy) for copy in [*copies, *silent]]})
+        output.document({"ok": ok, "copies": [asdict(copy) for copy in [*copies, *silent]]})
     else:
-        found = [*copies, *silent]
-        rows = [(c.snapshot, c.tier, c.file, "ok" if c.ok else c.reason) for c in found]
-        show.table(("snapshot", "tier", "file", "found"), rows, title=everywhere.place.url)
+        reported = [*copies, *silent]
+        rows = [(c.snapshot, c.tier, c.file, "ok" if c.ok else c.reason) for c in reported]
+        output.table(("snapshot", "tier", "file", "found"), rows, title=everywhere.place.url)
         print(f"{len(copies)} files checked, {sum(not c.ok for c in copies)} bad")
     if not all(copy.ok for copy in copies):
         return UnusableSnapshot.exit_code
     return TierUnavailable.exit_code if silent else 0
 
 
-def _named(everywhere: Everywhere, candidates: Sequence[Candidate], wanted: str | None) -> set[str]:
+def _named(everywhere: RunTiers, candidates: Sequence[Candidate], wanted: str | None) -> set[str]:
     chosen = (catalog.find(candidates, wanted, everywhere.place.url),) if wanted else candidates
     return {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
 
 
-def _lost(everywhere: Everywhere, candidates: Sequence[Candidate]) -> list[Copy]:
+def _lost(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[VerifiedCopy]:
     """The newest commit that an attempt has recorded, if no tier has it, or a newer one, any more.
 
     Where a tier does not answer it may be there.
     """
-    told = (SnapshotName.parse(r.newest_commit or "") for r in everywhere.records.values())
-    newest = max((name for name in told if name is not None), default=None)
-    there = [c.name for c in candidates if c.reason != catalog.NOT_COMMITTED]
-    if newest is None or everywhere.silent or any(name >= newest for name in there):
+    commit_names = (SnapshotName.parse(r.newest_commit or "") for r in everywhere.records.values())
+    newest = max((name for name in commit_names if name is not None), default=None)
+    present_names = [c.name for c in candidates if c.reason != catalog.NOT_COMMITTED]
+    if newest is None or everywhere.silent or any(name >= newest for name in present_names):
         return []
-    why = f"attempt {newest.attempt} has committed it, and it is not there"
-    return [Copy(str(newest), everywhere.tiers[0].name, MANIFEST, ok=False, reason=why)]
+    reason = f"attempt {newest.attempt} committed it, but it is missing"
+    return [VerifiedCopy(str(newest), everywhere.tiers[0].name, MANIFEST, ok=False, reason=reason)]
 
 
-def _check_dumps(everywhere: Everywhere, wanted: DumpName | None) -> list[Copy]:
-    """Every image of the dump that is named, or of those that a resume may go on from."""
-    found: list[Copy] = []
-    for tier in everywhere.tiers:
-        for name in restore.names_in(tier):
-            if wanted == name or (wanted is None and not why_superseded(name, everywhere.records)):
-                found += _check_dump(everywhere, tier, name)
-    if wanted is not None and not found:
+def _check_dumps(everywhere: RunTiers, wanted: DumpName | None) -> list[VerifiedCopy]:
+    """Check every image of the dump called `wanted`, or of those that a resume may restore."""
+    copies: list[VerifiedCopy] = []
+    place = everywhere.place
+    for dump in dumps_of(place):
+        if dump.name == wanted or (wanted is None and not dump.is_superseded):
+            copies += _check_dump(place, everywhere.run, dump.name)
+    if wanted is not None and not copies:
         raise UnusableSnapshot(f"there is no {wanted}", hint="trainckpt list RUN")
-    return found
+    return copies
 
 
-def _check_dump(everywhere: Everywhere, tier: Tier, name: DumpName) -> list[Copy]:
-    def copy(file: str, why: str) -> Copy:
-        return Copy(str(name), tier.name, file, ok=not why, reason=why)
-
+def _check_dump(place: Tier, run: str, name: DumpName) -> list[VerifiedCopy]:
+    reasons = {RECORD: ""}
     try:
-        record = restore.load(tier, everywhere.run, name)
+        for image in restore.load(place, run, name).images:
+            path = Path(place.url) / name.image(image.name)
+            reasons[image.name] = restore.why_bad(path, image)
     except UnusableSnapshot as error:
-        return [copy(RECORD, error.message)]
-    images = [(i.name, dump_copies.check(tier, name.image(i.name), i)) for i in record.images]
-    return [copy(RECORD, ""), *(copy(file, why) for file, why in images)]
+        reasons = {RECORD: error.message}
+    return [
+        VerifiedCopy(str(name), place.name, file, ok=not reason, reason=reason)
+        for file, reason in reasons.items()
+    ]
 
 
-def _check(everywhere: Everywhere, names: Collection[str]) -> list[Copy]:
+def _check(everywhere: RunTiers, names: Collection[str]) -> list[VerifiedCopy]:
     """Every copy of these snapshots, in one tier after the other, and in this host's memory."""
     listed = [
         (tier, candidate)
@@ -118,24 +120,27 @@ def _check(everywhere: Everywhere, names: Collection[str]) -> list[Copy]:
             for key, file in _files(candidate)
         }.values()
     )
-    found: list[Copy] = []
-    known: dict[str, dict[tuple[str, int, str, str], str]] = {}
-    opener = Opener(read_options({}).identity)
-    with show.progress() as progress:
+    copies: list[VerifiedCopy] = []
+    results_by_tier: dict[str, dict[tuple[str, int, str, str], str]] = {}
+    opener = KeyRing(read_options({}).identity)
+    with output.progress() as progress:
         task = progress.add_task("reading", total=total)
         for tier, candidate in listed:
             if candidate.manifest is None:
                 name, reason = str(candidate.name), candidate.reason
-                found.append(Copy(name, tier.name, MANIFEST, ok=False, reason=reason))
+                copies.append(VerifiedCopy(name, tier.name, MANIFEST, ok=False, reason=reason))
                 continue
-            found += verifying.verify(
-                tier, candidate.manifest, lambda n: progress.advance(task, n),
-                known.setdefault(tier.name, {}), opener,
-            )  # fmt: skip
+            copies += verifying.verify(
+                tier,
+                candidate.manifest,
+                lambda n: progress.advance(task, n),
+                results_by_tier.setdefault(tier.name, {}),
+                opener,
+            )
         manifests = {c.name: c.manifest for _, c in listed if c.manifest is not None}
         for manifest in manifests.values():
-            found += memory_copies.verify(everywhere.place.url, manifest)
-    return found
+            copies += memory_copies.verify(everywhere.place.url, manifest)
+    return copies
 
 
 def _files(candidate: Candidate) -> Iterator[tuple[str, FileEntry]]:

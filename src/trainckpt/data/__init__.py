@@ -1,1 +1,1 @@
-"""Loaders that can be stopped at any batch and go on with the next one, bitwise."""
+"""Track data loaders: save a position at any batch and resume with the next one, bitwise."""

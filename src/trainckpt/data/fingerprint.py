@@ -1,10 +1,8 @@
-"""Return eight bytes that tell whether the same batch came again.
+"""Compute an eight-byte fingerprint of a batch, to recognise the same batch after a resume.
 
-Of each tensor and array its type, its shape and its first and last kilobytes count, so that a batch
-of images costs no more than one of tokens. Tensors on devices count by type and shape: reading them
-would wait for the device. Objects of other kinds count by their type.
-
-Used by: stateful.py, iterators.py.
+The fingerprint covers type, shape, and the first and last kilobytes of each tensor and array. A
+batch of images thus costs no more than a batch of tokens. Tensors on devices count by type and
+shape only: reading them would wait for the device. Objects of other kinds count by type.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ from trainckpt.data.randomness import as_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ELEMENTS = 512  # of each end of a tensor
-_ITEMS = 1024  # of a list or a dictionary
+_ELEMENTS = 512  # at each end of a tensor
+_ITEMS = 1024  # in a list or a dictionary
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def fingerprint(batch: Any, before: bytes = b"") -> bytes:
-    """Return eight bytes that follow from a batch and from those of the batches before it."""
-    found = hashlib.blake2b(before, digest_size=8)
+    """Return eight bytes that depend on a batch and on the fingerprint of the batches before it."""
+    digest = hashlib.blake2b(before, digest_size=8)
     for part in _parts(batch):
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -61,7 +59,7 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _ends(tensor: torch.Tensor) -> Iterator[bytes]:
-    if not tensor.is_contiguous():  # flat it would be a copy of all of it: take its corners
+    if not tensor.is_contiguous():  # flattening would copy all of it: use its corners
         for corner in (slice(8), slice(-8, None)):
             yield as_bytes(tensor[(corner,) * tensor.dim()].resolve_conj().resolve_neg())
         return

@@ -1,18 +1,15 @@
-"""torch's two DataLoader iterators, counting what is consumed and able to start in the middle.
+"""Subclass torch's two DataLoader iterators to count consumed batches and to start in the middle.
 
-These subclass private classes of torch, because only they know which worker made which batch. Each
-private name relied on is listed in `_RELIED_ON`; `self_test` looks for all of them before a loader
-is tracked, so that a changed torch is an error that names the attribute, not a wrong resume.
+They subclass private classes of torch, because only these know which worker made which batch.
+`_RELIED_ON` lists each private name in use; `self_test` checks all of them before a loader is
+tracked. A changed torch is thus an error naming the attribute, not a wrong resume.
 
-Starting in the middle (`Plan.skip` batches in) touches no data: indices are drawn and dropped, and
-the worker cycle is turned on by as many, so that each later batch meets the worker it would have
-met.
+Starting in the middle (`Plan.skip` batches in) touches no data. Indices are drawn and dropped, and
+the worker cycle advances by as many steps. Each later batch thus meets the same worker as before.
 
-A pass that reuses persistent workers draws no base_seed. A resumed process has no workers to reuse:
-its first iterator must draw one, so `Plan.rewind` puts the generators back before the first index,
-and `Plan.base_seed` is what the workers are seeded with, whatever was drawn.
-
-Used by: sources.py.
+A pass with reused persistent workers draws no base_seed. A resumed process has no workers to reuse,
+and its first iterator must draw one. So `Plan.rewind` puts the generators back before the first
+index, and the workers are seeded with `Plan.base_seed` instead of the drawn seed.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ from torch.utils.data import IterableDataset, _utils
 from torch.utils.data import dataloader as torch_loader
 
 from trainckpt.data.fingerprint import fingerprint
-from trainckpt.data.shield import adopt, kill_workers, shielded
-from trainckpt.data.worker import Tap, Tapped, WorkerStart
+from trainckpt.data.worker import BatchWithRng, RngCollate, WorkerStart
+from trainckpt.data.worker_signals import kill_on_shutdown, kill_workers, signals_blocked
 from trainckpt.errors import ConfigurationError, StateMismatch
 
 if TYPE_CHECKING:
@@ -38,13 +35,13 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from trainckpt.data.carried import Changing, Seen, Watch
+    from trainckpt.data.carried_state import Changing, Seen, Watch
 
 _Base = torch_loader._BaseDataLoaderIter
 _Single = torch_loader._SingleProcessDataLoaderIter
 _Multi = torch_loader._MultiProcessingDataLoaderIter
 
-# (function, names its code must use): attributes made in __init__ are not on the class
+# (function, names its code must use); attributes set in __init__ are not on the class
 _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Base.__init__, ("_base_seed", "_sampler_iter", "_auto_collation", "collate_fn")),
     (_Base._reset, ("_sampler_iter", "_index_sampler")),
@@ -62,16 +59,16 @@ _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
 
 @dataclass
 class Progress:
-    """What has been consumed of one pass; shared by the loader and its iterator.
+    """Consumed part of one pass; shared by the loader and its iterator.
 
     Attributes:
-        position: Index batches consumed, those whose loading raised included.
+        position: Index batches consumed, including those whose loading raised.
         samples: Dataset indices in the batches returned.
-        workers: Worker -> its generators as of its last consumed batch, and what its data carries.
-        changing: Attributes of the data that change from batch to batch and are not kept.
-        order: Follows from the index lists consumed.
-        passed: Follows from the batches returned; empty where they are not compared.
-        since: Follows from those returned since the state that a resume tries.
+        workers: Worker -> its generators and carried states as of its last consumed batch.
+        changing: Attributes of the data that change from batch to batch and are not saved.
+        order: Digest of the index lists consumed.
+        passed: Digest of the batches returned; empty if they are not compared.
+        since: Digest of the batches returned since the state under trial (see `sources.Trial`).
     """
 
     position: int = 0
@@ -79,35 +76,41 @@ class Progress:
     workers: dict[int, dict[str, Any]] = field(default_factory=dict)
     changing: Changing | None = None
     order: bytes = b""
-    passed: bytes = b""
-    since: bytes = b""
+    batches_digest: bytes = b""
+    trial_digest: bytes = b""
 
-    def compare(self, batch: Any) -> None:
-        """Take a batch of a stream into what tells it again."""
-        this = fingerprint(batch)
-        self.passed, self.since = fingerprint(this, self.passed), fingerprint(this, self.since)
+    def add_batch(self, batch: Any) -> None:
+        """Add a stream's batch to the digests."""
+        digest = fingerprint(batch)
+        self.batches_digest, self.trial_digest = (
+            fingerprint(digest, self.batches_digest),
+            fingerprint(digest, self.trial_digest),
+        )
 
-    def note(self, batch: Tapped) -> None:
-        """Keep what a consumed batch says about its worker's generators."""
-        news = batch.changed()
-        if news:
-            self.workers[batch.worker] = {**self.workers.get(batch.worker, {}), **news}
-        self.note_changes(batch.worker, batch.changes())
+    def record(self, batch: BatchWithRng) -> None:
+        """Record the worker state that came with a consumed batch."""
+        changed = batch.changed_states()
+        if changed:
+            self.workers[batch.worker] = {**self.workers.get(batch.worker, {}), **changed}
+        self.record_changes(batch.worker, batch.changing_attributes())
 
-    def note_changes(self, worker: int, seen: Seen | None) -> None:
-        """Take which attributes of the data were seen to change."""
+    def record_changes(self, worker: int, seen: Seen | None) -> None:
+        """Record the attributes of the data that were seen to change."""
         if self.changing is not None and seen is not None:
-            self.changing.note(worker, seen)
+            self.changing.record(worker, seen)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an iterator starts: at the beginning, or `skip` batches in with what was saved.
+    """Start of an iterator: at the beginning, or `skip` batches in with the saved randomness.
 
     Attributes:
-        watch: Looks at the data of an iterator without workers.
-        compares: Batches are taken into `Progress.passed`.
-        before_fetch: Called before each batch is fetched, without workers.
+        workers: Worker -> the generators and states to start it with.
+        base_seed: Seed for the workers in place of the drawn one.
+        rewind: Called before the first index is drawn.
+        watch: Inspects the data of an iterator without workers.
+        compares: Add batches to `Progress.passed`.
+        before_fetch: Called before each fetch, without workers.
     """
 
     skip: int = 0
@@ -136,31 +139,31 @@ def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> An
     if loader.num_workers == 0:
         return InProcessIterator(loader, progress, plan)
     context = loader.multiprocessing_context or torch.multiprocessing
-    tap = Tap(loader.collate_fn, carries=not isinstance(loader.dataset, IterableDataset))
+    tap = RngCollate(loader.collate_fn, carries=not isinstance(loader.dataset, IterableDataset))
     loader.worker_init_fn = WorkerStart(loader.worker_init_fn, plan.workers, tap)
     loader.collate_fn = tap
-    with shielded(context.get_start_method()):
+    with signals_blocked(context.get_start_method()):
         iterator = WorkersIterator(loader, progress, plan)
-    adopt(iterator)
+    kill_on_shutdown(iterator)
     return iterator
 
 
 def has_run_out(iterator: Any) -> bool:
-    """Whether its IterableDataset ended while the last batch, a short one, was made."""
+    """Return True if its IterableDataset ended while the last, short batch was made."""
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
 
 
-def _size(index: Any, auto_collation: bool) -> int:
+def _number_of_samples(index: Any, auto_collation: bool) -> int:
     return len(index) if auto_collation and hasattr(index, "__len__") else 1
 
 
-def _ordered(index: Any, before: bytes) -> bytes:
+def _extend_order(index: Any, previous: bytes) -> bytes:
     if type(index) is int or (type(index) is list and index and type(index[0]) is int):
-        return blake2b(before + repr(index).encode(), digest_size=8).digest()
-    return fingerprint(index, before)
+        return blake2b(previous + repr(index).encode(), digest_size=8).digest()
+    return fingerprint(index, previous)
 
 
-def _ran_out(skip: int) -> StateMismatch:
+def _beyond_end_error(skip: int) -> StateMismatch:
     return StateMismatch(
         "the saved position lies beyond the end of the data",
         [f"{skip} batches were consumed, the sampler now yields fewer"],
@@ -178,16 +181,16 @@ class InProcessIterator(_Single):
         self._plan = plan
         try:
             for _ in range(plan.skip):
-                progress.order = _ordered(next(self._sampler_iter), progress.order)
+                progress.order = _extend_order(next(self._sampler_iter), progress.order)
         except StopIteration:
-            raise _ran_out(plan.skip) from None
+            raise _beyond_end_error(plan.skip) from None
 
     def _next_index(self) -> Any:
         index = super()._next_index()  # type: ignore[no-untyped-call]
-        self._last_size = _size(index, self._auto_collation)
+        self._last_size = _number_of_samples(index, self._auto_collation)
         self.progress.position += 1
         if not self._plan.compares:
-            self.progress.order = _ordered(index, self.progress.order)
+            self.progress.order = _extend_order(index, self.progress.order)
         return index
 
     def _next_data(self) -> Any:
@@ -197,9 +200,9 @@ class InProcessIterator(_Single):
         data = super()._next_data()  # type: ignore[no-untyped-call]
         progress.samples += self._last_size
         if plan.watch is not None:
-            progress.note_changes(0, plan.watch.look())
+            progress.record_changes(0, plan.watch.poll_changes())
         if plan.compares:
-            progress.compare(data)
+            progress.add_batch(data)
         return data
 
 
@@ -210,10 +213,10 @@ class WorkersIterator(_Multi):
         self.progress = progress
         self._plan = plan
         self._skip = plan.skip
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._order = b""
-        # Sizes of the index batches sent and not consumed yet, and the order with each of them.
-        self._sent: deque[tuple[int, bytes]] = deque()
+        # Size of each index batch sent and not consumed yet, and the order digest including it.
+        self._in_flight: deque[tuple[int, bytes]] = deque()
         super().__init__(loader)
 
     @property
@@ -227,7 +230,7 @@ class WorkersIterator(_Multi):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if first_iter and self._plan.rewind is not None:
             self._plan.rewind()
-        self._sent.clear()
+        self._in_flight.clear()
         self._order = b""
         super()._reset(loader, first_iter)
 
@@ -242,51 +245,51 @@ class WorkersIterator(_Multi):
             next(self._worker_queue_idx_cycle)
         drawn = 0
         for drawn, index in enumerate(itertools.islice(self._sampler_iter, skip), start=1):  # noqa: B007
-            self._order = _ordered(index, self._order)
+            self._order = _extend_order(index, self._order)
         if drawn < skip:
-            raise _ran_out(skip)
+            raise _beyond_end_error(skip)
         self.progress.order = self._order
 
     def _next_index(self) -> Any:
         index = super()._next_index()  # type: ignore[no-untyped-call]
         if not self._plan.compares:
-            self._order = _ordered(index, self._order)
-        self._sent.append((_size(index, self._auto_collation), self._order))
+            self._order = _extend_order(index, self._order)
+        self._in_flight.append((_number_of_samples(index, self._auto_collation), self._order))
         return index
 
     def _process_data(self, data: Any, *rest: Any) -> Any:
         progress = self.progress
-        size, progress.order = self._sent.popleft() if self._sent else (0, progress.order)
+        size, progress.order = self._in_flight.popleft() if self._in_flight else (0, progress.order)
         progress.position += 1
         data = super()._process_data(data, *rest)  # type: ignore[no-untyped-call]
         progress.samples += size
-        batch = self._untap(data)
+        batch = self._unwrap(data)
         if self._plan.compares:
-            progress.compare(batch)
+            progress.add_batch(batch)
         return batch
 
     def drain(self) -> None:
         """Wait for the batches under way and drop them, as torch does when it reuses workers.
 
-        Afterwards the progress holds the generators with which the workers enter the next pass.
+        Afterwards `progress` holds the generators with which the workers enter the next pass.
         """
         for _, task in sorted(self._task_info.items()):
             if len(task) == 2:
-                self._untap(task[1])
+                self._unwrap(task[1])
         while self._tasks_outstanding > 0:
             self._tasks_outstanding -= 1
-            self._untap(self._get_data()[1])  # type: ignore[no-untyped-call]
+            self._unwrap(self._get_data()[1])  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner_pid:
             return  # a forked worker inherited this iterator and drops it
         if not any(worker.is_alive() for worker in self._workers):
-            kill_workers(self)  # nobody to wait for: they ended, or were killed by the collector
+            kill_workers(self)  # all have ended, or the garbage collector killed them
         else:
             super()._shutdown_workers()
 
-    def _untap(self, data: Any) -> Any:
-        if not isinstance(data, Tapped):
+    def _unwrap(self, data: Any) -> Any:
+        if not isinstance(data, BatchWithRng):
             return data
-        self.progress.note(data)
+        self.progress.record(data)
         return data.batch

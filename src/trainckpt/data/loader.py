@@ -1,40 +1,44 @@
-"""A loader that knows where it is, and can be put back there without loading a batch twice.
+"""Track a loader's position, and resume from it without loading a batch twice.
 
-It counts what was *returned*, that is, trained on; what workers fetched ahead is not part of it.
-What happens in each `__next__`, in this order:
+Only *returned* batches count, as trained on; batches fetched ahead by workers do not.
+Order of events in each `__next__`:
 
-    1  on_boundary()         may raise; may call state(): it describes the batches returned so far
+    1  on_boundary()         may raise; may call state(), which covers the batches returned so far
     2  the iterator          made at the first __next__ only, so that a state can still be loaded
                              after iter(); in the middle of a pass: under the saved randomness,
-                             which is put back to what it was before
+                             with the current randomness put back afterwards
     3  before_first_fetch()  once after a load: the owner restores the main randomness, last
     4  the batch             with num_workers=0 this draws from the main randomness
 
-A state taken between passes holds randomness from before the iterator is made, and making it draws
-from that: then 3 comes before 2. Either way the main randomness is restored at the very place where
-it was recorded.
+A state between passes holds the randomness from before the iterator is made, and making it draws
+from that: then 3 comes before 2. In both cases the main randomness is restored at the same point
+where it was recorded.
 
-Another data-parallel world goes on at the start of the optimizer window, which `mark_window` notes:
-`load_elsewhere` deals what is left of that pass over the ranks of this world. Its workers start as
-in a new pass, so here too 3 comes before 2.
+Another data-parallel world resumes at the start of the optimizer window: `load_in_other_world`
+shares the rest of that pass among the ranks of this world. Its workers start as in a new pass, so
+here too 3 comes before 2.
 
-Without a load_state the draws are those of the plain loader, one by one. Only the trainer's thread
+Without a load_state the draws are those of the plain loader, one by one. Only the training thread
 may iterate, save or load; one pass runs at a time.
 
-Used by: the lifecycle (through the front door's `track`).
+`LoadedPass` detects that a loop left the pass in the middle of which a state was loaded. `zip`
+asks the first loader first. Suppose the run stopped at that loader's last batch. After the resume
+both loaders are in their saved passes, the first one ends at once, and the second one is never
+asked. A dropped iterator is then the only sign of the second loader's abandoned pass.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data import compare, window
-from trainckpt.data.loaded_pass import LoadedPass
+from trainckpt.data import state_differences, window
+from trainckpt.data.pass_history import PassHistory, announced
 from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_main_rng
 from trainckpt.data.sources import LoaderSource, source_of
-from trainckpt.data.window import Mark
+from trainckpt.data.window import WindowStart
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.exactness import How, Restored
 
@@ -44,32 +48,34 @@ if TYPE_CHECKING:
     from trainckpt.format.exactness import Report
 
 
+_COMPARED = 3  # passes after a load, the loaded one included; what differs later has other reasons
+
+
 class TrackedLoader:
-    """A drop-in for a loader, whose position can be saved and loaded at every batch.
+    """A drop-in for a loader whose position can be saved and loaded at every batch.
 
     Saved after batch 3 of 10 and loaded in a new process, the next `iter()` returns batches 4 to
     10 with the bits they would have had, then the next pass begins as it would have begun.
 
     Args:
-        loader: A torch DataLoader, any iterable with state_dict and load_state_dict, or what an
-            integration makes of its framework's loader (see sources.py).
-        name: What messages call it.
+        loader: A torch DataLoader, any iterable with state_dict and load_state_dict, or an
+            integration's wrapper of its framework's loader (see sources.py).
+        name: The loader's name in messages.
         on_boundary: Called first in every `__next__`.
-        before_first_fetch: Called once after each `load_state`, before the first batch. True if it
-            has put the random generators back: those that the data holds then come back too.
-        leader: The loader whose boundaries a script passes that takes batches of this one as well.
-        report: Told how a resume goes on, where that turns out to be less than exactly; None: a
-            warning says so.
+        before_first_fetch: Called once after each `load_state`, before the first batch. Returns
+            True after restoring the main generators: those held by the data are then restored too.
+        leader: The loader with the boundaries, in scripts that take batches from both.
+        report: Called with each part that turns out to be restored less than exactly. None: warn.
 
     Attributes:
-        batches: Batches returned in this pass, those before a `load_elsewhere` included.
-        samples: Dataset indices in them (batch_size per batch where index lists are out of sight).
+        batches: Batches returned in this pass, those before a `load_in_other_world` included.
+        samples: Dataset indices in them (batch_size per batch if index lists are unknown).
         in_pass: The first `__next__` of a pass was reached and the pass has not ended.
         exhausted: The last pass ended by running out, and no new one has begun.
         passes_started: Passes begun, those of the loaded run included.
         total_batches, total_samples: Returned since this object was made, over all passes.
         after_fetch: Called with every batch before it is returned, if set.
-        loaded_pass: The pass that a state was loaded in the middle of.
+        loaded_pass: The pass in the middle of which a state was loaded.
     """
 
     def __init__(
@@ -92,23 +98,27 @@ class TrackedLoader:
         self.exhausted = False
         self.passes_started = 0
         self.total_batches = self.total_samples = 0
-        # Of this rank since the run began, less `total_samples`; None: a loaded state did not say.
+        # This rank's samples since the run began, less `total_samples`; None: unknown after a load.
         self._earlier_samples: int | None = 0
         self.after_fetch: Callable[[Any], None] | None = None
         self._report: Report = report or _warn
         self.loaded_pass = LoadedPass()
+        self._history = PassHistory()
+        # the last pass that is compared with the history, by its number
+        self._last_compared_pass = 0
         self._skips_next_pass = False
         self._samples_before = 0
         self._source = source_of(loader, name, self._report)
         facts = self._source.facts()
-        # Lengths may depend on what a pass leaves over, or on the epoch: what is compared are those
-        # of loaders that have just been made.
+        # Lengths may depend on a pass's remainder or on the epoch, so the lengths compared are
+        # always those of a new loader.
         self._lengths = {key: value for key, value in facts.items() if key.endswith("length")}
         self._facts = facts
         self._pending: dict[str, Any] | None = None
-        self._mark: Mark | dict[str, Any] | None = None  # a dict if it was loaded
-        self._turn: object = None  # the ticket of the iterator whose pass it is; keeps none alive
-        self._holder: weakref.ref[TrackedIterator] | None = None
+        self._window_start: WindowStart | dict[str, Any] | None = None  # a dict after a load
+        # ticket of the running pass's iterator; keeps no iterator alive
+        self._active_ticket: object = None
+        self._active_iterator: weakref.ref[TrackedIterator] | None = None
 
     @property
     def samples(self) -> int:
@@ -116,25 +126,30 @@ class TrackedLoader:
         return self._source.progress.samples
 
     @property
+    def underlying(self) -> Any:
+        """The user's own loader."""
+        return self._loader
+
+    @property
     def is_stream(self) -> bool:
-        """Return True for a DataLoader of an IterableDataset."""
+        """True for a DataLoader of an IterableDataset."""
         return self._source.kind == "iterable"
 
     @property
     def padding(self) -> int:
-        """Ids that all ranks together train again in this or the last pass, to get equally many."""
-        dealer, deal = self._source.dealer, self._source.deal
+        """Ids trained again, over all ranks, to even out the ranks in this or the last pass."""
+        dealer, deal = self._source.resharder, self._source.assignment
         return 0 if isinstance(dealer, str) or deal is None else dealer.padding(deal)
 
     @property
     def padding_ids(self) -> list[int]:
-        """Those ids. Finding them takes as long as shuffling the epoch."""
-        dealer, deal = self._source.dealer, self._source.deal
+        """The ids trained again. Computing them takes as long as shuffling the epoch."""
+        dealer, deal = self._source.resharder, self._source.assignment
         return [] if isinstance(dealer, str) or deal is None else dealer.padding_ids(deal)
 
     def remaining_batches(self) -> int:
-        """Return how many batches are left of this pass or, between passes, the next one has."""
-        dealer, deal = self._source.dealer, self._source.deal
+        """Return the batches left of this pass or, between passes, the length of the next one."""
+        dealer, deal = self._source.resharder, self._source.assignment
         if not self.in_pass:
             return len(self)
         if isinstance(dealer, str) or deal is None:
@@ -143,7 +158,7 @@ class TrackedLoader:
 
     def __iter__(self) -> TrackedIterator:
         iterator = TrackedIterator(self)
-        self.loaded_pass.make(iterator)
+        self.loaded_pass.record_iterator(iterator)
         return iterator
 
     def __len__(self) -> int:
@@ -155,233 +170,278 @@ class TrackedLoader:
         return getattr(self._loader, attribute)
 
     def state(self) -> dict[str, Any]:
-        """Return the position as of the batches returned so far; never changed later."""
-        self._leave_if_dropped()
+        """Return the position after the batches returned so far; never changed later."""
+        self._abandon_if_dropped()
         if self._pending is not None:
             return {**self._pending, "window": self._window()}
-        return self._described()
+        return self._build_state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state with the next pass; iterators made before may still begin it.
+        """Resume from a saved state with the next pass. Earlier iterators may still begin it.
 
-        What `differences` names is not refused here, only another kind of loader.
+        Raises:
+            StateMismatch: The state is of another kind of loader. Nothing else is refused here.
         """
         if state.get("elsewhere"):
-            self.load_elsewhere(state)
+            self.load_in_other_world(state)
             return
+        differences = self.differences(state)
         if state["kind"] != self._source.kind:
-            raise StateMismatch(f"{self.name} cannot go on", self.differences(state))
-        self._turn = None
+            raise StateMismatch(f"{self.name} cannot go on", differences)
+        self._active_ticket = None
+        history = None if differences else state.get("passes")
+        self._history = PassHistory(**(history or {}))
+        self._last_compared_pass = (
+            state["passes_started"] + _COMPARED - state["in_pass"] if history else 0
+        )
         self._source.load(state)
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
-        self._pending, self._mark = dict(state), state.get("window")
+        self._pending, self._window_start = dict(state), state.get("window")
         earlier = state.get("run_samples")
         self._earlier_samples = None if earlier is None else earlier - self.total_samples
-        self.loaded_pass.load(self)
+        self.loaded_pass.record_load(self)
 
-    def mark_window(self) -> None:
-        """Note that an optimizer window begins here: another world will go on from this place.
+    def record_window_start(self) -> None:
+        """Record that an optimizer window begins here: another world will resume from this batch.
 
         Called at a boundary, before the batch is fetched, or between passes. Takes a microsecond.
         """
         source, pending = self._source, self._pending
-        if isinstance(source.dealer, str) or (pending is not None and pending.get("elsewhere")):
-            return  # nobody could deal it; or this is the window's start that was loaded
-        self._leave_if_dropped()
-        self._mark = Mark(
-            self.in_pass,
-            self.exhausted,
-            self.passes_started,
-            self.batches,
-            source.progress.samples,
-            source.progress.position,
-            source.deal if self.in_pass else None,
+        if isinstance(source.resharder, str) or (pending is not None and pending.get("elsewhere")):
+            return  # the order cannot be shared; or this is the loaded window start
+        self._abandon_if_dropped()
+        self._window_start = WindowStart(
+            in_pass=self.in_pass,
+            exhausted=self.exhausted,
+            passes_started=self.passes_started,
+            batches=self.batches,
+            samples=source.progress.samples,
+            position=source.progress.position,
+            deal=source.assignment if self.in_pass else None,
         )
 
-    def load_elsewhere(self, state: dict[str, Any]) -> None:
-        """Go on in another data-parallel world, at the start of the saved state's window.
+    def load_in_other_world(self, state: dict[str, Any]) -> None:
+        """Resume in another data-parallel world, at the start of the saved state's window.
 
-        Any rank's state will do: those of one data world agree. The next pass trains what is left
-        of the window's epoch, dealt over the ranks that this loader's sampler knows; the epochs
-        after it are plain. A window that began between passes goes on with a plain pass.
+        The state of any rank will do: all ranks of one data world agree. The next pass trains the
+        rest of the window's epoch, shared among the ranks known to this loader's sampler. The later
+        epochs are plain. A window that began between passes resumes with a plain pass.
 
         Raises:
-            StateMismatch: it cannot be dealt over this world; says what to use instead.
+            StateMismatch: The order cannot be shared among this world; names an alternative.
         """
-        found = self.differences_elsewhere(state)
-        if found:
-            raise StateMismatch(f"{self.name} cannot go on with another number of ranks", found)
-        self._turn = None
-        self._mark = mark = state["window"]
-        self._dealing_source().load_elsewhere(mark)
+        differences = self.differences_in_other_world(state)
+        if differences:
+            raise StateMismatch(
+                f"{self.name} cannot go on with another number of ranks", differences
+            )
+        self._active_ticket = None
+        self._window_start = mark = state["window"]
+        self._loader_source().load_in_other_world(mark)
         self.batches, self.passes_started = mark["batches"], mark["passes_started"]
         self.in_pass, self.exhausted = mark["in_pass"], mark["exhausted"]
-        self._earlier_samples = None  # another rank's
-        self._pending = {**self._described(between=True), "elsewhere": True}
-        self.loaded_pass.load(self)
+        self._earlier_samples = None  # the state may be another rank's
+        self._history, self._last_compared_pass = PassHistory(), 0
+        self._pending = {**self._build_state(between=True), "elsewhere": True}
+        self.loaded_pass.record_load(self)
 
-    def run_samples(self, otherwise: int) -> int:
+    def run_samples(self, fallback: int) -> int:
         """Return this rank's samples since the run began.
 
         Args:
-            otherwise: What they are if the loaded state is of an older release or another world.
+            fallback: The number if the loaded state is of an older release or another world.
         """
         if self._earlier_samples is None:
-            self._earlier_samples = otherwise - self.total_samples
+            self._earlier_samples = fallback - self.total_samples
         return self._earlier_samples + self.total_samples
 
-    def differences_elsewhere(
+    def differences_in_other_world(
         self, state: dict[str, Any], processes: tuple[int, int] | None = None
     ) -> list[str]:
-        """Return why a saved state cannot go on in another data world, one sentence each.
+        """Return the reasons against resuming a saved state in another data world.
 
         Args:
-            state: Any rank's.
-            processes: How many the run had and has. If given, samplers that know nothing of ranks
-                are named where several processes use them.
+            state: The state of any rank.
+            processes: Number of processes in the saved run and now. If given, rank-unaware samplers
+                under several processes are named.
         """
         mark = state.get("window")
-        rests = mark is not None and not (mark["in_pass"] or mark["begun"])
-        if rests and self.on_boundary is None:
-            processes = None  # no batch of it is to be dealt: an evaluation's, say
-        return window.differences(self.name, state, self._source.dealer, processes)
+        is_between_passes = mark is not None and not (mark["in_pass"] or mark["begun"])
+        if is_between_passes and self.on_boundary is None:
+            processes = None  # no batch of it is left to share: an evaluation loader, say
+        return window.differences(self.name, state, self._source.resharder, processes)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        """Return what makes a saved state not exactly loadable here, one sentence each."""
-        return compare.differences(self.name, state, self._source.kind, self._current_facts())
+        """Return each mismatch that makes a saved state inexact here, one sentence each."""
+        return state_differences.differences(
+            self.name, state, self._source.kind, self._current_facts()
+        )
 
     def problems(self) -> list[Restored]:
-        """Return what about this loader cannot be exact."""
-        found = self._source.problems()
+        """Return the parts of this loader that cannot be exact."""
+        problems = self._source.problems()
         replaced = replaced_numpy_generator()
         if replaced is not None:
-            found.append(
+            problems.append(
                 f"{self.name}: NumPy's global generator was replaced by {replaced}, whose state "
                 "is not kept"
             )
-        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in found]
+        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in problems]
 
-    def _leave_if_dropped(self) -> None:
-        """Nobody holds the iterator of a pass without boundaries: its loop was left."""
+    def _abandon_if_dropped(self) -> None:
+        """Leave a pass without boundaries once its iterator was dropped: its loop is over."""
         if self.on_boundary is not None:
             return
         if self._pending is not None:
-            if self.in_pass and self.loaded_pass.was_left(self._leader):
+            if self.in_pass and self.loaded_pass.was_abandoned(self._leader):
                 self._begin()
-                self.leave_pass()
-        elif self._holder is not None and self._holder() is None:
-            self.leave_pass()
+                self.abandon_pass()
+        elif self._active_iterator is not None and self._active_iterator() is None:
+            self.abandon_pass()
 
-    def leave_pass(self) -> None:
-        """The running pass will not go on: the epoch it belonged to is over."""
+    def abandon_pass(self) -> None:
+        """End the running pass early: its epoch is over."""
         if self.in_pass and self._pending is None:
             self._source.abandon()
-            self._end(exhausted=False)
-            self._turn = None
+            self._end_pass(exhausted=False)
+            self._active_ticket = None
 
     @property
     def skips_next_pass(self) -> bool:
-        """It was told to skip a pass, and has not done so yet."""
+        """True if the next pass is to be skipped."""
         return self._skips_next_pass
 
     def skip_next_pass(self) -> None:
-        """Let the next pass end at once, without a boundary: it was over before the resume."""
+        """End the next pass at once, without a boundary: it was over before the resume."""
         self._skips_next_pass = True
 
     def shutdown(self) -> None:
-        """Kill the workers now. The running pass cannot go on; a new one can begin."""
-        self._turn = None
+        """Kill the workers now. The running pass cannot resume; a new one can begin."""
+        self._active_ticket = None
         self._source.shutdown()
 
     def _enter(self, iterator: TrackedIterator) -> None:
-        # an iterator's first __next__: whatever pass was running before has been left
-        if self._turn is iterator.ticket:
+        # an iterator's first __next__: a pass running before has been left
+        if self._active_ticket is iterator.ticket:
             return
-        self._leave_if_dropped()
-        self.leave_pass()
-        self._turn, self._holder = iterator.ticket, weakref.ref(iterator)
+        self._abandon_if_dropped()
+        self.abandon_pass()
+        self._active_ticket, self._active_iterator = iterator.ticket, weakref.ref(iterator)
 
     def _begin(self) -> Iterator[Any]:
         saved = self._pending
-        going_on = saved is not None and saved["in_pass"]
-        makes_anew = saved is not None and (not going_on or saved.get("elsewhere"))
-        if makes_anew and self._first_fetch() and saved and not saved.get("elsewhere"):
-            self._source.put_back_last(saved)
-        batches = self._source.start() if saved is None else self._go_on(saved)
+        resumes_in_pass = saved is not None and saved["in_pass"]
+        restores_rng_first = saved is not None and (not resumes_in_pass or saved.get("elsewhere"))
+        if (
+            restores_rng_first
+            and self._call_before_first_fetch()
+            and saved
+            and not saved.get("elsewhere")
+        ):
+            self._source.undo_draws(saved)
+        batches = self._source.start() if saved is None else self._resume_pass(saved)
         self._pending = None
         self._samples_before = self.samples
-        if not going_on:
-            self._facts = self._current_facts()
+        if not resumes_in_pass:
+            facts = self._source.facts()
+            self._facts = {**facts, **self._lengths}
+            self._history = self._history.begin(announced(facts))
             self.batches, self.exhausted = 0, False
             self.passes_started += 1
-            if self._mark is not None and self._source.deal is not None:
-                self._mark = window.begun_since(self._mark, self._source.deal)
+            if self._window_start is not None and self._source.assignment is not None:
+                self._window_start = window.with_begun_pass(
+                    self._window_start, self._source.assignment
+                )
         self.in_pass = True
-        if saved is not None and not makes_anew:
-            self._first_fetch()
+        if saved is not None and not restores_rng_first:
+            self._call_before_first_fetch()
         return batches
 
-    def _go_on(self, saved: dict[str, Any]) -> Iterator[Any]:
-        if saved.get("elsewhere") and (saved["in_pass"] or window.was_drawn(saved["window"])):
-            return self._dealing_source().resume_elsewhere(saved["window"])
+    def _resume_pass(self, saved: dict[str, Any]) -> Iterator[Any]:
+        if saved.get("elsewhere") and (saved["in_pass"] or window.is_order_drawn(saved["window"])):
+            return self._loader_source().resume_in_other_world(saved["window"])
         if not saved["in_pass"]:
             return self._source.start()
-        here = main_rng()
+        current_rng = main_rng()
         try:
             return self._source.resume(saved)
         finally:
-            set_main_rng(here)
+            set_main_rng(current_rng)
 
     def _current_facts(self) -> dict[str, Any]:
         return {**self._source.facts(), **self._lengths}
 
-    def _described(self, *, between: bool = False) -> dict[str, Any]:
-        earlier = self._earlier_samples
+    def _build_state(self, *, between: bool = False) -> dict[str, Any]:
+        earlier_samples = self._earlier_samples
         return {
             "kind": self._source.kind,
             "facts": self._facts,
             "batches": self.batches,
             "samples": self.samples,
-            "run_samples": None if earlier is None else earlier + self.total_samples,
+            "run_samples": None
+            if earlier_samples is None
+            else earlier_samples + self.total_samples,
             "in_pass": self.in_pass,
             "exhausted": self.exhausted,
             "passes_started": self.passes_started,
             "padding": self.padding,
             "elsewhere": False,
             "window": self._window(),
+            "passes": asdict(self._history),
             **self._source.state(self.in_pass and not between),
         }
 
     def _window(self) -> dict[str, Any] | None:
-        mark = self._mark
-        if not isinstance(mark, Mark):
+        mark = self._window_start
+        if not isinstance(mark, WindowStart):
             return mark
-        source = self._dealing_source()
-        return window.written(mark, source.the_dealer, source.next_deal)
+        source = self._loader_source()
+        return window.window_as_dict(mark, source.required_resharder, source.next_assignment)
 
-    def _dealing_source(self) -> LoaderSource:
+    def _loader_source(self) -> LoaderSource:
         assert isinstance(self._source, LoaderSource)
         return self._source
 
-    def _skip(self) -> bool:
+    def _consume_skip(self) -> bool:
         skips, self._skips_next_pass = self._skips_next_pass, False
         return skips
 
-    def _count(self) -> None:
+    def _count_batch(self) -> None:
         self.batches += 1
         self.total_batches += 1
         self.total_samples += self.samples - self._samples_before
         self._samples_before = self.samples
+        self._report_fault(self._history.excess(self.batches))
 
-    def _first_fetch(self) -> bool:
-        """Whether the random generators were put back."""
+    def _finish_pass(self) -> None:
+        deal, order = self._source.assignment, self._source.order
+        self._source.finish()
+        if deal is None or deal.plain:
+            self._report_fault(self._history.fault(self.batches, order))
+            self._history = self._history.add(self.batches, order)
+        else:  # the rest of a pass that another world had begun
+            self._history = PassHistory()
+        self._end_pass(exhausted=True)
+
+    def _report_fault(self, fault: str) -> None:
+        if not fault or self.passes_started > self._last_compared_pass:
+            return
+        reason = (
+            f"{self.name}: after the resume, the pass of epoch {self.passes_started - 1} {fault}; "
+            "data may differ from the uninterrupted run"
+        )
+        self._report(Restored(self.name, How.NOT_KEPT, reason))
+        self._history = PassHistory()  # report once
+
+    def _call_before_first_fetch(self) -> bool:
+        """Return True if the main random generators were restored."""
         return self.before_first_fetch is not None and bool(self.before_first_fetch())
 
-    def _end(self, *, exhausted: bool) -> None:
+    def _end_pass(self, *, exhausted: bool) -> None:
         self.in_pass, self.exhausted = False, exhausted
         if not exhausted:
-            self.batches = 0
+            self.batches, self._history = 0, PassHistory()
 
 
 def _warn(part: Restored) -> None:
@@ -389,13 +449,13 @@ def _warn(part: Restored) -> None:
 
 
 class TrackedIterator:
-    """One pass. Made by `iter(tracked)`; draws and starts nothing before its first `__next__`."""
+    """Iterator over one pass. Draws and starts nothing before its first `__next__`."""
 
     def __init__(self, loader: TrackedLoader) -> None:
         self.ticket = object()
         self._loader = loader
         self._batches: Iterator[Any] | None = None
-        self._over = False
+        self._is_over = False
 
     def __iter__(self) -> TrackedIterator:
         return self
@@ -405,10 +465,10 @@ class TrackedIterator:
 
     def __next__(self) -> Any:
         loader = self._loader
-        if self._over or (self._batches is None and loader._skip()):
-            self._over = True
+        if self._is_over or (self._batches is None and loader._consume_skip()):
+            self._is_over = True
             raise StopIteration
-        self._take_turn()
+        self._check_active()
         if loader.on_boundary is not None:
             loader.on_boundary()
         if self._batches is None:
@@ -416,20 +476,55 @@ class TrackedIterator:
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._over, self._batches = True, None
-            loader._source.finish()
-            loader._end(exhausted=True)
+            self._is_over, self._batches = True, None
+            loader._finish_pass()
             raise
-        loader._count()
+        except Exception:
+            loader._history = PassHistory()  # a batch that could not be loaded is missing
+            raise
+        loader._count_batch()
         if loader.after_fetch is not None:
             loader.after_fetch(batch)
         return batch
 
-    def _take_turn(self) -> None:
+    def _check_active(self) -> None:
         if self._batches is None:
             self._loader._enter(self)
-        elif self._loader._turn is not self.ticket:
+        elif self._loader._active_ticket is not self.ticket:
             raise ConfigurationError(
                 f"{self._loader.name}: this pass was left: another began, or a state was loaded",
                 hint="run one pass over a tracked loader at a time",
             )
+
+
+class LoadedPass:
+    """The resumed pass of one loader, and the first iterator made for it."""
+
+    def __init__(self) -> None:
+        # the pass's number; None: no state loaded, or between passes
+        self._pass_number: int | None = None
+        self._first_iterator: weakref.ref[TrackedIterator] | None = None  # first one since the load
+
+    def record_load(self, loader: TrackedLoader) -> None:
+        """Record that the loader has just loaded a state."""
+        self._pass_number, self._first_iterator = (
+            loader.passes_started if loader.in_pass else None,
+            None,
+        )
+
+    def record_iterator(self, iterator: TrackedIterator) -> None:
+        """Record the first iterator made since the load."""
+        if self._first_iterator is None:
+            self._first_iterator = weakref.ref(iterator)
+
+    def is_over(self, loader: TrackedLoader) -> bool:
+        """Return True if the loader has resumed this pass and the pass has ended."""
+        pass_number = self._pass_number
+        return pass_number is not None and not (
+            loader.in_pass and loader.passes_started == pass_number
+        )
+
+    def was_abandoned(self, leader: TrackedLoader | None) -> bool:
+        """Return True if this pass was never resumed and the leader's loop has moved on."""
+        is_dropped = self._first_iterator is not None and self._first_iterator() is None
+        return is_dropped and leader is not None and leader.loaded_pass.is_over(leader)

@@ -1,9 +1,7 @@
-"""Objects that save and load their own state, and those that only seem to.
+"""Recognise objects with `state_dict` and `load_state_dict`, and those unusable without arguments.
 
-litdata's and mosaicml's streams have a `state_dict` that needs to be told how many samples were
-yielded: only their own loaders know that. Every save would fail, so it is refused before the first.
-
-Used by: sampler.py, sources.py; `refuse_arguments` by the registry of tracked objects too.
+The `state_dict` of litdata's and mosaicml's streams needs the number of samples yielded, known
+only to the libraries' own loaders. Every save would fail, so such objects are refused up front.
 """
 
 from __future__ import annotations
@@ -19,21 +17,21 @@ _LOADERS = {"litdata": "litdata.StreamingDataLoader", "streaming": "streaming.St
 
 
 def has_state(thing: Any) -> bool:
-    """Tell whether an object saves and loads its own state."""
+    """Return True if the object has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(thing, method, None)) for method in _METHODS)
 
 
-def asks_nothing(thing: Any) -> bool:
-    """Tell whether it does, and needs no arguments for it."""
+def has_usable_state(thing: Any) -> bool:
+    """Return True if the object has both methods and neither needs more arguments."""
     return has_state(thing) and not any(
-        _required(getattr(thing, method))[given:] for method, given in _METHODS.items()
+        _required_parameters(getattr(thing, method))[given:] for method, given in _METHODS.items()
     )
 
 
 def refuse_arguments(thing: Any, name: str) -> None:
-    """Raise ConfigurationError if its state cannot be asked for, or loaded, without arguments."""
+    """Raise ConfigurationError if the object's state methods need further arguments."""
     for method, given in _METHODS.items():
-        missing = _required(getattr(thing, method))[given:]
+        missing = _required_parameters(getattr(thing, method))[given:]
         if not missing:
             continue
         kind = type(thing).__qualname__
@@ -48,10 +46,10 @@ def refuse_arguments(thing: Any, name: str) -> None:
         )
 
 
-def _required(method: Any) -> list[str]:
+def _required_parameters(method: Any) -> list[str]:
     try:
         parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # one written in C that does not tell
+    except (TypeError, ValueError):  # written in C, without a signature
         return []
     needed = [p for p in parameters if p.default is p.empty]
     keywords = [p.name for p in needed if p.kind is inspect.Parameter.KEYWORD_ONLY]

@@ -1,17 +1,15 @@
-"""The random generators of one process, as values that can be kept and compared.
+"""Read and write the random generators of one process as comparable values.
 
-Three generators count: Python's `random`, NumPy's legacy global one, torch's CPU one. They are read
-and written whole; nothing here draws from them or seeds them. NumPy takes part only once somebody
-has imported it: before that its generator cannot have been used.
+There are three: Python's `random`, NumPy's legacy global generator, torch's CPU generator. They are
+read and written whole; nothing here draws from them or seeds them. NumPy takes part only once it
+has been imported: before that its generator cannot have been used.
 
-Values are bytes with a fixed layout (and one uint8 tensor for torch in the main process), so that
-equal bytes means equal randomness, on every platform.
+Values are bytes with a fixed layout (and one uint8 tensor for torch in the main process). Equal
+bytes therefore mean equal randomness, on every platform.
 
     python  version i32, 625 words u32, has a cached gaussian u8, its value f64
     numpy   624 words u32, position i32, has a cached gaussian i32, its value f64
-    torch   as torch.get_rng_state gives it
-
-Used by: loader.py (main process), worker.py (inside workers), whoever owns the main generators.
+    torch   as torch.get_rng_state returns it
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def main_rng() -> dict[str, Any]:
 
 
 def set_main_rng(state: dict[str, Any]) -> None:
-    """Put back, bitwise, what `main_rng` or `packed_rng` returned; absent keys stay as they are."""
+    """Restore, bitwise, a result of `main_rng` or `packed_rng`; absent keys stay as they are."""
     if "python" in state:
         _write_python(state["python"])
     if "numpy" in state:
@@ -53,14 +51,14 @@ def set_main_rng(state: dict[str, Any]) -> None:
 
 
 def packed_rng() -> dict[str, bytes]:
-    """Return the same as `main_rng`, torch's part as bytes too: what a worker sends home."""
+    """Return `main_rng` with torch's part as bytes too, as workers send it."""
     state: dict[str, Any] = main_rng()
     state["torch"] = as_bytes(state["torch"])
     return state
 
 
 def changed_since(known: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the parts of `packed_rng` that differ from `known`; cheap where nothing was drawn."""
+    """Return the parts of `packed_rng` that differ from `known`; cheap without draws."""
     now = {"python": _read_python(), "torch": as_bytes(torch.get_rng_state())}
     if "numpy" in sys.modules and not _numpy_untouched(known.get("numpy", b"")):
         now["numpy"] = _read_numpy()
@@ -74,7 +72,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def replaced_numpy_generator() -> str | None:
-    """Return the name of the bit generator the user put in place of NumPy's own, if one was."""
+    """Return the name of the bit generator in place of NumPy's own, or None."""
     if "numpy" not in sys.modules:
         return None
     import numpy as np
@@ -115,8 +113,8 @@ def _read_numpy() -> bytes:
 
 
 def _numpy_untouched(known: bytes) -> bool:
-    # Reading NumPy's state takes it 70 us, looking at its memory 1 us. A cached gaussian is not in
-    # that memory and can be used up without a draw: then the long way is the only one.
+    # Reading NumPy's state takes 70 us, comparing its memory 1 us. A cached gaussian is not in that
+    # memory and can be used up without a draw: then the full state has to be read.
     import numpy as np
 
     if len(known) != _NUMPY_WORDS + _NUMPY_TAIL.size or not hasattr(np.random, "get_bit_generator"):

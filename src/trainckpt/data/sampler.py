@@ -1,13 +1,11 @@
-"""What decides the order of a DataLoader's data: its samplers and its own generator.
+"""Capture and restore the inputs of a DataLoader's order: its samplers and its own generator.
 
-Kept of them: the state of each distinct torch.Generator, the integers `seed` and `epoch` of each
-sampler, and the state_dict of samplers that have one. With the main process's randomness from just
-before the iterator was made this fixes the order, for torch's samplers and for every sampler that
-is a pure function of these. What else `unproven` ones hold is looked at (carried.py, own_random.py)
-and the order that they draw again is compared (sources.py). A state_dict may be
-what the sampler works with, and what it is given it may work on: both ways it is copied.
-
-Used by: sources.py, dealing.py; `set_epoch` by whoever runs the epochs.
+A capture has the state of each distinct torch.Generator, the integers `seed` and `epoch` of each
+sampler, and the samplers' state_dicts. Together with the main randomness from just before the
+iterator was made, a capture fixes the order for torch's samplers, and for every sampler that is a
+pure function of these. Other attributes of such samplers are inspected (carried_state.py,
+dataset_generators.py), and the order drawn again is compared (sources.py). A state_dict may be a
+sampler's working data, and a loaded one may become that: both ways it is copied.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _INTEGERS = ("seed", "epoch", "initial_seed")
-# Of frameworks: read, and seen to be pure functions of what is kept here.
+# Frameworks' samplers known, from their source, to be pure functions of a capture.
 _PURE = frozenset(
     {
         "accelerate.data_loader.BatchSamplerShard",
@@ -37,12 +35,12 @@ _PURE = frozenset(
 
 
 def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]:
-    """Return what decides the order of the next pass.
+    """Return the inputs of the next pass's order.
 
     Args:
-        loader: The user's loader; nothing of it is changed.
-        stateful: False leaves out state_dicts: read in mid-pass they hold a position, and loading
-            that would shift the next pass.
+        loader: The user's loader; nothing in it is changed.
+        stateful: False leaves out state_dicts: in mid-pass they hold a position, and loading it
+            would shift the next pass.
     """
     samplers = dict(samplers_of(loader))
     return {
@@ -61,7 +59,7 @@ def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]
 
 
 def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
-    """Put back what `capture` returned; what this loader lacks is left to `differences`."""
+    """Put back the result of `capture`; parts missing in this loader are left to `differences`."""
     for name, generator in _generators(loader):
         if name in saved["generators"]:
             generator.set_state(saved["generators"][name])
@@ -75,28 +73,37 @@ def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
 
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Return the samplers a loader's order can depend on, each once, by name."""
+    """Yield each sampler that can affect a loader's order once, with its name."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
-    own = getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
-    named = {"sampler": own, "batch sampler's sampler": inner, "batch sampler": batch_sampler}
-    if isinstance(own, BatchSampler):  # batch_size=None: whole index lists go to the dataset
-        named["sampler's sampler"] = getattr(own, "sampler", None)
-        batch_sampler = own
-    dealt = getattr(batch_sampler, "batch_sampler", None)  # one that deals another's over ranks
-    if dealt is not None:
-        named["dealt batch sampler"] = dealt
-        named["dealt batch sampler's sampler"] = getattr(dealt, "sampler", None)
+    loader_sampler = (
+        getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
+    )
+    named = {
+        "sampler": loader_sampler,
+        "batch sampler's sampler": inner,
+        "batch sampler": batch_sampler,
+    }
+    if isinstance(
+        loader_sampler, BatchSampler
+    ):  # batch_size=None: whole index lists go to the dataset
+        named["sampler's sampler"] = getattr(loader_sampler, "sampler", None)
+        batch_sampler = loader_sampler
+    # a wrapper that shares another one's batches among ranks
+    wrapped = getattr(batch_sampler, "batch_sampler", None)
+    if wrapped is not None:
+        named["dealt batch sampler"] = wrapped
+        named["dealt batch sampler's sampler"] = getattr(wrapped, "sampler", None)
     return _distinct(named)
 
 
-def parts(saved: dict[str, Any]) -> set[str]:
-    """Return the names of what a capture holds."""
+def part_names(saved: dict[str, Any]) -> set[str]:
+    """Return the names of all parts in a capture."""
     return {name for group in saved.values() for name in group}
 
 
-def unproven(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the samplers of kinds that are not known and that have no state_dict, by name."""
+def unknown_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the samplers of unknown kinds without a state_dict, by name."""
     return {
         name: sampler
         for name, sampler in samplers_of(loader)
@@ -105,7 +112,7 @@ def unproven(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the attributes that differ, of those that `capture` does not hold."""
+    """Return the attributes that differ, except those in `capture`."""
     return sorted(
         path
         for path, value in after.items()
@@ -126,7 +133,7 @@ def _is_known(kind: type[Any]) -> bool:
 
 
 def length(thing: Any) -> int | None:
-    """Return len(thing), None where it has no length."""
+    """Return len(thing), or None without a length."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError, AttributeError):
@@ -157,17 +164,22 @@ def _integers(sampler: Any) -> Iterator[tuple[str, int]]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader's samplers the epoch, those that want to know."""
-    batch_sampler, own = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    """Call `set_epoch` of each of the loader's samplers that has it."""
+    batch_sampler, loader_sampler = (
+        getattr(loader, "batch_sampler", None),
+        getattr(loader, "sampler", None),
+    )
     samplers = (
-        own,
+        loader_sampler,
         batch_sampler,
         getattr(batch_sampler, "sampler", None),
-        getattr(own, "sampler", None) if isinstance(own, BatchSampler) else None,
+        getattr(loader_sampler, "sampler", None)
+        if isinstance(loader_sampler, BatchSampler)
+        else None,
     )
-    told: set[int] = set()
+    called: set[int] = set()
     for sampler in samplers:
-        tell = getattr(sampler, "set_epoch", None)
-        if callable(tell) and id(sampler) not in told:
-            told.add(id(sampler))
-            tell(epoch)
+        set_sampler_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_sampler_epoch) and id(sampler) not in called:
+            called.add(id(sampler))
+            set_sampler_epoch(epoch)

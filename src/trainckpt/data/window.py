@@ -1,34 +1,32 @@
-"""Where the optimizer window began: the place to which another world goes back.
+"""Record the start of the optimizer window, from which a run resumes in another world.
 
-A snapshot taken inside a window holds gradients that only its own world can use. Another world
-drops them and trains the window's samples again, so the loader notes at each window's start where
-it is. That happens at nearly every boundary of a run: a `Mark` holds references and integers only.
-It is written out, as a dict, when a state is asked for. The pass it lies in may be over by then:
-a window can straddle the end of an epoch.
+A snapshot inside a window holds gradients of use only to the world that made them. Another world
+drops them and trains the window's samples again, so the loader records its position at each
+window's start. That happens at nearly every boundary: a `WindowStart` therefore holds only
+references and integers. `written` turns it into a dict for a state. The pass around the window's
+start may be over by then: a window can straddle the end of an epoch.
 
     in_pass, exhausted, passes_started, batches, samples    as in the loader's state
-    position   index batches consumed of its deal
-    begun      the pass that `order` belongs to has begun, at the mark or since
-    order      what decides the order of that pass; see dealing.py
-    share      how the order was shared: ranks, batch size, what is dropped
-    base, pads, padded             the deal in which `position` counts
-    trained, padding_trained       what all ranks together had trained: all that other worlds need
-
-Used by: loader.py.
+    position   index batches consumed of the assignment
+    begun      the pass with this `order` has begun, at the window's start or since
+    order      inputs that decide the order of that pass; see resharding.py
+    share      how ranks share the order: number of ranks, batch size, dropped remainder
+    base, pads, padded             the assignment in which `position` counts
+    trained, padding_trained       totals over all ranks: all that another world needs
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainckpt.data.dealing import INSTEAD, Deal, Dealer
+from trainckpt.data.resharding import ALTERNATIVE_HINT, Assignment, EpochResharder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Mark(NamedTuple):
-    """A window's start. `deal` is that of the pass it lies in or, between passes, of the next."""
+class WindowStart(NamedTuple):
+    """A window's start. `deal` is the assignment of its pass or, between passes, of the next."""
 
     in_pass: bool
     exhausted: bool
@@ -36,84 +34,116 @@ class Mark(NamedTuple):
     batches: int
     samples: int
     position: int
-    deal: Deal | None
+    deal: Assignment | None
 
 
-def written(mark: Mark, dealer: Dealer, next_deal: Callable[[], Deal]) -> dict[str, Any]:
-    """Return the mark as a dict of plain values.
+def window_as_dict(
+    window_start: WindowStart, resharder: EpochResharder, next_assignment: Callable[[], Assignment]
+) -> dict[str, Any]:
+    """Return a window's start as a dict of plain values.
 
     Args:
-        mark: The newest one.
-        dealer: That of its loader.
-        next_deal: Called if no pass has begun since a mark between passes.
+        mark: The newest window start.
+        dealer: The loader's `EpochResharder`.
+        next_deal: Called if no pass has begun since a window start between passes.
     """
-    deal = mark.deal or next_deal()
-    position = mark.position if mark.in_pass else 0
-    over = mark.in_pass and position >= dealer.batches(deal)
+    assignment = window_start.deal or next_assignment()
+    position = window_start.position if window_start.in_pass else 0
+    is_over = window_start.in_pass and position >= resharder.batches(assignment)
     return {
-        "in_pass": mark.in_pass,
-        "exhausted": mark.exhausted,
-        "passes_started": mark.passes_started,
-        "batches": mark.batches,
-        "samples": mark.samples,
+        "in_pass": window_start.in_pass,
+        "exhausted": window_start.exhausted,
+        "passes_started": window_start.passes_started,
+        "batches": window_start.batches,
+        "samples": window_start.samples,
         "position": position,
-        "begun": mark.deal is not None,
-        "order": deal.order,
-        "knows_ranks": dealer.knows_ranks,
-        "share": dealer.share(),
-        "base": deal.base,
-        "pads": deal.pads,
-        "padded": deal.padded,
-        "trained": dealer.trained(deal, position),
-        "padding_trained": dealer.padding(deal) if over else 0,
+        "begun": window_start.deal is not None,
+        "order": assignment.order,
+        "knows_ranks": resharder.knows_ranks,
+        "share": resharder.share(),
+        "base": assignment.base,
+        "pads": assignment.pads,
+        "padded": assignment.padded,
+        "trained": resharder.trained(assignment, position),
+        "padding_trained": resharder.padding(assignment) if is_over else 0,
     }
 
 
-def begun_since(mark: Mark | dict[str, Any], deal: Deal) -> Mark | dict[str, Any]:
-    """Return the mark once a pass has begun: the first one after a mark between passes is its."""
-    if isinstance(mark, Mark):
-        return mark if mark.deal is not None else mark._replace(deal=deal)
-    return mark if mark["begun"] else {**mark, "begun": True, "order": deal.order}
+def with_begun_pass(
+    window_start: WindowStart | dict[str, Any], assignment: Assignment
+) -> WindowStart | dict[str, Any]:
+    """Return the window's start, with the order of the pass that has just begun if missing."""
+    if isinstance(window_start, WindowStart):
+        return (
+            window_start
+            if window_start.deal is not None
+            else window_start._replace(deal=assignment)
+        )
+    return (
+        window_start
+        if window_start["begun"]
+        else {**window_start, "begun": True, "order": assignment.order}
+    )
 
 
-def was_drawn(window: dict[str, Any]) -> bool:
-    """Tell whether the order was drawn from generators: to go back there it is drawn again."""
+def is_order_drawn(window: dict[str, Any]) -> bool:
+    """Return True if the order came from random generators; a resume then draws it again."""
     return window["order"]["rng"] is not None
 
 
 def differences(
-    name: str, saved: dict[str, Any], here: Dealer | str, processes: tuple[int, int] | None
+    name: str,
+    saved: dict[str, Any],
+    resharder: EpochResharder | str,
+    processes: tuple[int, int] | None,
 ) -> list[str]:
-    """Return why a saved state cannot go on in another world, one sentence each."""
-    if isinstance(here, str):
-        return [f"{name}: {here}"]
+    """Return the reasons against resuming a saved state in another world, one sentence each."""
+    if isinstance(resharder, str):
+        return [f"{name}: {resharder}"]
     window = saved.get("window")
     if window is None:
-        was = saved.get("facts", {}).get("sampler") or f"loader of kind {saved['kind']}"
+        saved_kind = saved.get("facts", {}).get("sampler") or f"loader of kind {saved['kind']}"
         return [
             (
-                f"{name}: the saved state does not say where its window began (its {was} could not "
-                f"be dealt over other ranks, or an older version saved it); {INSTEAD}"
+                f"{name}: the saved state does not say where its window began (its {saved_kind} "
+                "could not be dealt over other ranks, or an older version saved it); "
+                + ALTERNATIVE_HINT
             )
         ]
-    found = []
-    was, now = window["order"]["kind"], here.kind
-    if was != now:
-        found.append(f"{name}: the data was {was}, is {now}; keep the shuffling, and {INSTEAD}")
-    elif window["order"]["length"] != here.length:
-        was = window["order"]["length"]
-        found.append(f"{name}: the data set had {was} samples, has {here.length}; use the same one")
+    reasons = []
+    saved_kind, now = window["order"]["kind"], resharder.kind
+    if saved_kind != now:
+        reasons.append(
+            f"{name}: the data was {saved_kind}, is {now}; keep the shuffling, and "
+            + ALTERNATIVE_HINT
+        )
+    elif window["order"]["length"] != resharder.length:
+        saved_length = window["order"]["length"]
+        reasons.append(
+            f"{name}: the data set had {saved_length} samples, has {resharder.length}; use the "
+            "same one"
+        )
     if processes is not None:
-        found += _blind(name, window, here, *processes)
-    return found
+        reasons += _rank_unaware(name, window, resharder, *processes)
+    return reasons
 
 
-def _blind(name: str, window: dict[str, Any], here: Dealer, then: int, now: int) -> list[str]:
-    if here.draws and max(then, now) > 1:
+def _rank_unaware(
+    name: str,
+    window: dict[str, Any],
+    resharder: EpochResharder,
+    saved_count: int,
+    current_count: int,
+) -> list[str]:
+    if resharder.draws and max(saved_count, current_count) > 1:
         return [
-            f"{name}: in a run of several processes each has its own order, {here.kind}; {INSTEAD}"
+            f"{name}: in a run of several processes each has its own order, {resharder.kind}; "
+            + ALTERNATIVE_HINT
         ]
-    for blind, count in ((not window["knows_ranks"], then), (not here.knows_ranks, now)):
-        if blind and count > 1 and then != now:
-            return [f"{name}: each of {count} processes reads all of the data; {INSTEAD}"]
+    for is_unaware, count in (
+        (not window["knows_ranks"], saved_count),
+        (not resharder.knows_ranks, current_count),
+    ):
+        if is_unaware and count > 1 and saved_count != current_count:
+            return [f"{name}: each of {count} processes reads all of the data; {ALTERNATIVE_HINT}"]
     return []

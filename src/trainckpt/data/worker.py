@@ -1,14 +1,14 @@
-"""What runs inside a DataLoader worker: the tap that sends its randomness home with each batch.
+"""Send a DataLoader worker's randomness to the main process with each batch.
 
-A worker runs ahead of the trainer by some batches, so its generators "now" are of no use: wanted is
-what they were after the last batch that was *consumed*. So each batch carries them, each generator
-only if it changed since that worker's last batch; the main process keeps the latest it unpacked.
+A worker runs some batches ahead of training, so its current generators are of no use. A resume
+needs them as they were after the last *consumed* batch. So each batch carries the generators that
+changed since that worker's last batch; the main process keeps the latest ones it unpacked.
 
     worker starts  `WorkerStart`: shield, the user's worker_init_fn, then the saved generators
-    each batch     `Tap`: the user's collate_fn, then (batch, worker, what changed)
+    each batch     `RngCollate`: the user's collate_fn, then (batch, worker, changed generators)
 
-So do the generators that its copies of dataset and collate_fn hold (own_random.py), as one, and
-what these carry from batch to batch (carried.py).
+A batch also carries the generators inside the worker's copies of dataset and collate_fn, as one
+value (dataset_generators.py), and their states (carried_state.py).
 
 Everything is at module level and picklable: spawn and forkserver send it to the worker. Exceptions
 of the user's code pass through torch's ExceptionWrapper and are never wrapped here.
@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from trainckpt.data import carried, own_random
-from trainckpt.data.carried import Carried, Seen, Watch
+from trainckpt.data import carried_state, dataset_generators
+from trainckpt.data.carried_state import Carried, Seen, Watch
 from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
-from trainckpt.data.shield import shield_worker
+from trainckpt.data.worker_signals import shield_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-OWN = "own"  # generators that the data holds
-CARRIED = "carried"  # states of the data's own
-_told: dict[str, bytes] = {}  # in a worker: its generators as the main process knows them
-_watches: list[Watch] = []  # in a worker: the one that looks at its data
+OWN_GENERATORS = "own"  # generators inside the data
+CARRIED_STATES = "carried"  # the data's own states
+_sent_states: dict[str, bytes] = {}  # in a worker: its generators as last sent to the main process
+_watches: list[Watch] = []  # in a worker: the watch over its data
 
 
-class Tapped(NamedTuple):
-    """A batch on its way home; None means "as at this worker's last batch".
+class BatchWithRng(NamedTuple):
+    """A batch on its way to the main process; None means "as at this worker's last batch".
 
     Flat, because pin_memory rebuilds named tuples and passes ints, bytes and None untouched, but
     turns inner tuples into lists.
@@ -52,69 +52,71 @@ class Tapped(NamedTuple):
     carried: Carried | None = None
     changing: bytes | None = None
 
-    def changed(self) -> dict[str, Any]:
-        """Return the generators that this batch changed, by name, and what the data carries."""
+    def changed_states(self) -> dict[str, Any]:
+        """Return the generators changed by this batch, by name, and the data's states."""
         states = None if self.carried is None else self.carried.states
         named = {
             "python": self.python,
             "numpy": self.numpy,
             "torch": self.torch,
-            OWN: self.own,
-            CARRIED: states,
+            OWN_GENERATORS: self.own,
+            CARRIED_STATES: states,
         }
         return {key: value for key, value in named.items() if value is not None}
 
-    def changes(self) -> Seen | None:
-        """Return the attributes of the data that are seen to change and are not kept."""
+    def changing_attributes(self) -> Seen | None:
+        """Return the attributes of the data that were seen to change and are not saved."""
         return None if self.changing is None else Seen(*json.loads(self.changing))
 
 
-class Tap:
-    """The user's collate_fn, with the worker's randomness added to what it returns.
+class RngCollate:
+    """The user's collate_fn, with the worker's randomness added to its result.
 
     Attributes:
-        carries: What the data carries from batch to batch counts; else it is loaded again.
+        carries: Send the data's states with each batch; False if batches are loaded again instead.
     """
 
     def __init__(self, collate: Callable[[Any], Any], *, carries: bool) -> None:
         self.collate = collate
         self.carries = carries
 
-    def data(self) -> dict[str, Any]:
-        """What may hold generators, in a worker."""
+    def generator_roots(self) -> dict[str, Any]:
+        """Return the worker's objects that may hold generators."""
         worker = get_worker_info()
         return {"dataset": None if worker is None else worker.dataset, "collate_fn": self.collate}
 
     def __call__(self, samples: Any) -> Any:
-        """Collate, and add what this batch changed."""
+        """Collate the samples, and add the worker state that changed."""
         batch = self.collate(samples)
         worker = get_worker_info()
         if worker is None:
             return batch
-        news = changed_since(_told)
-        own = own_random.pack(own_random.capture(self.data()))
-        if own != _told.get(OWN, b""):
-            news[OWN] = own
-        _told.update(news)
-        states = carried.capture(self.data()) if self.carries else {}
-        changing = _watches[0].look() if _watches else None
-        return Tapped(
+        changed = changed_since(_sent_states)
+        packed_generators = dataset_generators.pack(
+            dataset_generators.capture(self.generator_roots())
+        )
+        if packed_generators != _sent_states.get(OWN_GENERATORS, b""):
+            changed[OWN_GENERATORS] = packed_generators
+        _sent_states.update(changed)
+        states = carried_state.capture(self.generator_roots()) if self.carries else {}
+        changing = _watches[0].poll_changes() if _watches else None
+        return BatchWithRng(
             batch,
             worker.id,
-            **news,
+            **changed,
             carried=Carried(states) if states else None,
             changing=None if changing is None else json.dumps(changing).encode(),
         )
 
 
 class WorkerStart:
-    """The user's worker_init_fn, shielded before and with the saved generators put back after."""
+    """The user's worker_init_fn, after shielding and before the saved generators are restored."""
 
     def __init__(
         self,
         user: Callable[[int], None] | None,
         saved: Mapping[int, dict[str, Any]],
-        tap: Tap,
+        tap: RngCollate,
     ) -> None:
         self.user = user
         self.tap = tap
@@ -127,12 +129,16 @@ class WorkerStart:
             self.user(worker)
         if worker in self.saved:
             set_main_rng(self.saved[worker])
-            own = own_random.unpack(self.saved[worker].get(OWN, b""))
-            lost = own_random.restore(self.tap.data(), own, f"worker {worker}")
+            own = dataset_generators.unpack(self.saved[worker].get(OWN_GENERATORS, b""))
+            lost = dataset_generators.restore(self.tap.generator_roots(), own, f"worker {worker}")
             if lost:
                 warnings.warn(lost, stacklevel=2)
-            carried.restore(self.tap.data(), self.saved[worker].get(CARRIED, {}))
-        _told.clear()
-        _told.update(packed_rng())
-        _told[OWN] = own_random.pack(own_random.capture(self.tap.data()))
-        _watches[:] = [Watch(self.tap.data())] if self.tap.carries else []
+            carried_state.restore(
+                self.tap.generator_roots(), self.saved[worker].get(CARRIED_STATES, {})
+            )
+        _sent_states.clear()
+        _sent_states.update(packed_rng())
+        _sent_states[OWN_GENERATORS] = dataset_generators.pack(
+            dataset_generators.capture(self.tap.generator_roots())
+        )
+        _watches[:] = [Watch(self.tap.generator_roots())] if self.tap.carries else []

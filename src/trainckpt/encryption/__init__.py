@@ -1,1 +1,1 @@
-"""Keys, ciphers, and the form of an encrypted file. The only room that knows `cryptography`."""
+"""Keys, ciphers, and the format of encrypted files. Only this room imports `cryptography`."""

@@ -1,14 +1,14 @@
-"""The envelope: a key for each snapshot, wrapped for each recipient, and what follows from it.
+"""Derive a key for each snapshot, and wrap it for each recipient.
 
-    chain        the ranks of an attempt share one secret, told once. Each save takes its key from
-                 it, and the chain moves on: from what is left no key that was used can be found,
-                 so whoever gets into the trainer reads nothing that was saved before
-    snapshot's   of it, wrapped for each recipient, the manifest tells; no file is encrypted with it
-    file's       follows from it, the file's name and 24 random bytes that stand in the file: a new
-                 one for each time that anything is encrypted. So a number serves as nonce
+    ratchet      the ranks of an attempt share one secret, sent once. Each save derives its key from
+                 it and advances the ratchet. Earlier keys cannot be recovered from the rest, so an
+                 intruder in the trainer cannot read earlier snapshots
+    snapshot     the manifest has its key, wrapped for each recipient; it encrypts no file
+    file         its key derives from the snapshot's, the file's name and 24 random bytes in the
+                 file: a new one for each encryption. So a number serves as nonce
 
-Wrapping: an ephemeral X25519 key, HKDF-SHA256 of the shared secret, AES-256-GCM. That proves
-nothing of who wrapped: whoever knows a recipient can encrypt to it.
+Wrapping: an ephemeral X25519 key, HKDF-SHA256 of the shared secret, AES-256-GCM. It does not
+authenticate the sender: anyone with a recipient's public key can encrypt to it.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from trainckpt.encryption.keys import KEY_BYTES, Identity, public_bytes
-from trainckpt.encryption.package import derive, must_be_there
+from trainckpt.encryption.keys import KEY_BYTES, Identity, derive, must_be_there, public_bytes
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.encryption import Wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-NO_NONCE = bytes(12)  # under a key that is used once
+NO_NONCE = bytes(12)  # for keys used only once
 SALT_BYTES = 24
-A_RANK = "a rank"  # what a letter is bound to
+A_RANK = "a rank"  # the context of a key exchange
 
 
 def new_key() -> bytes:
-    """32 random bytes."""
+    """Return 32 random bytes."""
     return os.urandom(KEY_BYTES)
 
 
-class Chain:
+class KeyRatchet:
     """The keys of an attempt's saves, in their order. Used by one thread."""
 
     def __init__(self, secret: bytes) -> None:
         self._next, self._number = secret, 1
 
     def key(self, number: int) -> bytes:
-        """That of the save of this number, from 1; each is given once, and none before it after.
+        """Return the key of this save, numbered from 1. Each is returned once, in rising order.
 
         Raises:
-            ValueError: it is gone.
+            ValueError: The key is gone.
         """
         if number < self._number:
             raise ValueError(f"the key of save {number} was given already")
@@ -57,7 +56,7 @@ class Chain:
 
 
 def wrap(key: bytes, recipient: str, context: str) -> Wrapped:
-    """A key that only this recipient can have, and only where the same context is named."""
+    """Return the key encrypted to this recipient, bound to a context."""
     must_be_there()
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -70,10 +69,10 @@ def wrap(key: bytes, recipient: str, context: str) -> Wrapped:
 
 
 def unwrap(wrapped: Wrapped, identity: Identity, context: str) -> bytes:
-    """The key again.
+    """Return the key inside.
 
     Raises:
-        UnusableSnapshot: it was changed, or wrapped for something else.
+        UnusableSnapshot: It was changed, or wrapped for another recipient or context.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -94,25 +93,25 @@ def unwrap(wrapped: Wrapped, identity: Identity, context: str) -> bytes:
 
 
 def context(run: str, snapshot: str) -> str:
-    """What the key of a snapshot is bound to."""
+    """Return the context for the wrapped key of a snapshot."""
     return f"{snapshot} of run {run}"
 
 
 def wrap_for_all(
     key: bytes, recipients: Iterable[str], run: str, snapshot: str
 ) -> tuple[Wrapped, ...]:
-    """A snapshot's key, for each recipient."""
+    """Return a snapshot's key, wrapped for each recipient."""
     return tuple(wrap(key, each, context(run, snapshot)) for each in recipients)
 
 
 def unwrap_any(
     wrapped: Sequence[Wrapped], identities: Sequence[Identity], run: str, snapshot: str
 ) -> bytes:
-    """A snapshot's key, for whoever has these identities.
+    """Return a snapshot's key, by any of these identities.
 
     Raises:
-        ConfigurationError: none is one of the recipients, or there is none.
-        UnusableSnapshot: one is, and what was wrapped for it was changed.
+        ConfigurationError: No identity is a recipient, or there is none.
+        UnusableSnapshot: The wrapped key of a recipient was changed.
     """
     who = ", ".join(each.to[:80] for each in wrapped[:3])
     if not identities:
@@ -133,7 +132,7 @@ def unwrap_any(
 
 
 def hide(key: bytes, data: bytes) -> bytes:
-    """A note to whoever has a snapshot's key too."""
+    """Encrypt data with a key derived from a snapshot's."""
     must_be_there()
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -142,10 +141,10 @@ def hide(key: bytes, data: bytes) -> bytes:
 
 
 def show(key: bytes, hidden: bytes, what: str) -> bytes:
-    """The inverse of `hide`.
+    """Decrypt data encrypted by `hide`.
 
     Raises:
-        UnusableSnapshot: it was changed; says `what`.
+        UnusableSnapshot: It was changed; the message names `what`.
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -157,17 +156,17 @@ def show(key: bytes, hidden: bytes, what: str) -> bytes:
         raise UnusableSnapshot(f"{what} was changed") from None
 
 
-class Letter:
-    """A secret for one process from another, over a place where others may read along."""
+class KeyExchange:
+    """The receiver of one secret from another process, over a channel others may read."""
 
     def __init__(self) -> None:
         self._identity = Identity.of(new_key())
 
     @property
     def address(self) -> str:
-        """What the other wraps it for."""
+        """Return the recipient for the sender to wrap the secret for."""
         return self._identity.recipient
 
     def read(self, sealed: bytes) -> bytes:
-        """The secret."""
+        """Return the secret."""
         return unwrap(Wrapped(self.address, sealed), self._identity, A_RANK)

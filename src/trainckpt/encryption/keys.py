@@ -1,11 +1,13 @@
-"""Keys of people: a recipient's public key, which encrypts, and the identity, which reads.
+"""Users' keys: a recipient (public key) encrypts, and an identity (private key) decrypts.
 
 As text both are lower-case base32 of the 32 bytes of X25519 and four bytes of their SHA-256, so
-that a mistyped letter is found. An identity lies in a file of its own, private to its user:
+that a typing error is found. An identity is stored in a file of its own, private to its user:
 
     # trainckpt identity. Whoever has it reads what is encrypted to
     # trainckpt-recipient-...
     trainckpt-identity-...
+
+The package `cryptography` is an optional extra, imported only at the first use.
 """
 
 from __future__ import annotations
@@ -15,28 +17,29 @@ import binascii
 import os
 from dataclasses import dataclass, field
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.encryption.package import must_be_there
 from trainckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+
 RECIPIENT, IDENTITY = "trainckpt-recipient-", "trainckpt-identity-"
 KEY_BYTES, CHECK_BYTES = 32, 4
-MOST_BYTES = 64 << 10  # of a file with keys
+MOST_BYTES = 64 << 10  # read from a file of keys
 HOW = "trainckpt keygen FILE makes an identity, and prints its recipient"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A private key. Not shown: it must not get into a log.
+    """A private key. Not in its repr: it must not get into a log.
 
     Attributes:
         secret: Its 32 bytes.
-        recipient: The public key that belongs to it, as text.
+        recipient: Its public key, as text.
     """
 
     secret: bytes = field(repr=False)
@@ -44,7 +47,7 @@ class Identity:
 
     @classmethod
     def of(cls, secret: bytes) -> Identity:
-        """That of these 32 bytes."""
+        """Return the identity of these 32 bytes."""
         must_be_there()
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -53,21 +56,21 @@ class Identity:
 
 
 def generate() -> Identity:
-    """A new one."""
+    """Return a new identity."""
     return Identity.of(os.urandom(KEY_BYTES))
 
 
 def public_bytes(recipient: str) -> bytes:
-    """The 32 bytes of a recipient.
+    """Return the 32 bytes of a recipient.
 
     Raises:
-        ConfigurationError: it is none, or a letter is wrong.
+        ConfigurationError: It is not a recipient, or mistyped.
     """
     return _from_text(RECIPIENT, recipient)
 
 
 def to_text(kind: str, key: bytes) -> str:
-    """Bytes of a key as people and files have them."""
+    """Return a key as text."""
     return kind + base64.b32encode(key + _check(kind, key)).decode("ascii").rstrip("=").lower()
 
 
@@ -89,10 +92,10 @@ def _check(kind: str, key: bytes) -> bytes:
 
 
 def parse_recipients(words: Iterable[str]) -> tuple[str, ...]:
-    """Recipients, each given as text, or as a file that holds some, one on a line.
+    """Return recipients, each given as text, or as a file with one on a line.
 
     Raises:
-        ConfigurationError: one is no recipient, or a file holds none.
+        ConfigurationError: One is not a recipient, or a file has none.
     """
     found: list[str] = []
     for word in words:
@@ -109,10 +112,10 @@ def parse_recipients(words: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_identities(path: str | os.PathLike[str]) -> tuple[Identity, ...]:
-    """The identities that a file holds, one on a line: at least one.
+    """Return the identities in a file, one on a line: at least one.
 
     Raises:
-        ConfigurationError: it is not there, or not readable, or holds none.
+        ConfigurationError: It is missing, unreadable, or has none.
     """
     lines = [line for line in _lines(Path(path)) if line.startswith(IDENTITY)]
     if not lines:
@@ -124,10 +127,10 @@ def read_identities(path: str | os.PathLike[str]) -> tuple[Identity, ...]:
 
 
 def write_identity(path: str | os.PathLike[str], identity: Identity) -> None:
-    """Keep an identity in a new file that only its user can read.
+    """Write an identity to a new file readable only by its user.
 
     Raises:
-        ConfigurationError: there is such a file already, or it cannot be written.
+        ConfigurationError: The file exists already, or cannot be written.
     """
     text = (
         "# trainckpt identity. Whoever has it reads what is encrypted to\n"
@@ -155,3 +158,23 @@ def _lines(path: Path) -> list[str]:
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}", hint=HOW) from None
     return [line.strip() for line in text.splitlines()]
+
+
+INSTALL = "pip install 'trainckpt[crypto]'"
+
+
+def must_be_there() -> None:
+    """Raise `ConfigurationError` unless `cryptography` is installed."""
+    if find_spec("cryptography") is None:
+        raise ConfigurationError(
+            "encryption needs the package cryptography, which is not installed", hint=INSTALL
+        )
+
+
+def derive(secret: bytes, info: bytes, salt: bytes | None = None) -> bytes:
+    """Return 32 bytes derived from a secret one-way: HKDF-SHA256."""
+    must_be_there()
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(SHA256(), 32, salt, info).derive(secret)

@@ -1,1 +1,1 @@
-"""What is on disk, as values. Mirrors docs/format.md; knows neither tensors nor storage."""
+"""Stored formats as values. Mirrors docs/format.md; imports neither tensors nor storage."""

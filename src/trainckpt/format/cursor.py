@@ -1,4 +1,4 @@
-"""The cursor: where a run is, counted in what was *trained on*, not in what was fetched."""
+"""The cursor: a run's position, counted in trained data, not in fetched data."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from trainckpt.errors import UnusableSnapshot
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a run is, at a boundary.
+    """A run's position at a boundary.
 
-    Example: epoch 1, step 12, micro 3, batches 7 reads "twelve optimizer steps are complete,
-    three micro-batches of the next window are trained, seven batches of epoch 1 are trained".
+    At epoch 1, step 12, micro 3, batches 7, twelve optimizer steps are complete, and three
+    micro-batches of the next window and seven batches of epoch 1 are trained.
 
     Attributes:
         epoch: Epochs completed.
         step: Optimizer steps completed.
         micro: Micro-batches trained since the last step: 0 at a window's start.
-        batches: Batches of the current epoch trained on by this rank.
+        batches: Batches of the current epoch trained by this rank.
         micro_batches: Micro-batches trained by this rank since the run began.
         samples: Samples trained by this rank since the run began, padding included.
-        evaluations: 0 in training; i if this is the entry of the i-th evaluation since the
-            last training boundary, so that a resume repeats the evaluation, not the epoch.
+        evaluations: 0 in training; i at the entry of the i-th evaluation since the last training
+            boundary. A resume from there repeats the evaluation, not the epoch.
     """
 
     epoch: int = 0
@@ -35,16 +35,16 @@ class Cursor:
     evaluations: int = 0
 
     def place(self) -> list[int]:
-        """What is alike on all ranks at one boundary, and on none at another."""
+        """Return the counters equal on all ranks at one boundary, and different at any other."""
         return [self.epoch, self.step, self.micro, self.micro_batches, self.evaluations]
 
     def to_json(self) -> dict[str, int]:
-        """As a JSON object, every field by its name."""
+        """Return a JSON object, every field by its name."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Cursor:
-        """Read back what `to_json` wrote; raises `UnusableSnapshot` for anything else."""
+        """Parse a cursor; raise `UnusableSnapshot` for anything else."""
         names = [field.name for field in fields(cls)]
         if not isinstance(data, dict) or any(
             type(data.get(name)) is not int or not 0 <= data[name] < 2**63 for name in names

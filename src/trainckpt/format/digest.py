@@ -20,10 +20,10 @@ _HEX = b"0123456789abcdef"
 
 
 class Verified(NamedTuple):
-    """Bytes that were verified where they lie, with the digests that they matched.
+    """Bytes verified at their address, with their digests.
 
     Attributes:
-        block: Bytes of each digest; the last may be of fewer.
+        block: Bytes of each digest; the last block may be shorter.
     """
 
     address: int
@@ -33,12 +33,12 @@ class Verified(NamedTuple):
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """Digest of one block of bytes."""
+    """Return the digest of one block of bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:
-    """Digest of the concatenation of `blocks`, without joining them."""
+    """Return the digest of the concatenated `blocks`, without joining them."""
     state = xxhash.xxh3_128()
     for block in blocks:
         state.update(block)
@@ -46,10 +46,10 @@ def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:
 
 
 class Running:
-    """A digest that is taken while blocks pass by: they may be gone afterwards.
+    """Incremental digest of blocks; each may be reused afterwards.
 
     Attributes:
-        num_bytes: That have passed.
+        num_bytes: Bytes digested so far.
     """
 
     def __init__(self) -> None:
@@ -57,34 +57,34 @@ class Running:
         self._state = xxhash.xxh3_128()
 
     def over(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """The same blocks, each taken into account."""
+        """Yield the same blocks, digesting each."""
         for block in blocks:
             self.update(block)
             yield block
 
     def update(self, block: memoryview) -> None:
-        """Take the next bytes into account."""
+        """Digest the next bytes."""
         self._state.update(block)
         self.num_bytes += len(block)
 
     def hexdigest(self) -> str:
-        """Of what has passed so far."""
+        """Return the digest so far."""
         return self._state.hexdigest()
 
 
 def digests_by_block(data: memoryview, block: int) -> str:
-    """The digests of each `block` bytes of `data`, one after the other; one for no bytes."""
+    """Return the digests of each `block` bytes of `data`, concatenated; one for no bytes."""
     one, parts = xxhash.xxh3_128_hexdigest, range(0, len(data) or 1, block)
     return "".join([one(data[at : at + block]) for at in parts])
 
 
 def compact(digests: str) -> str:
-    """One digest for those of all blocks of some bytes; of a single one it is that."""
+    """Return one digest for those of all blocks; a single one is returned as it is."""
     return digests if len(digests) == NUM_HEX else digest(digests.encode())
 
 
 class RunningByBlock:
-    """`digests_by_block` of bytes that pass by in pieces of any length."""
+    """Incremental `digests_by_block` of pieces of any length."""
 
     def __init__(self, block: int) -> None:
         self._block, self._filled = block, 0
@@ -92,7 +92,7 @@ class RunningByBlock:
         self._done: list[str] = []
 
     def update(self, piece: memoryview) -> None:
-        """Take the next bytes into account."""
+        """Digest the next bytes."""
         while len(piece):
             step = piece[: self._block - self._filled]
             piece = piece[len(step) :]
@@ -106,18 +106,18 @@ class RunningByBlock:
                 self._state, self._filled = xxhash.xxh3_128(), 0
 
     def hexdigest(self) -> str:
-        """The digests of what has passed so far."""
+        """Return the digests so far."""
         is_open = self._filled or not self._done
         return "".join([*self._done, self._state.hexdigest()] if is_open else self._done)
 
 
 def is_digest(value: object) -> bool:
-    """True if `value` has the form of a digest."""
+    """Return True if `value` has the form of a digest."""
     return are_digests(value, {1})
 
 
 def are_digests(value: object, counts: Collection[int]) -> bool:
-    """True if `value` has the form of so many digests, one after the other."""
+    """Return True if `value` has the form of a number of digests in `counts`, concatenated."""
     if not isinstance(value, str) or len(value) not in {n * NUM_HEX for n in counts}:
         return False
     return value.isascii() and not value.encode().translate(None, _HEX)

@@ -1,11 +1,10 @@
-"""The record of one process dump: what was dumped, where it can be brought back, what was open.
+"""Read and write the record of a process dump: its images, open files and host.
 
     RUN/dumps/dump~<a>.<q>/     of attempt a, with sequence number q among its snapshots
         images/...              CRIU's, encrypted if the run is
-        dump.mac                in other tiers alone: the host's word that it took this dump
         dump.json               its existence is the commit
 
-A dump is restored at most once: the attempt that it becomes names it as its parent.
+A dump is restored at most once: the attempt restored from it names it as its parent.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import strict
+from trainckpt.format import json_io
 from trainckpt.format.digest import is_digest
 from trainckpt.format.encryption import Wrapped, wrapped_from_json, wrapped_to_json
 from trainckpt.format.names import SnapshotName, check_file_name
 
-DUMPS, IMAGES, RECORD, WORD = "dumps", "images", "dump.json", "dump.mac"
+DUMPS, IMAGES, RECORD = "dumps", "images", "dump.json"
 KIND = "dump"
 MAX_BYTES = 16_000_000
 MAX_PID, MAX_PORT = 2**22, 2**16 - 1
@@ -30,7 +29,7 @@ _FOLDER = re.compile(r"dump~([0-9]{1,9})\.([0-9]{1,9})")
 
 @dataclass(frozen=True, order=True)
 class DumpName:
-    """Names one dump of a run; sorts among the snapshots' names by (attempt, sequence)."""
+    """Name of one dump of a run; sorts among the snapshots' names by (attempt, sequence)."""
 
     attempt: int
     sequence: int
@@ -40,26 +39,21 @@ class DumpName:
 
     @property
     def folder(self) -> str:
-        """Path of the dump's folder, relative to the run."""
+        """Return the path of the dump's folder, relative to the run."""
         return f"{DUMPS}/{self}"
 
     @property
     def record(self) -> str:
-        """Where its record lies."""
+        """Return the path of its record."""
         return f"{self.folder}/{RECORD}"
 
-    @property
-    def word(self) -> str:
-        """Where the host's word for it lies."""
-        return f"{self.folder}/{WORD}"
-
     def image(self, name: str) -> str:
-        """Where one of its images lies."""
+        """Return the path of one of its images."""
         return f"{self.folder}/{IMAGES}/{name}"
 
     @classmethod
     def parse(cls, text: str) -> DumpName | None:
-        """The name spelled by `text`, or None if it spells none."""
+        """Return the name spelled by `text`, or None."""
         match = _FOLDER.fullmatch(text)
         found = cls(int(match[1]), int(match[2])) if match else None
         return found if str(found) == text else None
@@ -67,7 +61,7 @@ class DumpName:
 
 @dataclass(frozen=True)
 class Image:
-    """One file of CRIU's: plain name, length, digest; of an encrypted one, as it is stored."""
+    """One CRIU file: plain name, length, digest; for an encrypted one, as stored."""
 
     name: str
     num_bytes: int
@@ -76,7 +70,7 @@ class Image:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that the processes had open for writing, and its length then."""
+    """A file the processes had open for writing, and its length then."""
 
     path: str
     num_bytes: int
@@ -84,7 +78,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file that the processes had mapped for themselves, such as a library, as it was."""
+    """A file the processes had mapped privately, such as a library: length and mtime then."""
 
     path: str
     num_bytes: int
@@ -93,12 +87,12 @@ class MappedFile:
 
 @dataclass(frozen=True)
 class Host:
-    """What a dump is tied to.
+    """The host a dump is tied to.
 
     Attributes:
-        name: Of the host.
-        kernel: Its release.
-        flags: What its processor can do, sorted.
+        name: Its name.
+        kernel: The kernel release.
+        flags: The processor's feature flags, sorted.
     """
 
     name: str
@@ -108,7 +102,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of the host: its name, its UUID, and what the processes had on it."""
+    """A GPU of the host: name, UUID, and the processes' memory on it."""
 
     name: str
     uuid: str
@@ -117,12 +111,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What lies in the images of the state that processes had on GPUs.
+    """The GPU state in the images.
 
     Attributes:
-        driver: NVIDIA's, its version: another one may not put the state back.
-        devices: All GPUs that the driver knew, in its order.
-        pids: Processes whose state was set aside.
+        driver: Version of NVIDIA's driver; another version may not restore the state.
+        devices: All GPUs known to the driver, in its order.
+        pids: Processes with GPU state in the images.
     """
 
     driver: str
@@ -131,7 +125,7 @@ class GpuState:
 
     @property
     def num_bytes(self) -> int:
-        """On all GPUs."""
+        """Return the bytes on all GPUs."""
         return sum(gpu.used_bytes for gpu in self.devices)
 
 
@@ -140,24 +134,24 @@ class DumpRecord:
     """One dump.
 
     Attributes:
-        name: Which.
+        name: The dump's.
         run: Id of the run.
         host: Where it was taken.
-        criu: Version that took it.
-        created: When, in seconds since 1970.
+        criu: Version of CRIU.
+        created: Seconds since 1970.
         root: Process id of the tree's root.
-        tasks: All ids that have to be free: of processes and threads.
+        tasks: Ids that must be free for a restore: of processes and threads.
         world: Ranks in it.
-        folder: Of the supervisor, which comes back with it.
-        told: File name -> text: what ranks had told the supervisor.
+        folder: The supervisor's, restored with it.
+        told: File name -> text: the ranks' reports to the supervisor.
         images, written: Files.
         reason: Why it was taken.
-        gpus: What was on GPUs; None: nothing.
-        mapped: Files that have to be as they were: they are no part of the images.
-        snapshot: Full name of the one that holds what the images lack, or "".
-        dropped: So many bytes.
-        ports: That have to be free as well, if they can be had: of TCP and UDP.
-        keys: The key of its images, wrapped for each recipient; none: they are not encrypted.
+        gpus: GPU state; None: there is none.
+        mapped: Files that must be unchanged, as the images lack them.
+        snapshot: Full name of the snapshot with the memory missing from the images, or "".
+        dropped: Bytes of that memory.
+        ports: TCP and UDP ports to keep free too, if possible.
+        keys: The images' key, wrapped for each recipient; empty: they are not encrypted.
     """
 
     name: DumpName
@@ -182,44 +176,49 @@ class DumpRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Of all images."""
+        """Return the bytes of all images."""
         return sum(image.num_bytes for image in self.images)
 
     def dump(self) -> bytes:
-        """As JSON, with a digest of itself."""
+        """Return the record as JSON, with a digest of itself."""
         keys = wrapped_to_json(self.keys)
-        return strict.sealed({**asdict(self), "name": str(self.name), "keys": keys, "format": 1})
+        return json_io.sealed({**asdict(self), "name": str(self.name), "keys": keys, "format": 1})
 
     @classmethod
     def load(cls, data: bytes, what: str) -> DumpRecord:
-        """Read it back; `UnusableSnapshot` if it is not one."""
-        body = strict.unsealed(strict.parse(data, what, max_bytes=MAX_BYTES), what)
-        name = DumpName.parse(str(strict.field(body, "name", str, what)))
+        """Parse a record; raise `UnusableSnapshot` if it is not one."""
+        body = json_io.unsealed(json_io.parse(data, what, max_bytes=MAX_BYTES), what)
+        name = DumpName.parse(str(json_io.field(body, "name", str, what)))
         if name is None:
             raise UnusableSnapshot(f"{what}: {str(body['name'])[:60]!r} names no dump")
-        texts = {k: str(strict.field(body, k, str, what))
-                 for k in ("run", "criu", "folder", "reason")}  # fmt: skip
+        texts = {
+            k: str(json_io.field(body, k, str, what)) for k in ("run", "criu", "folder", "reason")
+        }
         body = {**_LATER, **body}
-        snapshot = str(strict.field(body, "snapshot", str, what))
+        snapshot = str(json_io.field(body, "snapshot", str, what))
         if snapshot and SnapshotName.parse(snapshot) is None:
             raise UnusableSnapshot(f"{what}: {snapshot[:60]!r} names no snapshot")
         created = body.get("created")
         if not isinstance(created, (int, float)) or isinstance(created, bool):
             raise UnusableSnapshot(f"{what}: created is {str(created)[:60]!r}")
         return cls(
-            name=name, created=float(created), root=_pid(body.get("root"), what),
-            host=_host(strict.field(body, "host", dict, what), what),
-            tasks=tuple(_pid(pid, what) for pid in strict.field(body, "tasks", list, what)),
-            world=strict.count(body, "world", what),
-            told=_texts(strict.field(body, "told", dict, what), what),
-            images=tuple(_image(i, what) for i in strict.field(body, "images", list, what)),
-            written=tuple(_written(f, what) for f in strict.field(body, "written", list, what)),
+            name=name,
+            created=float(created),
+            root=_pid(body.get("root"), what),
+            host=_host(json_io.field(body, "host", dict, what), what),
+            tasks=tuple(_pid(pid, what) for pid in json_io.field(body, "tasks", list, what)),
+            world=json_io.count(body, "world", what),
+            told=_texts(json_io.field(body, "told", dict, what), what),
+            images=tuple(_image(i, what) for i in json_io.field(body, "images", list, what)),
+            written=tuple(_written(f, what) for f in json_io.field(body, "written", list, what)),
             gpus=_gpus(body.get("gpus"), what),
             mapped=tuple(_mapped(f, what) for f in body.get("mapped") or ()),
-            snapshot=snapshot, dropped=strict.count(body, "dropped", what),
-            ports=tuple(_port(port, what) for port in strict.field(body, "ports", list, what)),
-            keys=wrapped_from_json(body["keys"], what) if body.get("keys") else (), **texts,
-        )  # fmt: skip
+            snapshot=snapshot,
+            dropped=json_io.count(body, "dropped", what),
+            ports=tuple(_port(port, what) for port in json_io.field(body, "ports", list, what)),
+            keys=wrapped_from_json(body["keys"], what) if body.get("keys") else (),
+            **texts,
+        )
 
 
 def _pid(value: Any, what: str) -> int:
@@ -235,8 +234,8 @@ def _port(value: Any, what: str) -> int:
 
 
 def _host(body: dict[str, Any], what: str) -> Host:
-    name, kernel = (str(strict.field(body, key, str, what)) for key in ("name", "kernel"))
-    flags = strict.field(body, "flags", list, what)
+    name, kernel = (str(json_io.field(body, key, str, what)) for key in ("name", "kernel"))
+    flags = json_io.field(body, "flags", list, what)
     return Host(name, kernel, tuple(str(flag) for flag in flags))
 
 
@@ -245,10 +244,10 @@ def _gpus(body: Any, what: str) -> GpuState | None:
         return None
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no state of GPUs")
-    devices = strict.field(body, "devices", list, what)
-    pids = strict.field(body, "pids", list, what)
+    devices = json_io.field(body, "devices", list, what)
+    pids = json_io.field(body, "pids", list, what)
     return GpuState(
-        str(strict.field(body, "driver", str, what)),
+        str(json_io.field(body, "driver", str, what)),
         tuple(_gpu(device, what) for device in devices),
         tuple(_pid(pid, what) for pid in pids),
     )
@@ -257,12 +256,12 @@ def _gpus(body: Any, what: str) -> GpuState | None:
 def _gpu(body: Any, what: str) -> Gpu:
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no GPU")
-    name, uuid = (str(strict.field(body, key, str, what)) for key in ("name", "uuid"))
-    return Gpu(name, uuid, strict.count(body, "used_bytes", what))
+    name, uuid = (str(json_io.field(body, key, str, what)) for key in ("name", "uuid"))
+    return Gpu(name, uuid, json_io.count(body, "used_bytes", what))
 
 
 def _texts(body: dict[str, Any], what: str) -> dict[str, str]:
-    """File names that lead nowhere else, and texts."""
+    """Check that keys are plain file names, and values texts."""
     for name, text in body.items():
         check_file_name(name)
         if not isinstance(text, str):
@@ -274,16 +273,18 @@ def _image(body: Any, what: str) -> Image:
     if not isinstance(body, dict) or not is_digest(body.get("digest")):
         raise UnusableSnapshot(f"{what}: an image without a digest")
     name = check_file_name(body.get("name"))
-    return Image(name, strict.count(body, "num_bytes", what), body["digest"])
+    return Image(name, json_io.count(body, "num_bytes", what), body["digest"])
 
 
 def _written(body: Any, what: str) -> WrittenFile:
-    return WrittenFile(_path(body, what), strict.count(body, "num_bytes", what))
+    return WrittenFile(_path(body, what), json_io.count(body, "num_bytes", what))
 
 
 def _mapped(body: Any, what: str) -> MappedFile:
     path = _path(body, what)
-    return MappedFile(path, *(strict.count(body, key, what) for key in ("num_bytes", "changed_ns")))
+    return MappedFile(
+        path, *(json_io.count(body, key, what) for key in ("num_bytes", "changed_ns"))
+    )
 
 
 def _path(body: Any, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Durations as people type them: "30s", "2 min", "1.5 h"."""
+"""Parse durations as typed by users: "30s", "2 min", "1.5 h"."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WANTED = '"30s", "2 min" or "1 h"'
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, more than 0 and at most a hundred years.
+    """Return seconds, more than 0 and at most a hundred years.
 
     Raises:
-        ValueError: it is no number with a unit, or out of range.
+        ValueError: not a number with a unit, or out of range.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip())
     if match is None or match[2] not in SECONDS:

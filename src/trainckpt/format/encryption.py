@@ -1,12 +1,11 @@
-"""What a manifest says of encryption, as values: wrapped keys, and a sealed part.
+"""Read and write a manifest's facts on encryption: wrapped keys, and an encrypted part.
 
-    keys     of its own snapshot, and of each older one whose files it refers to: that snapshot's
-             key, wrapped for each recipient. Whoever changes the recipients changes only this
-    sealed   what nobody reads without the key: lengths and header digests of the files as they
-             were before they were encrypted. It also binds the rest of the manifest: whoever
-             changed that without the key is found out
+    keys     of its own snapshot, and of each older one it refers to: the snapshot's key, wrapped
+             for each recipient. A change of recipients changes only this
+    sealed   readable only with the key: the files' lengths and header digests before encryption.
+             It also authenticates the rest of the manifest against changes without the key
 
-Pure: no cipher in here. Used by: manifest (to write and read), snapshot.
+Pure: contains no cipher. Used by: manifest (to write and read), snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, strict
+from trainckpt.format import digest, json_io
 from trainckpt.format.files import Plain
 from trainckpt.format.names import SnapshotName
 
@@ -32,11 +31,11 @@ MAX_RECIPIENTS = 256
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A snapshot's key, as one recipient can have it.
+    """A snapshot's key, wrapped for one recipient.
 
     Attributes:
         to: The recipient's public key, as text.
-        key: Of the ephemeral public key and the encrypted key, together.
+        key: The ephemeral public key and the encrypted key, together.
     """
 
     to: str
@@ -45,43 +44,43 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class Encryption:
-    """Of one manifest.
+    """The encryption facts of one manifest.
 
     Attributes:
-        keys: Full name of a snapshot -> its key, wrapped.
-        sealed: See the module's header.
+        keys: Full name of a snapshot -> its wrapped keys.
+        sealed: The encrypted part; see the module's header.
     """
 
     keys: Mapping[str, tuple[Wrapped, ...]]
     sealed: bytes
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest spells it."""
+        """Return it as in a manifest."""
         keys = {name: wrapped_to_json(each) for name, each in self.keys.items()}
         return {"cipher": CIPHER, "keys": keys, "sealed": to_text(self.sealed)}
 
 
 def parse(data: Any, what: str) -> Encryption:
-    """The inverse of `Encryption.to_json`; `UnusableSnapshot` for anything else."""
-    if strict.field(data, "cipher", str, what) != CIPHER:
+    """Parse `Encryption.to_json`'s result; raise `UnusableSnapshot` for anything else."""
+    if json_io.field(data, "cipher", str, what) != CIPHER:
         raise UnusableSnapshot(f"{what} is encrypted in a way that this release does not know")
-    keys = strict.field(data, "keys", dict, what)
+    keys = json_io.field(data, "keys", dict, what)
     for name in keys:
         if SnapshotName.parse(name) is None:
             raise UnusableSnapshot(f"{what} has a key of {name[:100]!r}, which is no snapshot")
     return Encryption(
         {name: wrapped_from_json(each, what) for name, each in keys.items()},
-        from_text(strict.field(data, "sealed", str, what), what),
+        from_text(json_io.field(data, "sealed", str, what), what),
     )
 
 
 def wrapped_to_json(wrapped: Sequence[Wrapped]) -> list[list[str]]:
-    """One key, for each recipient."""
+    """Return one key, wrapped for each recipient, as JSON."""
     return [[each.to, to_text(each.key)] for each in wrapped]
 
 
 def wrapped_from_json(listed: Any, what: str) -> tuple[Wrapped, ...]:
-    """The inverse of `wrapped_to_json`; `UnusableSnapshot` for anything else, and for none."""
+    """Parse `wrapped_to_json`'s result; raise `UnusableSnapshot` for anything else, or no key."""
     found = [
         Wrapped(pair[0], from_text(pair[1], what))
         for pair in (listed if type(listed) is list and len(listed) <= MAX_RECIPIENTS else ())
@@ -93,7 +92,7 @@ def wrapped_from_json(listed: Any, what: str) -> tuple[Wrapped, ...]:
 
 
 def plain_to_json(files: Sequence[FileEntry], reached: Sequence[FileEntry]) -> dict[str, Any]:
-    """What is sealed: the files' own columns, as they were before."""
+    """Return the contents of the encrypted part: the files' lengths and header digests."""
     return {"files": _columns(files), "reached": _columns(reached)}
 
 
@@ -106,10 +105,14 @@ def _columns(files: Sequence[FileEntry]) -> dict[str, Any]:
 
 
 def plain_from_json(data: Any, key: str, number: int, what: str) -> list[Plain]:
-    """One of the columns that `plain_to_json` made, of so many files."""
-    columns = strict.field(data, key, dict, what)
-    sizes = strict.field(columns, "bytes", list, what)
-    headers = strict.field(columns, "headers", str, what)
+    """Parse one column set of `plain_to_json`, for `number` files.
+
+    Raises:
+        UnusableSnapshot: it is malformed, or of another number of files.
+    """
+    columns = json_io.field(data, key, dict, what)
+    sizes = json_io.field(columns, "bytes", list, what)
+    headers = json_io.field(columns, "headers", str, what)
     counts = all(type(size) is int and 0 <= size < 2**63 for size in sizes)
     if not counts or len(sizes) != number or not digest.are_digests(headers, {number}):
         raise UnusableSnapshot(f"{what}: what is sealed in it is not of {number} files")
@@ -118,12 +121,12 @@ def plain_from_json(data: Any, key: str, number: int, what: str) -> list[Plain]:
 
 
 def to_text(data: bytes) -> str:
-    """Bytes as they stand in JSON."""
+    """Return bytes as text for JSON (base64)."""
     return base64.b64encode(data).decode("ascii")
 
 
 def from_text(text: Any, what: str) -> bytes:
-    """The inverse of `to_text`."""
+    """Return the bytes from `to_text`."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):

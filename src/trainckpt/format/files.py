@@ -1,6 +1,6 @@
-"""The files that a manifest names: length and digests of each.
+"""Read and write a manifest's list of files: length and digests of each.
 
-Files are spelled as columns, since there may be thousands.
+Files are stored as columns, since there may be thousands.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, names, strict
+from trainckpt.format import digest, json_io, names
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Of a file, before it was encrypted: its length, and the digest of its header."""
+    """A file before encryption: its length, and the digest of its header."""
 
     num_bytes: int
     header_digest: str
@@ -23,15 +23,15 @@ class Plain:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One shard file: its name, length, and digests. `format.checking` compares them.
+    """One shard file: name, length and digests. `format.digest_check` compares them.
 
     Attributes:
-        digest: Of the whole file, where it is encrypted, or named by a manifest before version 5.
-            Else "": the head holds the digests of everything behind it, so its own tells the whole.
+        digest: Of the whole file, if encrypted or in a manifest before version 5. Else "": the
+            head has the digests of everything behind it, so its own digest covers the file.
         header_digest: Of the file's head.
-        sealed: It is encrypted: length and digests are of what is stored, that of the header is of
-            what stands behind the encrypted data.
-        plain: Of a sealed one, what it was before, where the key is there.
+        sealed: The file is encrypted: length and digests are of the stored bytes, and
+            `header_digest` is of the bytes behind the encrypted data.
+        plain: The facts before encryption, if the key is known.
     """
 
     name: str
@@ -43,20 +43,20 @@ class FileEntry:
 
     @property
     def content(self) -> Plain:
-        """What is read of it: length, and digest of the header."""
+        """Return the length and header digest of the bytes as read, after decryption."""
         return self.plain or Plain(self.num_bytes, self.header_digest)
 
 
 class Files(Sequence[FileEntry]):
-    """The files of a snapshot in rank order, kept as columns: one is made when it is asked for.
+    """The files of a snapshot in rank order, stored as columns; entries are made on access.
 
     Attributes:
         sizes: Bytes of each.
-        digests, headers: Hex digests of each, of the whole and of the header, end to end. As of
-            `FileEntry`: there are none of the whole unless all files have one.
-        names: Only in format 1; they follow from the ranks since.
+        digests, headers: Hex digests of the whole files and of the headers, concatenated.
+            `digests` is "" unless all files have one, as in `FileEntry`.
+        names: Only in format 1, or for older files; else they follow from the ranks.
         sealed: They are encrypted.
-        plain: What each was before, where that is known.
+        plain: The facts of each before encryption, if known.
     """
 
     sealed = False
@@ -69,7 +69,7 @@ class Files(Sequence[FileEntry]):
 
     @classmethod
     def of(cls, entries: Sequence[FileEntry]) -> Files:
-        """The columns of these entries."""
+        """Return the columns of these entries."""
         if isinstance(entries, Files):
             return entries
         found = [entry.name for entry in entries]
@@ -100,7 +100,12 @@ class Files(Sequence[FileEntry]):
         part = slice(rank * digest.NUM_HEX, (rank + 1) * digest.NUM_HEX)
         plain = self.plain[rank] if self.plain is not None else None
         return FileEntry(
-            name, self.sizes[rank], self.digests[part], self.headers[part], self.sealed, plain
+            name=name,
+            num_bytes=self.sizes[rank],
+            digest=self.digests[part],
+            header_digest=self.headers[part],
+            sealed=self.sealed,
+            plain=plain,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -110,18 +115,18 @@ class Files(Sequence[FileEntry]):
         return hash((self.digests, self.headers))
 
     def to_json(self, *, whole: bool) -> dict[str, Any]:
-        """As a manifest spells them; `whole`: with the digests of the whole files."""
+        """Return the columns as in a manifest; `whole`: with the digests of the whole files."""
         columns: dict[str, Any] = {"bytes": self.sizes, "headers": self.headers}
         return {**columns, "digests": self.digests} if whole else columns
 
 
 def parse_files(columns: dict[str, Any], number: int, what: str, *, whole: bool) -> Files:
-    """The inverse of `Files.to_json`, of so many files; `UnusableSnapshot` for anything else."""
-    sizes = strict.field(columns, "bytes", list, what)
+    """Parse the columns of `number` files; raise `UnusableSnapshot` for anything else."""
+    sizes = json_io.field(columns, "bytes", list, what)
     if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
         raise UnusableSnapshot(f"{what}: the length of a file is not readable")
-    digests = strict.field(columns, "digests", str, what) if whole else ""
-    found = Files(sizes, digests, strict.field(columns, "headers", str, what))
+    digests = json_io.field(columns, "digests", str, what) if whole else ""
+    found = Files(sizes, digests, json_io.field(columns, "headers", str, what))
     for column in (found.digests, found.headers) if whole else (found.headers,):
         if not digest.are_digests(column, {number}) or len(sizes) != number:
             raise UnusableSnapshot(f"{what} has not one digest for each of {number} files")
@@ -129,12 +134,12 @@ def parse_files(columns: dict[str, Any], number: int, what: str, *, whole: bool)
 
 
 def parse_file(entry: Any, what: str) -> FileEntry:
-    """One file, as format 1 spelled it."""
+    """Parse one file as stored in format 1."""
     found = FileEntry(
-        names.check_file_name(strict.field(entry, "name", str, what)),
-        strict.count(entry, "bytes", what),
-        strict.field(entry, "digest", str, what),
-        strict.field(entry, "header", str, what),
+        names.check_file_name(json_io.field(entry, "name", str, what)),
+        json_io.count(entry, "bytes", what),
+        json_io.field(entry, "digest", str, what),
+        json_io.field(entry, "header", str, what),
     )
     if not (digest.is_digest(found.digest) and digest.is_digest(found.header_digest)):
         raise UnusableSnapshot(f"{what}: {found.name} has no digest")

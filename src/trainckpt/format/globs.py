@@ -1,4 +1,4 @@
-"""Globs: which tensors somebody means. Pure; used by `load`, `export` and the option `exclude`.
+"""Select tensors by glob. Pure; used by `load`, `export` and the option `exclude`.
 
 A glob with a `/` is matched with full names (`model/blocks.*`, `optimizer/*/exp_avg`), one without
 with the paths inside every model (`blocks.*.weight`, `*.bias`). `*` stands for any text, dots and
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def parse_globs(value: Any) -> tuple[str, ...]:
-    """One glob, several with commas between them, or a list; `ValueError` for anything else."""
+    """Parse one glob, a comma-separated list, or a list; raise `ValueError` for anything else."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
         raise ValueError(value)
@@ -29,7 +29,7 @@ def parse_globs(value: Any) -> tuple[str, ...]:
 
 
 def matches(glob: str, name: str, models: Collection[str]) -> bool:
-    """Whether `glob` means the tensor with the full name `name`; `models` are models' names."""
+    """Return True if `glob` matches the full name `name`; `models`: names of the models."""
     if "/" in glob:
         return fnmatchcase(name, glob)
     model, _, path = name.partition("/")
@@ -37,10 +37,10 @@ def matches(glob: str, name: str, models: Collection[str]) -> bool:
 
 
 def select(globs: Iterable[str], known: Collection[str], models: Collection[str]) -> set[str]:
-    """The names among `known` that any glob means.
+    """Return the `known` names matched by any glob.
 
     Raises:
-        ConfigurationError: a glob means none of them; names what is near.
+        ConfigurationError: a glob matches none; the hint lists similar names.
     """
     found: set[str] = set()
     for glob in globs:

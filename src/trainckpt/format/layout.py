@@ -1,12 +1,12 @@
-"""Layouts: how one tensor lies over the ranks, and which rank stores which rows of it. Pure.
+"""Describe how a tensor is divided over ranks, and which rank stores which rows. Pure.
 
-A layout is a regular mesh of ranks and, for each mesh dimension, the tensor dimension that is
-divided over it, or none where its ranks are replicas. A dimension of n elements is divided over
-k ranks into pieces of ceil(n / k), as `torch.chunk` does; the last ones may be short or empty.
-Several mesh dimensions may divide one tensor dimension, one after the other, in `order`.
+A layout is a regular mesh of ranks. Each mesh dimension divides one tensor dimension, or none if
+its ranks are replicas. A dimension of n elements is divided over k ranks into pieces of
+ceil(n / k), as `torch.chunk` does; the last ones may be short or empty. Several mesh dimensions
+may divide one tensor dimension, one after the other, in `order`.
 
-Both planners compute from this: `save_plan` what a rank stores, `restore_plan` where a box of
-elements is found, without a list of regions. The rules here are therefore part of the format.
+Both planners compute from this, without a list of regions: `save_plan` the rows a rank stores,
+`restore_plan` the files with a box of elements. The rules here are therefore part of the format.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import strict
+from trainckpt.format import json_io
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 Counts = tuple[int, ...]
-UNCUT_BYTES = 1 << 16  # a tensor of so many bytes is stored by one replica
+UNCUT_BYTES = 1 << 16  # a tensor up to this size is stored by one replica
 MAX_MESH_DIMS = 8
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements of a tensor: `offset` is the first in each dimension, `shape` their number."""
+    """A box of elements: `offset` is the first in each dimension, `shape` their number."""
 
     offset: Counts
     shape: Counts
 
     @property
     def is_empty(self) -> bool:
-        """No element lies in it."""
+        """Return True if the box has no element."""
         return 0 in self.shape
 
     def common(self, other: Box) -> Box:
-        """What lies in both; empty where that is nothing."""
+        """Return the intersection, possibly empty."""
         if self.offset == other.offset and self.shape == other.shape:
             return self
         first = tuple(map(max, self.offset, other.offset))
@@ -50,19 +50,19 @@ class Box:
 
 
 def whole(shape: Counts) -> Box:
-    """All elements of a tensor."""
+    """Return the box of all elements of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies over a mesh of ranks.
+    """Placement of a tensor on a mesh of ranks.
 
     Attributes:
         mesh: Extent of each mesh dimension.
         strides: Between neighbours in each mesh dimension, in ranks.
         base: Rank at the mesh's origin.
-        dims: For each mesh dimension the tensor dimension divided over it, or None: replicas.
+        dims: For each mesh dimension, the tensor dimension it divides, or None: replicas.
         order: The mesh dimensions in the order in which they divide.
     """
 
@@ -74,17 +74,17 @@ class Layout:
 
     @cached_property
     def num_replicas(self) -> int:
-        """Ranks that hold the same box."""
+        """Return the number of ranks with the same box."""
         return prod(n for n, d in zip(self.mesh, self.dims, strict=True) if d is None)
 
     @cached_property
     def dividing(self) -> tuple[tuple[int, int], ...]:
-        """(mesh dimension, tensor dimension) of those that divide, in order."""
+        """Return (mesh dimension, tensor dimension) pairs that divide, in order."""
         pairs = ((m, self.dims[m]) for m in self.order)
         return tuple((m, d) for m, d in pairs if d is not None)
 
     def coordinate(self, rank: int) -> Counts:
-        """Of a rank of the mesh."""
+        """Return the mesh coordinate of a rank."""
         rest, found = rank - self.base, [0] * len(self.mesh)
         for m in sorted(range(len(self.mesh)), key=lambda m: -self.strides[m]):
             if self.mesh[m] > 1:
@@ -92,49 +92,52 @@ class Layout:
         return tuple(found)
 
     def rank_at(self, coordinate: Iterable[int]) -> int:
-        """The inverse of `coordinate`."""
+        """Return the rank at a mesh coordinate."""
         return self.base + sum(c * s for c, s in zip(coordinate, self.strides, strict=True))
 
     def has(self, rank: int) -> bool:
-        """Whether a rank is one of the mesh."""
+        """Return True if the rank is in the mesh."""
         found = self.coordinate(rank)
         inside = all(0 <= c < n for c, n in zip(found, self.mesh, strict=True))
         return inside and self.rank_at(found) == rank
 
     def replica(self, coordinate: Counts) -> int:
-        """Which of the replicas a rank is, row-major over the dimensions that do not divide."""
+        """Return a rank's replica number, row-major over the dimensions that do not divide."""
         index = 0
         for c, n, d in zip(coordinate, self.mesh, self.dims, strict=True):
             index = index * n + c if d is None else index
         return index
 
     def replica_set(self, rank: int) -> tuple[str, int]:
-        """What the ranks that hold the same box have in common, and how many they are."""
+        """Return the name shared by the ranks with this rank's box, and their number."""
         pairs = zip(self.coordinate(rank), self.dims, strict=True)
         return ",".join(str(c) for c, d in pairs if d is not None), self.num_replicas
 
     def with_replica(self, coordinate: list[int], index: int) -> int:
-        """The rank with this box that is replica `index`."""
+        """Return the rank of replica `index` of this box."""
         for m in range(len(self.mesh) - 1, -1, -1):
             if self.dims[m] is None:
                 index, coordinate[m] = divmod(index, self.mesh[m])
         return self.rank_at(coordinate)
 
     def respelled(self, number: int) -> Layout:
-        """The same layout as another value: with so many mesh dimensions of one rank more.
+        """Return an equivalent, unequal layout with `number` more mesh dimensions of one rank.
 
-        Tensors of two spellings are divided over replicas apart from each other (`Stretch`).
+        `Stretch` divides the tensors of two spellings separately.
         """
         room = min(number, MAX_MESH_DIMS - len(self.mesh))
         last = range(len(self.mesh), len(self.mesh) + room)
         ones = (1,) * room
         return Layout(
-            (*self.mesh, *ones), (*self.strides, *ones), self.base, (*self.dims, *[None] * room),
+            (*self.mesh, *ones),
+            (*self.strides, *ones),
+            self.base,
+            (*self.dims, *[None] * room),
             (*self.order, *last),
-        )  # fmt: skip
+        )
 
     def box(self, shape: Counts, coordinate: Counts) -> Box:
-        """The part of a tensor of `shape` that lies at `coordinate`."""
+        """Return the part of a tensor of `shape` at `coordinate`."""
         first, extent = [0] * len(shape), list(shape)
         for m, d in self.dividing:
             chunk = -(-extent[d] // self.mesh[m])
@@ -144,7 +147,7 @@ class Layout:
         return Box(tuple(first), tuple(extent))
 
     def overlapping(self, shape: Counts, wanted: Box) -> Iterator[tuple[list[int], Box]]:
-        """Coordinates (of replica 0) whose boxes meet `wanted`, with those boxes."""
+        """Yield the coordinates (of replica 0) with boxes that meet `wanted`, and those boxes."""
         if wanted.is_empty:
             return
         dividing, coordinate = self.dividing, [0] * len(self.mesh)
@@ -169,26 +172,29 @@ class Layout:
         yield from divide(0, (0,) * len(shape), shape)
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest spells it."""
+        """Return the layout as in a manifest."""
         return {
-            "mesh": list(self.mesh), "strides": list(self.strides), "base": self.base,
-            "dims": [-1 if d is None else d for d in self.dims], "order": list(self.order),
-        }  # fmt: skip
+            "mesh": list(self.mesh),
+            "strides": list(self.strides),
+            "base": self.base,
+            "dims": [-1 if d is None else d for d in self.dims],
+            "order": list(self.order),
+        }
 
     @classmethod
     def from_json(cls, data: Any, world: int, what: str) -> Layout:
-        """The inverse; `UnusableSnapshot` for a mesh that is none of `world` ranks."""
-        mesh = strict.counts(strict.field(data, "mesh", list, what), what)
-        strides = strict.counts(strict.field(data, "strides", list, what), what)
-        base = strict.count(data, "base", what)
-        dims = strict.field(data, "dims", list, what)
-        order = strict.counts(strict.field(data, "order", list, what), what)
+        """Parse a layout; raise `UnusableSnapshot` for a mesh not of `world` ranks."""
+        mesh = json_io.counts(json_io.field(data, "mesh", list, what), what)
+        strides = json_io.counts(json_io.field(data, "strides", list, what), what)
+        base = json_io.count(data, "base", what)
+        dims = json_io.field(data, "dims", list, what)
+        order = json_io.counts(json_io.field(data, "order", list, what), what)
         found = cls(mesh, strides, base, tuple(None if d == -1 else d for d in dims), order)
         if not (
             1 <= len(mesh) <= MAX_MESH_DIMS
             and len(mesh) == len(strides) == len(dims)
             and sorted(order) == list(range(len(mesh)))
-            and all(type(d) is int and -1 <= d < strict.MAX_NESTING for d in dims)
+            and all(type(d) is int and -1 <= d < json_io.MAX_NESTING for d in dims)
             and 0 not in mesh
             and found.is_a_mesh_of(world)
         ):
@@ -196,7 +202,7 @@ class Layout:
         return found
 
     def is_a_mesh_of(self, world: int) -> bool:
-        """Whether every coordinate is another rank below `world`."""
+        """Return True if each coordinate is a different rank below `world`."""
         reached = 0
         for stride, n in sorted(zip(self.strides, self.mesh, strict=True)):
             if n > 1 and stride <= reached:
@@ -206,17 +212,17 @@ class Layout:
 
 
 def replicated(world: int) -> Layout:
-    """That of a tensor which all ranks hold whole."""
+    """Return the layout of a tensor replicated whole on all ranks."""
     return Layout((world,), (1,), 0, (None,), (0,))
 
 
 class Stretch:
-    """Divides what replicas hold alike over them.
+    """Divides replicated data over its replicas.
 
     The tensors of one layout are laid end to end in the order of their names, by the bytes of
-    the whole tensors, and cut into as many equal stretches as there are replicas. In each box a
-    cut falls on the row that lies at the same share of it; tensors up to `UNCUT_BYTES` are not
-    cut. So each byte is copied, kept and written once.
+    the whole tensors. They are cut into one stretch per replica, all of equal length. In each box
+    a cut falls on the row at the same fraction; tensors up to `UNCUT_BYTES` are not cut. So each
+    byte is copied, stored and written once.
     """
 
     def __init__(self, sizes: Mapping[str, int], replicas: int) -> None:
@@ -229,7 +235,7 @@ class Stretch:
         self._total = at
 
     def rows(self, name: str, box: Box, replica: int) -> tuple[int, int]:
-        """First row of the box, and the one behind the last, that `replica` stores."""
+        """Return the rows of the box `replica` stores: the first, and one past the last."""
         rows, replicas = (box.shape[0] if box.shape else 1), self._replicas
         if replicas == 1:
             return 0, rows
@@ -241,7 +247,7 @@ class Stretch:
         return first, max(first, last)
 
     def holders(self, name: str, box: Box, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """(replica, first row, row behind the last) of all that store rows in low:high."""
+        """Yield (replica, first row, one past the last) for all replicas with rows in low:high."""
         if self._replicas == 1:
             yield 0, 0, (box.shape[0] if box.shape else 1)
             return
@@ -262,8 +268,10 @@ class Stretch:
             replica = max(replica + 1, self._before(at, size, rows, last))
 
     def _before(self, at: int, size: int, rows: int, row: int) -> int:
-        """A replica shortly before the one that stores `row`: where there are more replicas than
-        rows, those between store none."""
+        """Return a replica at or shortly before the owner of `row`.
+
+        With more replicas than rows, the replicas between store none.
+        """
         return max(self._owner(at + (row + 1) * size // rows) - 2, 0)
 
     def _owner(self, at: int) -> int:

@@ -1,9 +1,8 @@
-"""The manifest: names every shard file of a snapshot with length and digests.
+"""Read and write the manifest, which names a snapshot's shard files with lengths and digests.
 
-It is canonical JSON that carries the digest of itself, so a flipped bit in it is found too.
-It grows with files plus tensors, never with their product: which file holds which part of a
-tensor follows from the tensor's layout, and where in the file stands in the file's own header,
-which `header_digest` covers.
+It is canonical JSON that carries the digest of itself, so a flipped bit in it is found too. It
+grows with files plus tensors, never with their product. A tensor's layout gives the file of each
+part; the file's own header, covered by `header_digest`, gives the offset.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, encryption, inexact, names, strict, versions
+from trainckpt.format import digest, encryption, exactness, json_io, names, versions
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.files import FileEntry, Files, parse_file, parse_files
 from trainckpt.format.layout import Layout, replicated
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from trainckpt.format.encryption import Encryption
 
 MAX_BYTES = 256_000_000
-LATEST_S = 2.5e11  # the year 9892: what calendars can say
+LATEST_S = 2.5e11  # the year 9892: the limit of calendars
 SPLIT = "split"  # one copy, its regions spread over the files
 RANK = "rank"  # every rank has its own, in its own file
 
@@ -34,7 +33,7 @@ RANK = "rank"  # every rank has its own, in its own file
 class TensorEntry:
     """One tensor: safetensors type, whole shape, and `SPLIT` or `RANK`.
 
-    `layout` says over which ranks it is split; None where it is each rank's own.
+    `layout`: the ranks it is split over; None if it is each rank's own.
     """
 
     dtype: str
@@ -44,7 +43,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of the whole tensor."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -55,23 +54,23 @@ class Manifest:
     Attributes:
         run: Id of the run; a manifest of another run is refused.
         name: Attempt, sequence, step and micro-batch.
-        parent: The snapshot that the attempt began from, or None.
+        parent: The snapshot the attempt began from, or None.
         cursor: Rank 0's.
-        window: The cursor at the beginning of the open window, from where another layout goes on.
+        window: The cursor at the start of the open window; another layout resumes from there.
         world: Ranks; file i is written by rank i.
         files: One a rank, in rank order.
         tensors: By name.
-        created: Seconds since the epoch, for people; nothing is decided by it.
+        created: Seconds since the epoch, for people; no decision uses it.
         kind: "snapshot".
-        tags: Names the user gave; a tagged snapshot is never pruned.
+        tags: Names from the user; a tagged snapshot is never pruned.
         reason: Why it was taken ("every 100 steps", "SIGTERM", "final").
-        writer: What wrote it, such as "trainckpt 0.1.0".
+        writer: The program, such as "trainckpt 0.1.0".
         fingerprint: Versions, devices, determinism settings, as `resume` compares them.
-        reached: Shard files of older snapshots that hold regions of this one; their names are as
+        reached: Older snapshots' shard files with regions of this one, named as
             `names.reached_file` reads them.
-        encryption: Who can have the key of its files, where they are encrypted.
-        lost: Ranks that had died, with all that was their own: another rank's stands in for it.
-        carried: Gradients that its window began with may have counted, and are not in it.
+        encryption: Wrapped keys and the encrypted part; None: not encrypted.
+        lost: Ranks that had died with their own state; another rank's stands in for it.
+        carried: Gradients from before its window may have counted, and are missing.
     """
 
     run: str
@@ -95,36 +94,36 @@ class Manifest:
 
     @property
     def not_bitwise(self) -> list[str]:
-        """Why no resume from it can be bitwise, one sentence each."""
-        return inexact.reasons(self.lost, carried=self.carried)
+        """Return why no resume from it can be bitwise, one sentence each."""
+        return exactness.reasons(self.lost, carried=self.carried)
 
     @property
     def is_locked(self) -> bool:
-        """Whether it is encrypted, and its key has not been used yet: see `snapshot.opened`."""
+        """Return True if it is encrypted and not yet decrypted (`snapshot.decrypting_tier`)."""
         return self.encryption is not None and Files.of(self.files).plain is None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shard files of its own."""
+        """Return the bytes of its own shard files."""
         return sum(Files.of(self.files).sizes)
 
     @property
     def reached_bytes(self) -> int:
-        """Bytes of the older snapshots' files that it refers to."""
+        """Return the bytes of the older files it refers to."""
         return sum(file.num_bytes for file in self.reached)
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Canonical JSON, with the digest of everything else in it under `digest`."""
+    """Return canonical JSON, with the digest of everything else in it under `digest`."""
     body = _body(manifest)
     if manifest.encryption is not None:
         body["encryption"] = manifest.encryption.to_json()
-    return strict.sealed(body)
+    return json_io.sealed(body)
 
 
 def bound(manifest: Manifest) -> bytes:
-    """What the sealed part of an encrypted snapshot's manifest binds: all but `encryption`."""
-    return strict.canonical(_body(manifest))
+    """Return the bytes the encrypted part authenticates: the manifest without `encryption`."""
+    return json_io.canonical(_body(manifest))
 
 
 def _body(manifest: Manifest) -> dict[str, Any]:
@@ -172,24 +171,24 @@ def _body(manifest: Manifest) -> dict[str, Any]:
 
 
 def load(data: bytes, what: str) -> Manifest:
-    """Read a manifest back; raises `UnusableSnapshot` for anything `dump` would not write."""
-    body = strict.parse(data, what, max_bytes=MAX_BYTES)
+    """Parse a manifest; raise `UnusableSnapshot` for anything `dump` would not write."""
+    body = json_io.parse(data, what, max_bytes=MAX_BYTES)
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what} is not a manifest")
     versions.check_version(body.get("format"), what)
-    body = strict.unsealed(body, what)
+    body = json_io.unsealed(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
     window = body.get("window")
-    world, created = strict.count(body, "world", what), _created(body, what)
+    world, created = json_io.count(body, "world", what), _created(body, what)
     files = _files(body, world, what)
     tensors = _tensors(body, world, what)
     parent = body.get("parent")
-    tags = strict.field(body, "tags", list, what)
+    tags = json_io.field(body, "tags", list, what)
     manifest = Manifest(
-        run=strict.field(body, "run", str, what),
+        run=json_io.field(body, "run", str, what),
         name=names.SnapshotName(
-            strict.count(body, "attempt", what),
-            strict.count(body, "sequence", what),
+            json_io.count(body, "attempt", what),
+            json_io.count(body, "sequence", what),
             cursor.step,
             cursor.micro,
         ),
@@ -199,14 +198,14 @@ def load(data: bytes, what: str) -> Manifest:
         files=files,
         tensors=tensors,
         created=created,
-        kind=strict.field(body, "kind", str, what),
+        kind=json_io.field(body, "kind", str, what),
         tags=tuple(str(tag) for tag in tags),
-        reason=strict.field(body, "reason", str, what),
-        fingerprint=strict.field(body, "fingerprint", dict, what),
+        reason=json_io.field(body, "reason", str, what),
+        fingerprint=json_io.field(body, "fingerprint", dict, what),
         writer=str(body.get("writer", "")),
         window=Cursor.from_json(window) if window is not None else None,
         reached=_reached(body, what),
-        lost=inexact.parse_lost(body, world, what),
+        lost=exactness.parse_lost(body, world, what),
         carried=body.get("carried") is True,
     )
     if body["format"] == versions.ENCRYPTED:
@@ -219,7 +218,7 @@ def load(data: bytes, what: str) -> Manifest:
 
 
 def _encrypted(manifest: Manifest, body: dict[str, Any], what: str) -> Manifest:
-    """With its files known to be sealed: all, its own and those it refers to."""
+    """Mark all files as encrypted, its own and the referenced ones, and add the keys."""
     found = encryption.parse(body.get("encryption"), what)
     folders = {names.reached_file(file.name)[0] for file in manifest.reached}
     if found.keys.keys() != {str(name) for name in (manifest.name, *folders)}:
@@ -231,7 +230,7 @@ def _encrypted(manifest: Manifest, body: dict[str, Any], what: str) -> Manifest:
 
 
 def _created(body: dict[str, Any], what: str) -> float:
-    found = strict.field(body, "created", (float, int), what)
+    found = json_io.field(body, "created", (float, int), what)
     if not abs(found) < LATEST_S:
         raise UnusableSnapshot(f"{what}: {str(found)[:60]} is no time")
     return float(found)
@@ -239,19 +238,19 @@ def _created(body: dict[str, Any], what: str) -> float:
 
 def _files(body: dict[str, Any], world: int, what: str) -> Files:
     if body["format"] == 1:
-        listed = [parse_file(entry, what) for entry in strict.field(body, "files", list, what)]
+        listed = [parse_file(entry, what) for entry in json_io.field(body, "files", list, what)]
         if len({file.name for file in listed}) != len(listed):
             raise UnusableSnapshot(f"{what} names a file twice")
         return Files.of(listed)
-    return _columns(body, strict.field(body, "files", dict, what), world, what)
+    return _columns(body, json_io.field(body, "files", dict, what), world, what)
 
 
 def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
     none = body["format"] >= versions.ENCRYPTED and "reached" not in body
     if none or body["format"] < versions.WITH_REFERENCES:
         return ()
-    columns = strict.field(body, "reached", dict, what)
-    listed = strict.field(columns, "names", list, what)
+    columns = json_io.field(body, "reached", dict, what)
+    listed = json_io.field(columns, "names", list, what)
     for path in listed:
         names.reached_file(path)
     if len(set(listed)) != len(listed):
@@ -269,12 +268,12 @@ def _tensors(body: dict[str, Any], world: int, what: str) -> dict[str, TensorEnt
     if body["format"] == 1:
         places: dict[Any, Layout | None] = {SPLIT: replicated(world), RANK: None}
     else:
-        listed = strict.field(body, "layouts", list, what)
+        listed = json_io.field(body, "layouts", list, what)
         places = {i: Layout.from_json(data, world, what) for i, data in enumerate(listed)}
         places[RANK] = None
     return {
         name: _tensor(name, entry, places, what)
-        for name, entry in strict.field(body, "tensors", dict, what).items()
+        for name, entry in json_io.field(body, "tensors", dict, what).items()
     }
 
 
@@ -288,7 +287,7 @@ def _tensor(name: str, entry: Any, places: dict[Any, Layout | None], what: str) 
         or entry[0] not in ITEM_BYTES
     ):
         raise UnusableSnapshot(f"{what}: {name[:100]} has no readable entry")
-    layout, shape = places[entry[2]], strict.counts(entry[1], what)
+    layout, shape = places[entry[2]], json_io.counts(entry[1], what)
     if layout is not None and any(d is not None and d >= len(shape) for d in layout.dims):
         raise UnusableSnapshot(f"{what}: {name[:100]} has no dimension that its layout divides")
     return TensorEntry(entry[0], shape, SPLIT if layout else RANK, layout)

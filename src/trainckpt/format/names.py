@@ -1,9 +1,9 @@
-"""Names: of snapshots, of the files of a run, and which relative paths may be opened.
+"""Name snapshots and the files of a run, and check relative paths before they are opened.
 
 RUN/run.json                          the run's record: its id
 RUN/attempts/<n>.json                 one record an attempt
 RUN/notices/<attempt>-<id>.json       notices to a live attempt
-RUN/survivors/<attempt>/              how those agreed on a save whose ranks had died
+RUN/survivors/<attempt>/              the survivors' agreement on a save after ranks died
 RUN/snapshots/<id>~<a>.<q>/           one snapshot: attempt a, sequence number q
     rank00000.safetensors ...         shard files
     manifest.json                     its existence is the commit
@@ -32,7 +32,7 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, order=True)
 class SnapshotName:
-    """Names exactly one snapshot of a run; sorts by (attempt, sequence), the order of commits.
+    """Name of one snapshot of a run; sorts by (attempt, sequence), the order of commits.
 
     `str(SnapshotName(attempt=2, sequence=7, step=1200, micro=3)) == "s1200m3~2.7"`
     """
@@ -44,7 +44,7 @@ class SnapshotName:
 
     @property
     def id(self) -> str:
-        """The plain id, `s1200m3`: several snapshots of a run may share it."""
+        """Return the plain id, `s1200m3`: several snapshots of a run may share it."""
         return f"s{self.step}m{self.micro}" if self.micro else f"s{self.step}"
 
     def __str__(self) -> str:
@@ -52,12 +52,12 @@ class SnapshotName:
 
     @property
     def folder(self) -> str:
-        """Path of the snapshot's folder, relative to the run."""
+        """Return the path of the snapshot's folder, relative to the run."""
         return f"{SNAPSHOTS}/{self}"
 
     @classmethod
     def parse(cls, text: str) -> SnapshotName | None:
-        """The name spelled by `text`, or None if it spells none."""
+        """Return the name spelled by `text`, or None."""
         match = _FOLDER.fullmatch(text)
         if match is None:
             return None
@@ -67,28 +67,28 @@ class SnapshotName:
 
 
 def recorded_attempt(name: str) -> int | None:
-    """Whose record a file in the folder of attempts is, or None if it is none."""
+    """Return the attempt of a record's file name, or None for another file."""
     match = _RECORD.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def shard_file_name(rank: int) -> str:
-    """File name of one rank's part of a snapshot."""
+    """Return the file name of one rank's part of a snapshot."""
     return f"rank{rank:05d}.safetensors"
 
 
 def sealed_file_name(rank: int) -> str:
-    """What that file is called in memory where it is encrypted: beside it lies what it was."""
+    """Return the name of the encrypted file in memory, where the plain one may lie beside it."""
     return f"{shard_file_name(rank)}.sealed"
 
 
 def reached_file(path: object) -> tuple[SnapshotName, int]:
-    """The snapshot and the rank that `s2~1.2/rank00000.safetensors` spells.
+    """Return the snapshot and rank spelled by `s2~1.2/rank00000.safetensors`.
 
-    Such a path, relative to the folder of snapshots, is how a snapshot names an older one's file.
+    A snapshot refers to an older one's file by such a path, relative to the snapshots' folder.
 
     Raises:
-        UnusableSnapshot: it spells none: nothing else is opened.
+        UnusableSnapshot: another path; no other may be opened.
     """
     folder, _, file = path.partition("/") if isinstance(path, str) else ("", "", "")
     name, match = SnapshotName.parse(folder), _SHARD_FILE.fullmatch(file)
@@ -98,7 +98,7 @@ def reached_file(path: object) -> tuple[SnapshotName, int]:
 
 
 def check_file_name(name: object) -> str:
-    """`name` if it is a plain file name inside a snapshot's folder; else `UnusableSnapshot`."""
+    """Return `name` if it is a plain file name; else raise `UnusableSnapshot`."""
     if (
         not isinstance(name, str)
         or not name
@@ -111,7 +111,7 @@ def check_file_name(name: object) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """`tag` if it can name a snapshot; else `ConfigurationError`."""
+    """Return `tag` if it can name a snapshot; else raise `ConfigurationError`."""
     if not _TAG.fullmatch(tag) or tag == "latest" or re.fullmatch(r"s\d+(m\d+)?", tag):
         raise ConfigurationError(
             f"tag {tag!r} cannot name a snapshot",

@@ -1,7 +1,7 @@
-"""A parity file: what one member of a set keeps of the others' shard files, and says of itself.
+"""Read and write the head of a parity file: a set member's parities of the others' shard files.
 
-It lies in memory only, beside shard files, and never in the run's place. The head is sealed JSON,
-padded with spaces; behind it follow as many parities as may be lost, each of `chunk_bytes`.
+It lies only in memory, beside shard files, never in the run directory. The head is JSON with its
+own digest, padded with spaces. Behind it follow `num_parity` parities of `chunk_bytes` each.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ import re
 from dataclasses import dataclass
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, strict
+from trainckpt.format import digest, json_io
 
 HEAD_BYTES = 16 << 10
+MAX_PARITIES = 3  # in a set
 SUFFIX = ".parity"
 _NAME = re.compile(r"set[0-9]{5,9}\.[0-9]{3}\.parity")
 
 
 @dataclass(frozen=True)
 class ParityHead:
-    """Which parities of which files these are.
+    """The head: identifies the set, and the parities in the file.
 
     Attributes:
         snapshot: Full name.
         number: Of the set, among those of the snapshot.
         members: Ranks of the set.
         num_own: The first so many of them brought their file.
-        num_parity: How many may be lost.
-        place: Of who holds this, among the members.
+        num_parity: Members that may be lost.
+        place: The storing rank's, among the members.
         chunk_bytes: Length of each parity.
-        parities: Digest of all that follows the head.
+        parities: Digest of everything behind the head.
     """
 
     snapshot: str
@@ -43,42 +44,43 @@ class ParityHead:
 
 
 def file_name(number: int, place: int) -> str:
-    """What such a file is called."""
+    """Return the name of a parity file."""
     return f"set{number:05d}.{place:03d}{SUFFIX}"
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file is called so."""
+    """Return True if a file has such a name."""
     return _NAME.fullmatch(name) is not None
 
 
 def dump(head: ParityHead) -> bytes:
-    """The first `HEAD_BYTES` bytes."""
-    text = strict.sealed({"format": 1, **vars(head), "members": list(head.members)})
+    """Return the first `HEAD_BYTES` bytes."""
+    text = json_io.sealed({"format": 1, **vars(head), "members": list(head.members)})
     assert len(text) <= HEAD_BYTES, "255 members take a sixth of it"
     return text.ljust(HEAD_BYTES)
 
 
 def load(data: bytes | bytearray | memoryview, what: str) -> ParityHead:
-    """Read a head back; raises `UnusableSnapshot` for what `dump` would not write."""
-    body = strict.parse(data, what, max_bytes=HEAD_BYTES)
+    """Parse a head; raise `UnusableSnapshot` for anything `dump` would not write."""
+    body = json_io.parse(data, what, max_bytes=HEAD_BYTES)
     if not isinstance(body, dict) or body.get("format") != 1:
         raise UnusableSnapshot(f"{what} is no parity file that this version reads")
-    body = strict.unsealed(body, what)
-    members = strict.field(body, "members", list, what)
+    body = json_io.unsealed(body, what)
+    members = json_io.field(body, "members", list, what)
     if any(type(rank) is not int or not 0 <= rank < 2**31 for rank in members):
         raise UnusableSnapshot(f"{what}: a member is no rank")
     head = ParityHead(
-        strict.field(body, "snapshot", str, what),
-        strict.count(body, "number", what),
-        tuple(members),
-        strict.count(body, "num_own", what),
-        strict.count(body, "num_parity", what),
-        strict.count(body, "place", what),
-        strict.count(body, "chunk_bytes", what),
-        strict.field(body, "parities", str, what),
+        snapshot=json_io.field(body, "snapshot", str, what),
+        number=json_io.count(body, "number", what),
+        members=tuple(members),
+        num_own=json_io.count(body, "num_own", what),
+        num_parity=json_io.count(body, "num_parity", what),
+        place=json_io.count(body, "place", what),
+        chunk_bytes=json_io.count(body, "chunk_bytes", what),
+        parities=json_io.field(body, "parities", str, what),
     )
     fits = head.place < len(members) <= 255 and head.num_own <= len(set(members)) == len(members)
-    if not fits or not 0 < head.num_parity < len(members) or not digest.is_digest(head.parities):
+    fits = fits and 0 < head.num_parity < len(members) and head.num_parity <= MAX_PARITIES
+    if not fits or not digest.is_digest(head.parities):
         raise UnusableSnapshot(f"{what} describes no set")
     return head

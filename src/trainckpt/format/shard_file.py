@@ -1,19 +1,18 @@
-"""Shard files: one rank's part of a snapshot, laid out as one plain safetensors file.
+"""Read and write the header of a shard file: one rank's part of a snapshot, in plain safetensors.
 
     8 bytes        length of the header, little-endian
     header         JSON, padded with spaces so that the data begins at a multiple of 4096
     data           the regions, back to back: first those that fill whole pages, then those that
                    fill whole cache lines, then larger item sizes first: no gap, nothing behind
 
-Our own facts stand in the header's `__metadata__`, under the key `trainckpt`, as a JSON string:
-the digests of every region, which part of which tensor a region is where it is not the whole
-one, and the true type of what safetensors has no type for (stored as bytes). Digests have a
-fixed width, so a header is laid out before the data is there and filled in afterwards. A large
-region has one for each block of it, so that a part can be read and verified by itself.
+Our own facts are in the header's `__metadata__`, under the key `trainckpt`, as a JSON string: the
+digests of every region, the box of a partial one, and the true type of data
+safetensors has no type for (stored as bytes). Digests have a fixed width, so a header is laid out
+before the data exists and filled in afterwards. A large region has a digest for each of its
+blocks, so a part can be read and verified by itself.
 
-Regions whose bytes an older shard file of the rank holds already are not written again: under
-`references` stands which file that is. What the region is, where it lies and its digests stand in
-that file's own header, once.
+Regions with the same bytes in an older shard file of the rank are not written again: `references`
+names that file. Its own header has their boxes, offsets and digests, once.
 
 Pure: lays out, builds and parses bytes; opens nothing. Used by: state (to fill), snapshot.
 """
@@ -27,30 +26,41 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, names, strict, versions
+from trainckpt.format import digest, json_io, names, versions
 from trainckpt.format.layout import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PAGE_BYTES, LINE_BYTES = 4096, 64
-SMALL_BYTES = 64 << 10  # what has fewer lies side by side
+SMALL_BYTES = 64 << 10  # smaller regions are adjacent
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 METADATA_KEY = "trainckpt"
 MIN_BLOCK_BYTES, MAX_BLOCKS = 8192, 256
 
-# safetensors type -> item size in bytes. What is missing here is stored as U8.
+# safetensors type -> item size in bytes. Other types are stored as U8.
 ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8,
-    "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 
 
 @dataclass(frozen=True)
 class Region:
-    """A box of elements of one tensor, and where its bytes lie in a shard file's data.
+    """A box of elements of one tensor, and its place in a shard file's data.
 
     Attributes:
         tensor: Name of the tensor.
@@ -60,8 +70,8 @@ class Region:
         of: Shape of the whole tensor.
         true_dtype: The element type where `dtype` is only its bytes ("complex128"), else "".
         first_byte: Of the region, counted from the data's beginning.
-        digest: Of each block of the region's bytes (`block_bytes`), one after the other; a file
-            of format 1 has one for the whole.
+        digest: Of each block of the region's bytes (`block_bytes`), concatenated; a file of
+            format 1 has one for the whole.
     """
 
     tensor: str
@@ -75,42 +85,42 @@ class Region:
 
     @property
     def box(self) -> Box:
-        """The elements it holds."""
+        """Return its elements."""
         return Box(self.offset, self.shape)
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Return the bytes of the whole tensor."""
         return num_bytes(self.of, self.dtype)
 
     @property
     def num_blocks(self) -> int:
-        """Digests of a region of this size."""
+        """Return the number of digests for a region of this size."""
         return max(1, -(-self.num_bytes // block_bytes(self.num_bytes)))
 
     @property
     def bytes_per_digest(self) -> int:
-        """Bytes that have a digest of their own; a file of format 1 has one for all."""
+        """Return the bytes covered by each digest; in a file of format 1, all."""
         size = self.num_bytes
         return block_bytes(size) if len(self.digest) > digest.NUM_HEX else size
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the region."""
+        """Return the bytes of the region."""
         return num_bytes(self.shape, self.dtype)
 
     @property
     def is_whole(self) -> bool:
-        """True if the region is the whole tensor."""
+        """Return True if the region is the whole tensor."""
         return self.shape == self.of
 
     @cached_property
     def key(self) -> str:
-        """The region's name in the safetensors header."""
+        """Return the region's name in the safetensors header."""
         return region_key(self.tensor, self.offset, self.shape, self.of)
 
     def digested(self, found: str) -> Region:
-        """The same with this digest; what was worked out of it (`key`) need not be again."""
+        """Return a copy with this digest; cached properties such as `key` are copied too."""
         region = object.__new__(Region)
         region.__dict__.update(self.__dict__, digest=found)
         return region
@@ -119,7 +129,7 @@ class Region:
 def region_key(
     tensor: str, offset: tuple[int, ...], shape: tuple[int, ...], of: tuple[int, ...]
 ) -> str:
-    """What a region is called in the safetensors header: `w`, `w[0:5]`, `w[0:5,2:4]`."""
+    """Return a region's name in the safetensors header: `w`, `w[0:5]`, `w[0:5,2:4]`."""
     if shape == of:
         return tensor
     cut = max(d for d, (n, m) in enumerate(zip(shape, of, strict=True)) if n != m)
@@ -128,12 +138,12 @@ def region_key(
 
 
 def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of so many elements."""
+    """Return the bytes of a tensor of this shape and type."""
     return prod(shape) * ITEM_BYTES[dtype]
 
 
 def block_bytes(region_bytes: int) -> int:
-    """Bytes of one block of a region: 8 KiB, doubled until a region has at most 256."""
+    """Return the bytes of one block: 8 KiB, doubled until a region has at most 256 blocks."""
     size = MIN_BLOCK_BYTES
     while size * MAX_BLOCKS < region_bytes:
         size *= 2
@@ -142,14 +152,14 @@ def block_bytes(region_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """Everything a shard file says of itself.
+    """The header of a shard file.
 
     Attributes:
         rank: The rank that wrote the file.
         world: Ranks of the attempt that wrote it.
         regions: In the order of their bytes.
         header_bytes: Length of the 8-byte prefix and the padded header: where the data begins.
-        references: Key of a region that is not here -> the older shard file that holds it, as
+        references: Key of a region stored elsewhere -> the older shard file, as
             `names.reached_file` reads it.
     """
 
@@ -161,17 +171,17 @@ class ShardHeader:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all regions."""
+        """Return the bytes of all regions."""
         return sum(region.num_bytes for region in self.regions)
 
 
 def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Give each region its place: whole pages, whole lines, item sizes descending; then the small
-    ones, then names.
+    """Assign each region its place in the file.
 
-    So every region is aligned to its item size without padding, and a large one most often to a
-    page: it can become a live tensor where it is read to. Small ones lie side by side: they are
-    copied together.
+    Order: regions of whole pages, then of whole cache lines, then others; item sizes descending;
+    small ones first; then names. So every region is aligned to its item size without padding, and
+    a large one usually to a page: it can become a live tensor where it is read. Small ones are
+    adjacent, so they are copied together.
 
     Raises:
         UnusableSnapshot: two regions have one key, so one would hide the other in the header.
@@ -194,12 +204,15 @@ def _place_of(region: Region) -> tuple[int, int, bool, str]:
 
 
 def _raggedness(region: Region) -> int:
-    """0 if what follows the region begins at a page as it does, 1 at a cache line, else 2."""
+    """Return 0 if the region's end is page-aligned like its start, 1 if line-aligned, else 2."""
     return (region.num_bytes % PAGE_BYTES > 0) + (region.num_bytes % LINE_BYTES > 0)
 
 
 def build(header: ShardHeader) -> bytes:
-    """The file's first bytes: length, header, padding. Same length for any digests, or none."""
+    """Return the file's first bytes: length, header, padding.
+
+    The length does not depend on the digests, which may be missing.
+    """
     entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: _metadata(header)}}
     for region in header.regions:
         last_byte = region.first_byte + region.num_bytes
@@ -216,7 +229,7 @@ def build(header: ShardHeader) -> bytes:
 
 
 def header_length(prefix: bytes | bytearray | memoryview, what: str) -> int:
-    """Bytes of prefix and header together, from the file's first 8 bytes."""
+    """Return the bytes of prefix and header together, from the file's first 8 bytes."""
     length = int.from_bytes(prefix[:8], "little")
     if len(prefix) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
         raise UnusableSnapshot(f"{what} does not begin with the length of a safetensors header")
@@ -224,52 +237,64 @@ def header_length(prefix: bytes | bytearray | memoryview, what: str) -> int:
 
 
 def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> ShardHeader:
-    """Read the first bytes of a shard file back into a `ShardHeader`.
+    """Parse the first bytes of a shard file.
 
     Args:
         head: Prefix and header, as `header_length` says.
         what: Names the file in errors.
-        file_bytes: Length of the whole file; every region must lie inside it. None: it may be
-            written just now.
+        file_bytes: Length of the whole file; the regions must fill it exactly. None: the file may
+            be incomplete.
 
     Raises:
         UnusableSnapshot: anything is missing, of a wrong type, overlapping or out of bounds.
     """
-    entries = strict.parse(head[8:], f"the header of {what}", max_bytes=MAX_HEADER_BYTES)
-    metadata = strict.field(entries, "__metadata__", dict, what)
-    facts = strict.parse(
-        strict.field(metadata, METADATA_KEY, str, what).encode(errors="surrogatepass"),
+    entries = json_io.parse(head[8:], f"the header of {what}", max_bytes=MAX_HEADER_BYTES)
+    metadata = json_io.field(entries, "__metadata__", dict, what)
+    facts = json_io.parse(
+        json_io.field(metadata, METADATA_KEY, str, what).encode(errors="surrogatepass"),
         f"the metadata of {what}",
         max_bytes=MAX_HEADER_BYTES,
     )
     version = facts.get("format") if isinstance(facts, dict) else None
     versions.check_version(version, what, versions.SHARD_FILES)
-    partial = strict.field(facts, "regions", dict, what)
-    types = strict.field(facts, "dtypes", dict, what)
-    digests = strict.field(facts, "digests", dict, what)
+    partial = json_io.field(facts, "regions", dict, what)
+    types = json_io.field(facts, "dtypes", dict, what)
+    digests = json_io.field(facts, "digests", dict, what)
     regions = [
-        _parse_region(key, entry, partial.get(key), types.get(key, ""), digests.get(key), what)
+        _parse_region(
+            key,
+            entry,
+            partial=partial.get(key),
+            true_dtype=types.get(key, ""),
+            found_digest=digests.get(key),
+            what=what,
+        )
         for key, entry in entries.items()
         if key != "__metadata__"
     ]
     references = _parse_references(facts, entries, what)
     regions.sort(key=lambda r: (r.first_byte, r.num_bytes))
     _check_places(regions, None if file_bytes is None else file_bytes - len(head), what)
-    rank, world = strict.count(facts, "rank", what), strict.count(facts, "world", what)
+    rank, world = json_io.count(facts, "rank", what), json_io.count(facts, "world", what)
     return ShardHeader(rank, world, tuple(regions), len(head), references)
 
 
 def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader:
-    """The same header with the digest of each region filled in, by region key."""
+    """Return the header with the digest of each region filled in, by region key."""
     regions = tuple(r.digested(digests[r.key]) for r in header.regions)
     return replace(header, regions=regions)
 
 
 def _moved(region: Region, first_byte: int) -> Region:
     return Region(
-        region.tensor, region.dtype, region.offset, region.shape, region.of,
-        region.true_dtype, first_byte,
-    )  # fmt: skip
+        tensor=region.tensor,
+        dtype=region.dtype,
+        offset=region.offset,
+        shape=region.shape,
+        of=region.of,
+        true_dtype=region.true_dtype,
+        first_byte=first_byte,
+    )
 
 
 def _metadata(header: ShardHeader) -> str:
@@ -291,24 +316,33 @@ def _metadata(header: ShardHeader) -> str:
         for key, file in sorted(header.references.items()):
             by_file.setdefault(file, []).append(key)
         facts.update({"format": versions.WITH_REFERENCES, "references": by_file})
-    return strict.canonical(facts).decode()
+    return json_io.canonical(facts).decode()
 
 
 def _parse_region(
-    key: str, entry: Any, partial: Any, true_dtype: Any, found_digest: Any, what: str
+    key: str, entry: Any, *, partial: Any, true_dtype: Any, found_digest: Any, what: str
 ) -> Region:
     where = f"{what}: {key[:100]}"
-    dtype = strict.field(entry, "dtype", str, where)
-    shape = strict.counts(strict.field(entry, "shape", list, where), where)
-    places = strict.counts(strict.field(entry, "data_offsets", list, where), where)
+    dtype = json_io.field(entry, "dtype", str, where)
+    shape = json_io.counts(json_io.field(entry, "shape", list, where), where)
+    places = json_io.counts(json_io.field(entry, "data_offsets", list, where), where)
     if dtype not in ITEM_BYTES or len(places) != 2 or type(true_dtype) is not str:
         raise UnusableSnapshot(f"{where}: type {dtype!r} with places {places} is not readable")
     tensor, offset, of = key, (0,) * len(shape), shape
     if partial is not None:
-        tensor = strict.field(partial, "tensor", str, where)
-        offset = strict.counts(strict.field(partial, "offset", list, where), where)
-        of = strict.counts(strict.field(partial, "of", list, where), where)
-    region = Region(tensor, dtype, offset, shape, of, true_dtype, places[0], found_digest)
+        tensor = json_io.field(partial, "tensor", str, where)
+        offset = json_io.counts(json_io.field(partial, "offset", list, where), where)
+        of = json_io.counts(json_io.field(partial, "of", list, where), where)
+    region = Region(
+        tensor=tensor,
+        dtype=dtype,
+        offset=offset,
+        shape=shape,
+        of=of,
+        true_dtype=true_dtype,
+        first_byte=places[0],
+        digest=found_digest,
+    )
     inside = len(offset) == len(shape) == len(of) and all(
         o + n <= whole for o, n, whole in zip(offset, shape, of, strict=True)
     )
@@ -325,7 +359,7 @@ def _parse_references(
     if facts["format"] < versions.WITH_REFERENCES:
         return {}
     found: dict[str, str] = {}
-    for file, keys in strict.field(facts, "references", dict, what).items():
+    for file, keys in json_io.field(facts, "references", dict, what).items():
         names.reached_file(file)
         if type(keys) is not list or any(type(key) is not str for key in keys):
             raise UnusableSnapshot(f"{what}: what it refers to in {file} is not readable")

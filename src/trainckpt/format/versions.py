@@ -6,9 +6,9 @@ from trainckpt.errors import UnusableSnapshot
 
 VERSION = "0.1.0"  # of this release; pyproject.toml says the same
 WRITTEN = 2  # of shard files
-WITH_REFERENCES = 3  # of those, only where there are any
-ENCRYPTED = 4  # manifests of snapshots that are, or that refer to such
-BY_HEADS = 5  # manifests of all others: no digests of whole files, those of their heads tell all
+WITH_REFERENCES = 3  # of shard files with references
+ENCRYPTED = 4  # of manifests of encrypted snapshots
+BY_HEADS = 5  # of all other manifests: digests of heads, which cover the files, not of whole files
 READABLE = frozenset({1, 2, 3, 4, 5})
 SHARD_FILES, RUN_RECORDS = frozenset({1, 2, 3}), frozenset({1})
 

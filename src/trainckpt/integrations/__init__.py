@@ -1,1 +1,1 @@
-"""Trainers people already use. Each file looks at its framework before it relies on it."""
+"""Integrations of training frameworks. Each checks its framework before it relies on it."""

@@ -1,4 +1,4 @@
-"""`attach`: a Checkpointer for everything an Accelerator holds.
+"""`attach`: a Checkpointer for all objects of an Accelerator.
 
 Accelerate has no hook at a micro-batch; the boundary is where the loop asks `ckpt.loader(loader)`
 for its next batch. Accelerate's own save_state and load_state are not touched.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.checkpointer import Checkpointer
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.integrations import accelerate_loader, accelerate_state
-from trainckpt.integrations.adapter import check
-from trainckpt.lifecycle.checkpointer import Checkpointer
+from trainckpt.integrations.compat import check
 
 if TYPE_CHECKING:
     import os
@@ -32,16 +32,17 @@ def attach(
     """Track everything prepared or registered, and resume. Call it after `accelerator.prepare`.
 
     Args:
-        accelerator: The Accelerator that prepared the objects.
-        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
-        **keywords: Options (docs/options.md), and further objects to track under their own names.
+        accelerator: The Accelerator with the prepared objects.
+        run: Run directory, visible to all hosts; by default that of `trainckpt run --run`.
+        **keywords: Options (docs/options.md), and further objects to track, each under its name.
 
     Returns:
-        A Checkpointer that has resumed already. Take batches from `ckpt.loader(loader)`.
+        A Checkpointer that has resumed. Take batches from `ckpt.loader(loader)`.
 
     Raises:
-        ConfigurationError: something cannot be saved or restored exactly; says what to do.
-        StateMismatch: the run's snapshot is of other objects.
+        ConfigurationError: An object cannot be saved or restored exactly; the message has the
+            change to make.
+        StateMismatch: The snapshot holds other objects.
     """
     relied = (*accelerate_state.RELIED, *accelerate_loader.RELIED)
     check("accelerate", relied)
@@ -61,18 +62,18 @@ def attach(
     ckpt = AttachedCheckpointer(accelerator, run, keywords)
     _attached[accelerator] = weakref.ref(ckpt)
     ckpt.resume()
-    ckpt._slips.knows_epoch = False  # nobody was told
+    ckpt._slips.knows_epoch = False  # the script has not seen the epoch
     return ckpt
 
 
 class AttachedCheckpointer(Checkpointer):
-    """A Checkpointer whose objects are an Accelerator's."""
+    """A Checkpointer for the objects of an Accelerator."""
 
     def __init__(self, accelerator: Any, run: Any, keywords: dict[str, Any]) -> None:
         self._accelerator = accelerator
         self._prepared: list[tuple[Any, accelerate_loader.PreparedLoader]] = []
         tracked = accelerate_state.tracked_of(accelerator)
-        self._remembered = accelerate_state.Remembered(
+        self._remembered = accelerate_state.AcceleratorState(
             accelerator, lambda: [shard for shard, _ in self._prepared]
         )
         tracked["accelerator"] = self._remembered
@@ -87,29 +88,30 @@ class AttachedCheckpointer(Checkpointer):
 
     @property
     def has_ended(self) -> bool:
-        """The attempt is over, in whatever way."""
+        """True once the attempt has finished, stopped or failed."""
         return self._attempt is not None and self._attempt.departure.left
 
     def resume(self, mode: str | None = None) -> Cursor:
-        """Go on from the newest usable snapshot; the loaders it knows are tracked at once."""
+        """Resume from the newest usable snapshot, and track its loaders at once."""
         cursor = super().resume(mode)
         for shard in self._remembered.tracked_then:
             self.loader(shard)
         return cursor
 
     def epochs(self, number: int) -> Iterator[int]:
-        """Count epochs up to `number`, from the one the run is in; then the run is finished.
+        """Yield the numbers of the epochs left of `number`, from the current one; then close.
 
-        A loop that is left early ends the run with `ckpt.close()`, or by a `with` statement.
+        A loop that is left early calls `ckpt.close()`, or stands in a `with` statement.
         """
         yield from super().epochs(number)
         self.close()
 
     def loader(self, loader: Iterable[Any]) -> TrackedLoader:
-        """A drop-in for a prepared loader, with the boundary inside.
+        """Return a loader with the batches of a prepared one and a boundary before each of them.
 
         Raises:
-            ConfigurationError: not prepared, or its position cannot be kept; says what to do.
+            ConfigurationError: The loader is not prepared, or its position cannot be saved; the
+                message has the change to make.
         """
         if isinstance(loader, TrackedLoader):
             return super().loader(loader)
@@ -122,7 +124,7 @@ class AttachedCheckpointer(Checkpointer):
         return super().loader(prepared)
 
     def _seldom(self, *, evaluation: bool, closing: bool) -> None:
-        if self._first:  # whoever is tracked is so by now
+        if self._first:  # all loaders to track are tracked by now
             problems = self._remembered.problems(self._remembered.tracked_now())
             self._note([Restored("accelerator", How.NOT_KEPT, problem) for problem in problems])
         super()._seldom(evaluation=evaluation, closing=closing)

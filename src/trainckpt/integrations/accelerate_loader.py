@@ -1,7 +1,7 @@
-"""A loader that Accelerate prepared, as one that can be tracked.
+"""Track a loader prepared by Accelerate.
 
-Accelerate reads one batch ahead, to know which is the last. Its own code goes on doing that; for
-the length of a pass it reads from our iterator in place of the DataLoader's. See `data.ahead`.
+Accelerate reads one batch ahead, to know the last one. Its own code goes on doing that; during a
+pass it reads from trainckpt's iterator instead of the DataLoader's. See `data.prefetching_source`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data.ahead import AheadSource
+from trainckpt.data.prefetching_source import PrefetchingSource
 from trainckpt.data.sampler import length, samplers_of
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.adapter import Relied
+from trainckpt.integrations.compat import RequiredAttribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 _LOADERS = "accelerate.data_loader"
 RELIED = (
-    Relied(f"{_LOADERS}:DataLoaderShard", "adjust_state_dict_for_prefetch", "reads one ahead"),
-    Relied(f"{_LOADERS}:DataLoaderShard", "set_epoch", "tells the samplers the epoch"),
-    Relied(f"{_LOADERS}:DataLoaderDispatcher", "__iter__", "reads on rank 0 alone"),
-    Relied(f"{_LOADERS}:BatchSamplerShard", "__len__", "deals batches over the ranks"),
+    RequiredAttribute(
+        f"{_LOADERS}:DataLoaderShard", "adjust_state_dict_for_prefetch", "reads one ahead"
+    ),
+    RequiredAttribute(f"{_LOADERS}:DataLoaderShard", "set_epoch", "tells the samplers the epoch"),
+    RequiredAttribute(f"{_LOADERS}:DataLoaderDispatcher", "__iter__", "reads on rank 0 alone"),
+    RequiredAttribute(f"{_LOADERS}:BatchSamplerShard", "__len__", "deals batches over the ranks"),
 )
 # (class.method, names its code must use): attributes made in __init__ are not on the class
 _USED = (
@@ -39,7 +41,7 @@ _USED = (
 
 
 def missing_names() -> list[str]:
-    """Return what Accelerate's loaders no longer use, as "function: name"."""
+    """Return the names no longer used by Accelerate's loaders, as "function: name"."""
     import accelerate.data_loader
 
     found = []
@@ -51,14 +53,14 @@ def missing_names() -> list[str]:
 
 
 class PreparedLoader:
-    """What `Checkpointer.loader` is given in place of a loader that Accelerate prepared.
+    """The argument of `Checkpointer.loader` for a loader prepared by Accelerate.
 
     Args:
         shard: The prepared loader.
-        name: What messages call it.
+        name: Its name in messages.
 
     Raises:
-        ConfigurationError: its position cannot be kept exactly; says why and what to do.
+        ConfigurationError: Its position cannot be saved exactly; says why and what to do.
     """
 
     def __init__(self, shard: Any, name: str = "the loader") -> None:
@@ -76,12 +78,12 @@ class PreparedLoader:
             raise AttributeError(attribute)
         return getattr(self.shard, attribute)
 
-    def __trainckpt_source__(self, name: str, report: Report) -> AheadSource:
-        return AheadSource(ShardReader(self.shard), self.shard.base_dataloader, name, report)
+    def __trainckpt_source__(self, name: str, report: Report) -> PrefetchingSource:
+        return PrefetchingSource(ShardReader(self.shard), self.shard.base_dataloader, name, report)
 
 
 class ShardReader:
-    """Accelerate's DataLoaderShard, reading through our iterator; see `data.ahead.Reader`."""
+    """Accelerate's DataLoaderShard on trainckpt's iterator; a `prefetching_source.Reader`."""
 
     elsewhere = (
         "Accelerate deals the batches over its processes, and nobody else can deal the rest of an "
@@ -93,7 +95,7 @@ class ShardReader:
         self.shard = shard
 
     def read(self, open_it: Callable[[], Iterator[Any]], *, resumed: bool) -> Iterator[Any]:
-        """One pass. A pass that goes on is already in step with the other ranks' generators."""
+        """Yield one pass. A resumed pass does not synchronize generators: they already agree."""
         shard = self.shard
         under, rng_types = shard.base_dataloader, shard.rng_types
 
@@ -110,23 +112,23 @@ class ShardReader:
             shard.base_dataloader, shard.rng_types = under, rng_types
 
     def goes_on(self) -> None:
-        """Tell samplers and the dataset the epoch: workers get the dataset as it is then."""
+        """Set the epoch of samplers and dataset: workers get the dataset in that state."""
         self.shard.set_epoch(self.shard.iteration)
 
     def was_over(self) -> None:
-        """All of the pass was read: what is left is to count it."""
+        """Count a pass already read to its end."""
         self.shard.iteration += 1
 
     def state(self) -> dict[str, Any]:
-        """Passes that were read to the end: Accelerate's own epoch."""
+        """Return the number of passes read to the end: Accelerate's own epoch."""
         return {"iteration": self.shard.iteration}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take that back."""
+        """Restore that number."""
         self.shard.iteration = state["iteration"]
 
     def facts(self) -> dict[str, Any]:
-        """How batches are dealt over processes."""
+        """Return the division of batches over processes."""
         dealt = dealt_over(self.shard)
         return {
             "processes": getattr(dealt, "num_processes", 1),
@@ -136,7 +138,7 @@ class ShardReader:
 
 
 class _Underneath:
-    """Stands for the DataLoader while a pass begins: gives our iterator for its own."""
+    """A substitute for the DataLoader at the start of a pass, with trainckpt's iterator."""
 
     def __init__(self, loader: DataLoader[Any], opened: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader
@@ -153,15 +155,15 @@ class _Underneath:
 
 
 def _make_generators(shard: Any) -> None:
-    # Accelerate's seedable sampler makes its generator at its first pass, and seeds it at each:
-    # made now, the loader looks the same before and after.
+    # Accelerate's seedable sampler makes its generator at its first pass, and seeds it at each.
+    # Made now, the loader's state has the same form before and after.
     for _, sampler in samplers_of(shard.base_dataloader):
         if hasattr(sampler, "initial_seed") and sampler.generator is None:
             sampler.generator = torch.Generator().manual_seed(sampler.initial_seed)
 
 
 def dealt_over(shard: Any) -> Any:
-    """Return the batch sampler that deals over processes; None in one process."""
+    """Return the batch sampler dividing batches over processes; None in one process."""
     import accelerate.data_loader
 
     under = shard.base_dataloader
@@ -172,7 +174,7 @@ def dealt_over(shard: Any) -> Any:
 
 
 def refuse_loader(shard: Any, name: str) -> None:
-    """Raise ConfigurationError if this loader's position cannot be kept exactly."""
+    """Raise `ConfigurationError` if this loader's position cannot be saved exactly."""
     import accelerate.data_loader as kinds
 
     if issubclass(type(shard), kinds.DataLoaderDispatcher):

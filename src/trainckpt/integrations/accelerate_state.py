@@ -1,4 +1,4 @@
-"""What an Accelerator holds: the objects to track, and what it remembers beside them."""
+"""Find the objects of an Accelerator to track, and its own state besides them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt.data import sampler
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.adapter import Relied
+from trainckpt.integrations.compat import RequiredAttribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 RELIED = (
-    Relied("accelerate:Accelerator", "_do_sync", "counts the micro-batches of a window"),
-    Relied("accelerate:Accelerator", "accumulate", "opens and closes a window"),
-    Relied("accelerate.state:GradientState", "_set_sync_gradients", "ends a window"),
-    Relied("accelerate.optimizer:AcceleratedOptimizer", "step_was_skipped", "knows a skipped step"),
+    RequiredAttribute("accelerate:Accelerator", "_do_sync", "counts the micro-batches of a window"),
+    RequiredAttribute("accelerate:Accelerator", "accumulate", "opens and closes a window"),
+    RequiredAttribute("accelerate.state:GradientState", "_set_sync_gradients", "ends a window"),
+    RequiredAttribute(
+        "accelerate.optimizer:AcceleratedOptimizer", "step_was_skipped", "knows a skipped step"
+    ),
 )
 MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
 _ACCUMULATE = "gradient_accumulation_steps"
@@ -31,7 +33,7 @@ _NEVER = {
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Raise ConfigurationError if what it does cannot be saved inside a window."""
+    """Raise `ConfigurationError` if its state inside a window cannot be saved."""
     missing = [name for name in MADE if not hasattr(accelerator, name)]
     if missing:
         raise ConfigurationError(
@@ -57,7 +59,7 @@ def refuse_accelerator(accelerator: Any) -> None:
 
 
 def tracked_of(accelerator: Any) -> dict[str, Any]:
-    """Return everything prepared or registered, by the names that snapshots use."""
+    """Return everything prepared or registered, by the names used in snapshots."""
     optimizers = [getattr(one, "optimizer", one) for one in accelerator._optimizers]
     named = {
         "model": [_wrapped(model) for model in _distinct(accelerator._models)],
@@ -76,25 +78,25 @@ def tracked_of(accelerator: Any) -> dict[str, Any]:
 
 
 def identities(accelerator: Any) -> set[int]:
-    """Return which objects are prepared or registered now."""
+    """Return the ids of the objects prepared or registered now."""
     held = (accelerator._models, accelerator._optimizers, accelerator._schedulers)
     return {id(one) for group in (*held, accelerator._custom_objects) for one in group}
 
 
-class Remembered:
-    """What an Accelerator remembers from one micro-batch to the next, as one object to track.
+class AcceleratorState:
+    """State of an Accelerator between micro-batches, as one object to track.
 
-    The phase of the window, whether a step was skipped, the number of its next own checkpoint, a
-    trigger that was set and not checked; and of prepared loaders that are not tracked (an
-    evaluation's) their epoch and generators. And its `gradient_accumulation_steps` as it was
-    attached: scripts may set another by the epoch, and set it again after a resume.
+    It has the phase of the window, skipped steps, the number of its next own checkpoint, and a
+    trigger set but not checked. For untracked prepared loaders (an evaluation's) it has their epoch
+    and generators. It also has the `gradient_accumulation_steps` when attached: scripts may change
+    it by the epoch, and again after a resume.
 
     Args:
-        accelerator: Whose.
-        tracked: Gives the prepared loaders whose position is kept elsewhere, the first one first.
+        accelerator: The Accelerator.
+        tracked: Returns the prepared loaders with their position saved elsewhere, in order.
 
     Attributes:
-        tracked_then: The prepared loaders that were tracked when the loaded state was saved.
+        tracked_then: The prepared loaders tracked in the loaded state.
     """
 
     __trainckpt_loads_in_steps__ = True
@@ -106,12 +108,12 @@ class Remembered:
         self._accumulate = int(accelerator.gradient_accumulation_steps)
 
     def tracked_now(self) -> list[int]:
-        """The places of tracked loaders among the prepared, the first one first."""
+        """Return the indices of tracked loaders among the prepared ones, in order."""
         prepared = {id(loader): i for i, loader in enumerate(self._accelerator._dataloaders)}
         return [prepared[id(loader)] for loader in self._tracked()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and generators' states."""
+        """Return plain values and generators' states."""
         accelerator = self._accelerator
         tracked = self.tracked_now()
         return {
@@ -133,7 +135,7 @@ class Remembered:
         }
 
     def problems(self, tracked: Collection[int]) -> list[str]:
-        """Return what a resume cannot make exact of the loaders but the tracked, by their place."""
+        """Return the obstacles to an exact resume by untracked loaders; `tracked`: indices."""
         return [
             f"prepared loader {i} has persistent_workers=True and is not read through ckpt.loader, "
             "so a resume makes its workers anew, with other randomness: read it through "
@@ -150,7 +152,7 @@ class Remembered:
         return self.problems(saved["tracked"]) + other
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put them back."""
+        """Restore the state."""
         accelerator = self._accelerator
         accelerator.step = state["step"]
         accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
@@ -174,9 +176,9 @@ def _keeps_workers(loader: Any) -> bool:
 
 
 def _wrapped(model: Any) -> Any:
-    """The DDP around a prepared model, whose hidden state counts too; the model if there is none.
+    """Return the DDP around a prepared model, for its hidden state; without one, the model.
 
-    Accelerate returns the wrapper to the script and keeps only what is inside it.
+    Accelerate returns the wrapper to the script, and itself keeps only the model inside.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return model

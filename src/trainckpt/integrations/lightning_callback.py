@@ -1,15 +1,15 @@
-"""The callback for Lightning's Trainer: resumes a fit, and holds the boundary in its loaders.
+"""The callback for Lightning's Trainer: resumes a fit, with the boundary inside its loaders.
 
-    setup              looks at Lightning, refuses what cannot be exact, keeps Lightning's signal
-                       handlers from being installed, and puts itself around the Trainer's stage
-    the stage begins   model, optimizers and process group are there: resume. The training loaders
-                       are made and tracked; the first one's fetch is the boundary
-    first boundary     everything is put back once more: what lies before it (zeroed gradients,
-                       hooks, validation at the start) has changed nothing
+        setup              checks Lightning, refuses set-ups without exact resume, suppresses
+                           Lightning's signal handlers, and wraps the Trainer's stage
+    the stage begins   model, optimizers and process group exist: resume. The training loaders are
+                       made and tracked; the first one's fetch is the boundary
+    first boundary     everything is restored once more: earlier steps (zeroed gradients, hooks,
+                       validation at the start) have changed nothing
     the stage ends     close: the final snapshot
 
-A stop thus falls where the next batch is fetched, when all that belongs to the last one is over:
-validation, epoch ends and other callbacks included.
+A stop thus happens at the fetch of the next batch, after all work of the last one: validation,
+epoch ends and other callbacks included.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt import log
+from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
-from trainckpt.integrations import lightning_launch
-from trainckpt.integrations.lightning_files import CheckpointFiles, redirect_in_proof
-from trainckpt.integrations.lightning_hooks import HookState, modules_of
-from trainckpt.integrations.lightning_needs import (
+from trainckpt.integrations import lightning_compat
+from trainckpt.integrations.lightning_compat import (
     check_lightning,
     chose_path_itself,
     is_a,
@@ -32,11 +32,10 @@ from trainckpt.integrations.lightning_needs import (
     refuse_fetcher,
     refuse_path,
 )
-from trainckpt.integrations.lightning_state import LoopState
-from trainckpt.lifecycle.checkpointer import Checkpointer
-from trainckpt.lifecycle.run import log
-from trainckpt.lifecycle.stopping.stopped import Stopped
-from trainckpt.state.kinds.metric import MetricState
+from trainckpt.integrations.lightning_files import CheckpointFiles, redirect_in_proof
+from trainckpt.integrations.lightning_state import HookState, LoopState, modules_of
+from trainckpt.state.adapters.stateful import MetricState
+from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     import os
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def _base() -> type[Any]:
-    """The class that every Trainer loaded here takes for a callback."""
+    """Return a class accepted as a callback by every Trainer loaded here."""
     package = sys.modules.get("pytorch_lightning")
     if package is None:
         from lightning.pytorch import Callback
@@ -61,19 +60,22 @@ def _base() -> type[Any]:
 LOADER_HINT = "use a torch DataLoader, or a loader with state_dict and load_state_dict"
 
 
-class _Returned(BaseException):
-    """Stopped, with on_stop="return": leaves the loops, and nobody sees it."""
+class _StopRequested(BaseException):
+    """Stopped, with on_stop="return": leaves the loops, and is caught in this file."""
 
 
 class TrainckptCallback(_base()):  # type: ignore[misc]
-    """Saves a fit and resumes it at the exact micro-batch, when the same script is run again.
+    """Callback that saves a fit, and resumes it when the same script runs again.
+
+        lightning.Trainer(callbacks=[trainckpt.lightning.TrainckptCallback("runs/x")])
 
     Args:
-        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
+        run: Run directory, visible to all hosts; by default that of `trainckpt run --run`.
         **options: Options (docs/options.md), and further objects to track, each under its name.
 
     Raises:
-        ConfigurationError: from `Trainer.fit`, if something cannot work; says what to do.
+        ConfigurationError: From `Trainer.fit`, if the set-up cannot resume exactly; the message
+            has the change to make.
     """
 
     def __init__(self, run: str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -89,7 +91,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The Checkpointer of the running fit, for `save`, `track_file` and the like."""
+        """Checkpointer of the running fit, for `save`, `track_file` and the like."""
         if self._ckpt is None:
             raise ConfigurationError(
                 "there is no Checkpointer yet",
@@ -99,13 +101,13 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
 
     @property
     def cursor(self) -> Cursor:
-        """Where the run is; in a hook, of the micro-batch being trained."""
+        """Position of the run; in a hook, that of the micro-batch being trained."""
         return self.checkpointer.cursor
 
     # ---- Lightning's hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Refuse what cannot be exact, and step around the stage. Of a fit, nothing else."""
+        """Refuse inexact set-ups, and wrap the stage. Does nothing except for a fit."""
         if stage != "fit" or trainer.fast_dev_run:
             return
         if self._used:
@@ -113,8 +115,8 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
                 "this TrainckptCallback was in a fit before, and a run has one fit",
                 hint="make a new Trainer with a new TrainckptCallback, in another place",
             )
-        self._undo.close()  # of a fit that came no further than this, or of a tuner's
-        log.prepare()  # what is refused from here on ends the script with its own exit code
+        self._undo.close()  # left by a fit ended right here, or by a tuner's
+        log.prepare()  # uncaught refusals end the script with their own exit code from here on
         check_lightning(trainer)
         refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
         self._replace(trainer._signal_connector, "register_signal_handlers", _nothing)
@@ -127,28 +129,28 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         self._replace(trainer, "_run_stage", partial(self._around, trainer, trainer._run_stage))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Validation loaders that are made later would come too late to be tracked."""
+        """Make the validation loaders now: later ones would be too late for tracking."""
         if self._ckpt is not None:
             self._make_validation_loaders(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Lightning leaves a pass at its last batch, without asking whether there is another."""
+        """Enter the epoch: Lightning leaves a pass at its last batch, with no further request."""
         if self._ckpt is not None:
             self._enter_epoch(trainer.current_epoch)
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Its pass goes no further."""
+        """End the validation pass."""
         self._leave_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Its pass goes no further, whether it reached the end or a limit."""
+        """End the validation pass, complete or limited."""
         self._leave_validation()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Checkpoint callbacks, which come after this one, have nothing to save.
+        """Prevent saves by checkpoint callbacks, called after this one.
 
-        After a stop all is saved. What is refused before anything is trained must not take the
-        place of what they saved of an attempt that did train.
+        After a stop everything is saved. A refusal before any training must not overwrite the files
+        of an attempt with training.
         """
         is_refusal = isinstance(exception, TrainckptError) and not self._trains
         if is_refusal or isinstance(exception, Stopped):
@@ -157,7 +159,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
                     _pass_over_exception(callback)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Leave the Trainer as it was."""
+        """Restore the Trainer's attributes."""
         self._undo.close()
 
     # ---- the stage
@@ -169,7 +171,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
             self._ckpt = ckpt = Checkpointer(self._run, **self._tracked(trainer), **self._options)
             for callback in self._hooks.stateless():
                 ckpt._registry.watched.watch_callback(callback)
-            lightning_launch.take_over_requeue(trainer, self._undo)
+            lightning_compat.take_over_requeue(trainer, self._undo)
             ckpt._position.manage_epochs()
             try:
                 with ckpt:
@@ -180,17 +182,17 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
                     self._enter_epoch(trainer.current_epoch)
                     files.say_left()
                     return found
-            except _Returned:
+            except _StopRequested:
                 return None
             except Stopped:
-                lightning_launch.leave_together(trainer)
+                lightning_compat.leave_together(trainer)
                 raise
             finally:
                 for _, loader in ckpt._loaders:
                     loader.shutdown()
 
     def _tracked(self, trainer: Any) -> dict[str, Any]:
-        """Everything a Trainer has, by the name it is saved under."""
+        """Return the Trainer's objects to track, by name."""
         module, strategy = trainer.lightning_module, trainer.strategy
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -216,7 +218,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         wrap = partial(self._wrap, trainer, ckpt, trainer.strategy.process_dataloader)
         self._replace(trainer.strategy, "process_dataloader", wrap)
         fit = trainer.fit_loop
-        if fit._combined_loader is not None:  # estimated_stepping_batches was asked for
+        if fit._combined_loader is not None:  # made for estimated_stepping_batches
             fit._combined_loader.reset()
             fit._combined_loader = None
         fit.setup_data()
@@ -245,7 +247,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
             return loader
         try:
             tracked = ckpt.loader(loader)
-        except ConfigurationError:  # it begins anew with each validation
+        except ConfigurationError:  # untracked: it begins anew with each validation
             return loader
         self._validating.append(tracked)
         return tracked
@@ -253,7 +255,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
     def _wrap_for_training(self, trainer: Any, ckpt: Checkpointer, loader: Any) -> TrackedLoader:
         try:
             tracked = ckpt.loader(loader)
-        except StateMismatch:  # the loader will do; it is not the one of the snapshot
+        except StateMismatch:  # the loader is supported, but differs from the snapshot's
             raise
         except ConfigurationError as error:
             raise ConfigurationError(error.message, hint=LOADER_HINT) from error
@@ -269,7 +271,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         try:
             boundary()
         except StopIteration:
-            raise _Returned from None
+            raise _StopRequested from None
         self._trains = True
 
     def _enter_epoch(self, epoch: int) -> None:
@@ -279,10 +281,10 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
 
     def _leave_validation(self) -> None:
         for loader in self._validating:
-            loader.leave_pass()
+            loader.abandon_pass()
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Give one object an attribute of its own, until the fit is over."""
+        """Set an instance attribute until the fit is over."""
         own = vars(owner)
         if name in own:
             self._undo.callback(setattr, owner, name, own[name])
@@ -297,15 +299,16 @@ def _restore_from_nowhere(
     if chose_path_itself(trainer, path):
         log.logger.info(
             "%s is not loaded: Lightning chose it by itself, and the run goes on from its own "
-            "snapshots", path,
-        )  # fmt: skip
+            "snapshots",
+            path,
+        )
     else:
         refuse_path(path)
     restore(None, *more)
 
 
 def _pass_over_exception(callback: Any) -> None:
-    """Let its on_exception do nothing, once: it comes right after ours."""
+    """Disable the callback's on_exception once: Lightning calls it right after this one."""
     before = vars(callback).get("on_exception")
 
     def pass_over(*_: Any) -> None:
@@ -317,7 +320,7 @@ def _pass_over_exception(callback: Any) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Instead of what Lightning would do."""
+    """Replace a method of Lightning by doing nothing."""
 
 
 def _one_or_all(items: list[Any]) -> Any:

@@ -1,16 +1,16 @@
-"""Files of Lightning's ModelCheckpoint that an attempt wrote after the snapshot it is gone on from.
+"""Handle files of Lightning's ModelCheckpoint newer than the snapshot of a resume.
 
-What wrote them is trained again, and so are they: under the same names, as in the run that was
-never cut off. Lightning gives a file that is there already another name, `last-v1.ckpt`, and the
-older one would stay for good.
+Their training is repeated, and so are the files: under the same names, as in an uninterrupted run.
+Lightning would give a file another name if one exists, `last-v1.ckpt`, and the older file would
+stay for good.
 
-    written    each name is put into the attempt's record before the file is: with the number of
-               micro-batches that a snapshot had to have to know of it
-    resumed    names that the snapshot does not know of are its attempts' own: to be overwritten
-    finished   what was not written again is named; nothing is ever deleted here
+    before a write   rank 0 adds the name to the attempt's record, with the micro-batches a snapshot
+                     needs to cover the file
+    after a resume   names not covered by the snapshot may be overwritten
+    at the end       files not written again are reported; nothing is ever deleted here
 
-An attempt takes over the names of the one before. Not if it was told to begin elsewhere than at the
-newest snapshot: the files of a branch that was left on purpose are kept.
+An attempt inherits the names of the previous one, unless it was directed to another snapshot than
+the newest: the files of a branch left on purpose stay.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.launch import AT_VARIABLE
+from trainckpt.attempt.log import logger
 from trainckpt.errors import TrainckptError
-from trainckpt.integrations.lightning_needs import is_a
-from trainckpt.lifecycle.places.place import in_proof
-from trainckpt.lifecycle.run.launch import AT_VARIABLE
-from trainckpt.lifecycle.run.log import logger
-from trainckpt.snapshot import attempts
+from trainckpt.integrations.lightning_compat import is_a
+from trainckpt.run_directory.run_url import in_proof
+from trainckpt.snapshot import attempt_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainckpt.lifecycle.checkpointer import Checkpointer
+    from trainckpt.checkpointer import Checkpointer
 
 FACT, NAMES = "lightning", "checkpoint_files"
-MOST = 200  # names in a record, the newest; it is written anew with each of them
+MOST = 200  # newest names in a record; each new name rewrites the record
 
 
 def redirect_in_proof(trainer: Any) -> None:
-    """Let each run of a proof have its own folders, or names of files would differ between them."""
+    """Give each run of a proof its own folders: else file names would differ between them."""
     for callback in trainer.callbacks:
         if is_a(callback, "ModelCheckpoint") and callback.dirpath:
             callback.dirpath = in_proof(str(callback.dirpath))
@@ -47,8 +47,8 @@ class CheckpointFiles:
     """The files of all ModelCheckpoints of a fit.
 
     Args:
-        trainer: Whose.
-        ckpt: Of the fit; it has resumed.
+        trainer: The Trainer.
+        ckpt: The Checkpointer of the fit, resumed.
     """
 
     def __init__(self, trainer: Any, ckpt: Checkpointer) -> None:
@@ -60,24 +60,25 @@ class CheckpointFiles:
         if self._is_first and self._callbacks:
             self._names = _names_before(ckpt)
         unknown = [name for name, at in self._names.items() if at > known]
-        # All ranks decide alike on a name: Lightning agrees on it in a collective.
+        # All ranks must decide alike on a name: Lightning agrees on it in a collective.
         self._again = set(trainer.strategy.broadcast(unknown) if self._callbacks else ())
 
     def watch(self, replace: Callable[[Any, str, Any], None]) -> None:
-        """Answer in the place of each ModelCheckpoint whether a file exists."""
+        """Replace `file_exists` of each ModelCheckpoint."""
         for callback in self._callbacks:
             replace(callback, "file_exists", partial(self._exists, callback.file_exists))
         if self._is_first and self._callbacks:
-            self._record()  # also none: names of a branch that was left end here
+            self._record()  # even if empty: names of an abandoned branch end here
 
     def say_left(self) -> None:
-        """Name files of earlier attempts that were not written again, at the end of the fit."""
+        """Report files of earlier attempts not written again, at the end of the fit."""
         for name in sorted(self._again) if self._is_first else ():
             if Path(name).exists():
                 logger.warning(
                     "%s is of an attempt that was cut off, and was not written again: it does not "
-                    "belong to the run that was trained", name,
-                )  # fmt: skip
+                    "belong to the run that was trained",
+                    name,
+                )
 
     def _exists(self, ask: Callable[[Any, Any], bool], path: Any, trainer: Any) -> bool:
         name = _absolute(path)
@@ -95,16 +96,16 @@ class CheckpointFiles:
         assert self._ckpt._attempt is not None
         for name in list(self._names)[:-MOST]:
             del self._names[name]
-        self._ckpt._attempt.log.note(FACT, NAMES, dict(self._names))
+        self._ckpt._attempt.log.set_fact(FACT, NAMES, dict(self._names))
 
 
 def _names_before(ckpt: Checkpointer) -> dict[str, int]:
-    """What the newest attempt before this one knew of."""
+    """Return the names in the record of the newest attempt before this one."""
     if ckpt.options.resume == "never" or os.environ.get(AT_VARIABLE):
         return {}
     assert ckpt._attempt is not None
     try:
-        records = attempts.read_attempts(ckpt._tier)
+        records = attempt_history.read_attempts(ckpt._tier)
     except TrainckptError as error:
         logger.warning("files of earlier attempts are not known: %s", error.message)
         return {}

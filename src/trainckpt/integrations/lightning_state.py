@@ -1,31 +1,46 @@
-"""Lightning's loops as one tracked object: counters, flags, and what self.log has summed up.
+"""Track the state of Lightning's loops, of self.log, and of hooks.
 
-The boundary lies inside the fetch of a training batch, so both ends of a resume are the same place
-in Lightning's code: there every counter is simply put back to what it was. The new process gets
-there as a new fit does, not through Lightning's own restart stages; all it needs on the way is the
-right epoch. Hence two loads:
+Loops: the boundary lies inside the fetch of a training batch. So save and resume are at the same
+line of Lightning's code, and every counter is simply restored there. The new process gets there as
+a new fit does, not through Lightning's own restart stages. On the way it only needs the right
+epoch. Hence two loads:
 
-    enter    before the fit loop runs: the counters; epochs as they are between two of them
-    arrive   at the first boundary: all of it. Of a snapshot taken when the fit was over nothing,
-             since what follows is a new epoch
+    enter    before the fit loop runs: the counters; epochs as between two epochs
+    arrive   at the first boundary: everything. Nothing if the fit was over at the snapshot: a new
+             epoch follows
+
+self.log: Lightning has no state_dict for the sums of an epoch so far. Without them the means of an
+interrupted epoch would cover only its second part.
+
+Hooks: callbacks, data module, and on_save_checkpoint pass state to Lightning. Besides their
+`state_dict`, two kinds of Lightning's own callbacks need the attributes in `_FORGOTTEN`.
+
+Hooks with additions to a checkpoint may rely on objects made in `on_train_start`, since Lightning
+saves nothing before. So they are called from the first boundary on. Modules made by callbacks as
+late as that are stored here too: they do not exist at registration.
 """
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from trainckpt.errors import StateMismatch
-from trainckpt.integrations.lightning_needs import is_a, part_of
-from trainckpt.integrations.lightning_results import read_results, write_results
+from trainckpt.integrations.lightning_compat import is_a, part_of
+from trainckpt.state.adapters.stateful import COUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 class LoopState:
-    """Where the Trainer's fit loop is; tracked under the name "trainer"."""
+    """The position of the Trainer's fit loop; tracked under the name "trainer"."""
 
     __trainckpt_loads_in_steps__ = True
 
@@ -37,7 +52,7 @@ class LoopState:
         self._loop = part_of(trainer, "loops.loop")._Loop
 
     def state_dict(self) -> dict[str, Any]:
-        """All counters and logged values, as they are at a boundary."""
+        """Return all counters and logged values at a boundary."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         connector = trainer._logger_connector
         return {
@@ -59,10 +74,10 @@ class LoopState:
         return [f"accumulate_grad_batches was {then}, is {now}"]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Enter, at the first call; arrive, at the second.
+        """Enter at the first call; arrive at the second.
 
         Raises:
-            StateMismatch: another number of ranks: Lightning's counters are those of one rank.
+            StateMismatch: Another number of ranks: Lightning's counters are those of one rank.
         """
         if state["world"] != self._trainer.world_size:
             raise StateMismatch(
@@ -91,7 +106,7 @@ class LoopState:
         self._put_counters(state)
         fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
         trainer.should_stop = state["should_stop"]
-        if self._accumulates_as(state):  # else the script wants another from here on
+        if self._accumulates_as(state):  # else the script's new value applies from here on
             trainer.accumulate_grad_batches = state["accumulate"]
         trainer._logger_connector._first_loop_iter = state["first_iteration"]
         self._put_metrics(state)
@@ -101,7 +116,7 @@ class LoopState:
         fit._combined_loader._iterator._idx = fetched
 
     def _accumulates_as(self, state: dict[str, Any]) -> bool:
-        """Whether it was configured so then; an older snapshot does not know it."""
+        """Return True if it was configured the same then, or if the snapshot does not say."""
         return bool(state.get("accumulate_configured", self._accumulate) == self._accumulate)
 
     def _put_counters(self, state: dict[str, Any]) -> None:
@@ -114,7 +129,7 @@ class LoopState:
             setattr(self._trainer._logger_connector, name, dict(state["metrics"][name]))
 
     def _counters(self, loop: Any, path: str) -> Iterator[tuple[str, Any]]:
-        """Every counter of a loop and of the loops inside it, by path."""
+        """Yield every counter of a loop and of its inner loops, by path."""
         for name, value in vars(loop).items():
             if isinstance(value, self._progress):
                 yield f"{path}.{name}", value
@@ -123,9 +138,9 @@ class LoopState:
 
 
 def _accumulation(trainer: Any) -> dict[str, int]:
-    """Epoch -> micro-batches a window from there on, as configured: before anything is trained.
+    """Return epoch -> micro-batches per window from there on, as configured before training.
 
-    A GradientAccumulationScheduler changes the Trainer's own number as epochs begin.
+    A GradientAccumulationScheduler changes the Trainer's own number at the start of epochs.
     """
     plans = [c for c in trainer.callbacks if is_a(c, "GradientAccumulationScheduler")]
     plan = plans[-1].scheduling if plans else {0: trainer.accumulate_grad_batches}
@@ -141,3 +156,221 @@ def _shown(plan: dict[str, int]) -> str:
 def _inside_an_epoch(state: dict[str, Any]) -> bool:
     epochs = state["progress"]["fit.epoch_progress"]["current"]
     return bool(epochs["ready"] != epochs["processed"])
+
+
+_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+
+
+def read_results(results: Any) -> list[dict[str, Any]]:
+    """Return every logged value, with its reduction."""
+    return [_read_result(key, result) for key, result in results.items()]
+
+
+def write_results(trainer: Any, results: Any, saved: list[dict[str, Any]]) -> None:
+    """Recreate the logged values; later calls of self.log continue them."""
+    module = part_of(trainer, "trainer.connectors.logger_connector.result")
+    results.clear()
+    for one in saved:
+        metadata = module._Metadata(**one["meta"], reduce_fx=getattr(torch, one["reduce"]))
+        sync = module._Sync(
+            _should=one["sync"], fn=trainer.strategy.reduce, rank_zero_only=one["rank_zero_only"]
+        )
+        metadata.sync = sync
+        result = module._ResultMetric(metadata, one["is_tensor"])
+        for name, value in one["state"].items():
+            setattr(result, name, value)
+        if not one["is_tensor"]:
+            result.value = attrgetter(one["meta"]["metric_attribute"])(trainer.lightning_module)
+        results[one["key"]] = result.to(trainer.strategy.root_device)
+
+
+def _read_result(key: str, result: Any) -> dict[str, Any]:
+    meta = result.meta
+    state = {name: getattr(result, name) for name in (*COUNTS, "has_reset")}
+    if result.is_tensor:
+        state["value"] = result.value
+        if meta.is_mean_reduction:
+            state["cumulated_batch_size"] = result.cumulated_batch_size
+    return {
+        "key": key,
+        "is_tensor": result.is_tensor,
+        "meta": {name: getattr(meta, name) for name in _META},
+        "reduce": meta.reduce_fx.__name__,
+        "sync": meta.sync.should,
+        "rank_zero_only": meta.sync.rank_zero_only,
+        "state": state,
+    }
+
+
+_FORGOTTEN = {
+    "ModelCheckpoint": (
+        "_last_global_step_saved",
+        "_last_checkpoint_saved",
+        "_defer_save_until_validation",
+        "current_score",  # in its state_dict, but ignored by its load_state_dict
+    ),
+    "WeightAveraging": ("_latest_update_step", "_latest_update_epoch"),
+}
+
+
+class HookState:
+    """State from hooks of callbacks, data module and model; tracked under the name "hooks".
+
+    Args:
+        trainer: The Trainer.
+        ours: The TrainckptCallback.
+        registered: Modules of callbacks tracked by themselves.
+
+    Attributes:
+        begun: The first boundary was reached: every on_train_start is over.
+    """
+
+    __trainckpt_loads_in_steps__ = True
+
+    def __init__(self, trainer: Any, ours: object, registered: dict[str, nn.Module]) -> None:
+        self.begun = False
+        self._trainer = trainer
+        self._registered = registered
+        self._callbacks = {c.state_key: c for c in trainer.callbacks if c is not ours}
+        self._kept: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of callbacks, the data module and the module's hooks."""
+        data = self._trainer.datamodule
+        return {
+            "callbacks": {key: _read(callback) for key, callback in self._callbacks.items()},
+            "data": data.state_dict() if data is not None else {},
+            "checkpoint": self._kept_by_hooks() if self.begun else self._kept,
+            "modules": {name: dict(m.state_dict()) for name, m in self._late_modules().items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore it in Lightning's own order: data, module, callbacks.
+
+        Raises:
+            StateMismatch: Training has begun without a module made by a callback then.
+        """
+        trainer, module = self._trainer, self._trainer.lightning_module
+        self._kept = state["checkpoint"]
+        checkpoint = _merged(self._offered(), self._kept)
+        if trainer.datamodule is not None and state["data"]:
+            trainer.datamodule.load_state_dict(state["data"])
+        if state["checkpoint"]:
+            module.on_load_checkpoint(checkpoint)
+        for key, callback in self._callbacks.items():
+            if state["checkpoint"] and not is_a(callback, *_FORGOTTEN):
+                callback.on_load_checkpoint(trainer, module, checkpoint)
+            if key in state["callbacks"]:
+                _write(callback, state["callbacks"][key])
+        self._load_late_modules(state.get("modules", {}))
+
+    def stateless(self) -> list[Any]:
+        """Return the callbacks, and the data module, without state in state_dict or a hook."""
+        found = [
+            callback
+            for callback in self._callbacks.values()
+            if not callback.state_dict()
+            and getattr(type(callback).on_save_checkpoint, "__qualname__", "").startswith(
+                "Callback."
+            )
+        ]
+        data = self._trainer.datamodule
+        return found if data is None or data.state_dict() else [*found, data]
+
+    def _late_modules(self) -> dict[str, nn.Module]:
+        known = self._registered
+        return {n: m for n, m in modules_of(self._trainer).items() if known.get(n) is not m}
+
+    def _load_late_modules(self, saved: dict[str, Any]) -> None:
+        found = self._late_modules()
+        if self.begun and saved.keys() - found.keys():
+            raise StateMismatch(
+                "callbacks lack modules that are in the snapshot",
+                sorted(saved.keys() - found.keys()),
+                hint="run the script with the callbacks it had, in their order",
+            )
+        for name in saved.keys() & found.keys():
+            found[name].load_state_dict(saved[name])
+
+    def _kept_by_hooks(self) -> dict[str, Any]:
+        """Return the additions to a checkpoint by on_save_checkpoint of callbacks and module."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        checkpoint = self._offered()
+        offered = {name: _shallow(value) for name, value in checkpoint.items()}
+        for callback in self._callbacks.values():
+            if not is_a(callback, *_FORGOTTEN):
+                callback.on_save_checkpoint(trainer, module, checkpoint)
+        module.on_save_checkpoint(checkpoint)
+        return _added(checkpoint, offered)
+
+    def _offered(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": trainer.lightning_module.state_dict(),
+            "callbacks": {},
+            "optimizer_states": [],
+            "lr_schedulers": [],
+        }
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _added(checkpoint: dict[str, Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Return new entries, and new or replaced entries inside the offered dicts."""
+    found = {name: value for name, value in checkpoint.items() if name not in offered}
+    for name, before in offered.items():
+        now = checkpoint.get(name)
+        if isinstance(before, dict) and isinstance(now, dict):
+            other = {k: v for k, v in now.items() if k not in before or v is not before[k]}
+            found.update({name: other} if other else {})
+    return found
+
+
+def _merged(offered: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    inner = {n: {**v, **kept[n]} for n, v in offered.items() if n in kept and isinstance(v, dict)}
+    return {**offered, **kept, **inner}
+
+
+def modules_of(trainer: Any) -> dict[str, nn.Module]:
+    """Return modules of callbacks besides the trained one, such as averaged weights."""
+    known = {id(part) for part in trainer.lightning_module.modules()}
+    return {
+        f"{type(callback).__name__}{number}{name}": value
+        for number, callback in enumerate(trainer.callbacks)
+        for name, value in vars(callback).items()
+        if isinstance(value, nn.Module) and id(value) not in known
+    }
+
+
+def _forgotten(callback: Any) -> list[str]:
+    named = (name for kind, names in _FORGOTTEN.items() if is_a(callback, kind) for name in names)
+    return [name for name in named if hasattr(callback, name)]
+
+
+def _read(callback: Any) -> dict[str, Any]:
+    return {
+        "state": callback.state_dict(),
+        "forgotten": {name: getattr(callback, name) for name in _forgotten(callback)},
+    }
+
+
+def _write(callback: Any, saved: dict[str, Any]) -> None:
+    if saved["state"]:
+        callback.load_state_dict(saved["state"])
+    for name, value in saved["forgotten"].items():
+        setattr(callback, name, value)

@@ -1,4 +1,4 @@
-"""`TrainckptCallback`: a Trainer's training, saved and resumed at the exact micro-batch.
+"""`TrainckptCallback`: saves a Trainer's training, and resumes it at the exact micro-batch.
 
 The Trainer calls `on_train_begin` when model, optimizer and schedule exist, wrapped and on their
 devices: there the Checkpointer is made and resumes. Callbacks cannot alter the loop, so a few
@@ -12,31 +12,33 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.accelerate_loader import missing_names, refuse_loader
-from trainckpt.integrations.transformers_hooks import Hooks
-from trainckpt.integrations.transformers_needs import look, refuse_trainer, trainer_of
+from trainckpt.integrations.transformers_compat import look, refuse_trainer, trainer_of
+from trainckpt.integrations.transformers_hooks import TrainerHooks
 from trainckpt.integrations.transformers_state import TrainerPart
 from trainckpt.integrations.transformers_window import TrainedLoader, WindowReader
-from trainckpt.lifecycle.checkpointer import Checkpointer
-from trainckpt.lifecycle.places.place import in_proof
+from trainckpt.run_directory.run_url import in_proof
 
 if TYPE_CHECKING:
     import os
 
 
 class TrainckptCallback(TrainerCallback):
-    """Saves and resumes a transformers.Trainer's training.
+    """Callback that saves a training, and resumes it when the same script runs again.
+
+        transformers.Trainer(..., callbacks=[trainckpt.transformers.TrainckptCallback("runs/x")])
 
     Args:
-        run: Directory of the run, that all hosts see; None: what `trainckpt run --run` named.
-        **options: Options of the Checkpointer (docs/options.md), and further objects to track.
+        run: Run directory, visible to all hosts; by default that of `trainckpt run --run`.
+        **options: Options (docs/options.md), and further objects to track, each under its name.
 
     Attributes:
-        checkpointer: Of the training under way; None before.
+        checkpointer: Checkpointer of the current training; None before it begins.
 
     Raises:
-        ConfigurationError: this Transformers is built in a way that trainckpt does not know.
+        ConfigurationError: This version of Transformers or Accelerate lacks a needed attribute.
     """
 
     def __init__(self, run: str | os.PathLike[str] | None = None, **options: Any) -> None:
@@ -50,27 +52,27 @@ class TrainckptCallback(TrainerCallback):
         self.checkpointer: Checkpointer | None = None
         self._run = run
         self._options = options
-        self._hooks: Hooks | None = None
-        self._part: TrainerPart | None = None  # while callbacks after us begin
+        self._hooks: TrainerHooks | None = None
+        self._part: TrainerPart | None = None  # while later callbacks begin
 
     @property
     def stopped(self) -> bool:
-        """Whether the training was stopped before its end, to be resumed: `on_stop="return"`."""
+        """True if the training stopped early, saved and to be resumed (`on_stop="return"`)."""
         ckpt = self.checkpointer
         return ckpt is not None and ckpt._has_returned()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Make the Checkpointer and resume.
 
-        Called a second time once all callbacks have begun: those after us get their state back
-        then, or they would begin anew with it.
+        Called a second time after all callbacks have begun: only then later callbacks get their
+        state, since their own begin would reset it.
         """
         trainer, given = trainer_of(self)
         told = trainer.callback_handler.callbacks
         part, self._part = self._part, None
         if part is not None:
             is_this_training = part.state is trainer.state
-            if is_this_training and told[-1] is not self:  # one that began has added another
+            if is_this_training and told[-1] is not self:  # a callback has added another
                 self._part = part
                 told.append(self)
                 return
@@ -87,7 +89,7 @@ class TrainckptCallback(TrainerCallback):
             told.append(self)
 
     def _keep_first_place(self, told: list[Any]) -> None:
-        """And leave those behind the others."""
+        """Remove this callback's later entries from the list."""
         for place in reversed([at for at, other in enumerate(told) if other is self][1:]):
             del told[place]
 
@@ -110,11 +112,11 @@ class TrainckptCallback(TrainerCallback):
         self.checkpointer = ckpt = Checkpointer(
             self._run, loader=loader, **tracked, **self._options
         )
-        for callback in part.stateless():
-            if callback is not self:
-                ckpt._registry.watched.watch_callback(callback)
+        for watched in (trainer, *part.stateless()):
+            if watched is not self:
+                ckpt._registry.watched.watch_callback(watched)
         ckpt.resume()
-        self._hooks = Hooks(trainer, ckpt, part, reader, ckpt.loader(loader))
+        self._hooks = TrainerHooks(trainer, ckpt, part, reader, ckpt.loader(loader))
         try:
             part.must_fit(ckpt.cursor, is_second=before is not None)
             self._hooks.install(later)
@@ -124,7 +126,7 @@ class TrainckptCallback(TrainerCallback):
         self._part = part if later else None
 
     def _must_be_over(self) -> None:
-        """A training that ended where nobody heard of it, as by Ctrl-C between two epochs."""
+        """Abandon a training with no reported end, as after Ctrl-C between two epochs."""
         if self._hooks is not None and self._hooks.installed:
             error = RuntimeError("its training was left, and another one began")
             self._hooks.abandon(error)

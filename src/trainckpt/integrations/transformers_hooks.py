@@ -1,16 +1,15 @@
-"""What is changed on one Trainer while it trains; undone when its training ends.
+"""Replace methods of one Trainer during its training; undone when it ends.
 
-_run_epoch               epochs that were trained are passed over; the one the run stopped in
-                         begins at its micro-batch
-get_batch_samples        hands a window out with a boundary before each micro-batch
-on_epoch_begin           not told again of an epoch that callbacks know
-_load_rng_state          nothing: the random generators are put back by us, at the first batch
-_finalize_training       the run's final snapshot comes first
-_evaluate                of `eval_on_start`: what it raises ends the attempt, as in an epoch
-args.eval_on_start       not again after a resume
-on_train_begin           of callbacks that come after ours: as _evaluate
+    _run_epoch               skips trained epochs; the interrupted one begins at its micro-batch
+    get_batch_samples        returns a window with a boundary before each micro-batch
+    on_epoch_begin           not called again for an epoch known to the callbacks
+    _load_rng_state          does nothing: trainckpt restores the generators at the first batch
+    _finalize_training       makes the run's final snapshot first
+    _evaluate                for `eval_on_start`: an exception ends the attempt, as in an epoch
+    args.eval_on_start       not again after a resume
+    on_train_begin           of later callbacks: same as _evaluate
 
-Each is set on that object alone, so other Trainers of the process are as they were.
+Each is set on that object alone, so other Trainers of the process are unchanged.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.integrations.transformers_window import Left, Window
-from trainckpt.lifecycle.stopping.stopped import Stopped
+from trainckpt.integrations.transformers_window import Window, WindowAborted
+from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from trainckpt.checkpointer import Checkpointer
     from trainckpt.data.loader import TrackedIterator, TrackedLoader
     from trainckpt.integrations.transformers_state import TrainerPart
     from trainckpt.integrations.transformers_window import WindowReader
-    from trainckpt.lifecycle.checkpointer import Checkpointer
 
 _OURS = "trainckpt"  # given to _run_epoch in place of a checkpoint's folder
 _FOREVER = 10**9  # epochs: the Trainer counts them, and ends
 
 
-class Hooks:
-    """The changes on one Trainer.
+class TrainerHooks:
+    """The replaced methods of one Trainer.
 
     Args:
-        trainer: Whose training has just begun.
+        trainer: Its training has just begun.
         ckpt: Its Checkpointer, resumed.
-        part: What of the Trainer is tracked.
-        reader: Of its loader.
+        part: The tracked state of the Trainer.
+        reader: The reader of its loader.
         tracked: The loader, tracked.
     """
 
@@ -57,18 +56,18 @@ class Hooks:
         self._trainer, self._ckpt, self._part = trainer, ckpt, part
         self._reader, self._tracked = reader, tracked
         self._epochs = ckpt.epochs(_FOREVER)
-        self._told = -1  # epochs the loop has told of
+        self._told = -1  # the last epoch begun by the loop
         self._iterator: TrackedIterator | None = None
         self._in_epoch = False
         self._undo: list[Callable[[], None]] = []
 
     @property
     def installed(self) -> bool:
-        """They are in place."""
+        """Return True while they are in place."""
         return bool(self._undo)
 
     def install(self, later: Iterable[Any]) -> None:
-        """Set them. `later`: callbacks that are told after ours that the training begins."""
+        """Set them. `later`: callbacks with their on_train_begin still to come."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         self._run_epoch = trainer._run_epoch
         self._collect = trainer.get_batch_samples
@@ -94,14 +93,14 @@ class Hooks:
             return begin(*args, **kwargs)
 
     def remove(self) -> None:
-        """Put back what was there; workers end, as they do where nobody holds the loader."""
+        """Restore the Trainer's methods, and end the loader's workers."""
         self._iterator = None
         self._tracked.shutdown()
         while self._undo:
             self._undo.pop()()
 
     def abandon(self, error: BaseException) -> None:
-        """The training ends by this error."""
+        """End the training by this error."""
         self.remove()
         if not isinstance(error, Stopped):
             self._ckpt.__exit__(type(error), error, None)
@@ -114,7 +113,7 @@ class Hooks:
     # ---- in place of the Trainer's own
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any) -> Any:
-        """Tell of an epoch, once in the run."""
+        """Pass on an epoch's begin, once in the run."""
         self._told += 1
         if self._part.finished or self._told <= self._part.begun:
             return control
@@ -123,7 +122,7 @@ class Hooks:
             return self._tell(args, state, control)
 
     def run_epoch(self, **given: Any) -> None:
-        """Run an epoch, or what is left of it, or nothing."""
+        """Run an epoch, or its rest, or nothing."""
         if self._part.finished or given["epoch"] < self._ckpt.cursor.epoch:
             return
         next(self._epochs)
@@ -140,13 +139,13 @@ class Hooks:
                 self._in_epoch = True
                 with _SkipsNothing():
                     self._run_epoch(**given)
-            except Left:
+            except WindowAborted:
                 self._trainer.control.should_training_stop = True
             finally:
                 self._in_epoch = False
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Give the next window; its first boundary is here."""
+        """Return the next window; its first boundary is here."""
         if epoch_iterator is not self._iterator:
             return self._collect(epoch_iterator, num_batches, device)
         self._reader.ask(num_batches, device)
@@ -154,18 +153,18 @@ class Hooks:
             first = next(self._iterator)
         except StopIteration:
             if self._has_left():
-                raise Left from None
+                raise WindowAborted from None
             return [], None
         window = Window(first, self._iterator, self._reader, self._begin_window)
         return window, self._reader.items
 
     def load_rng_state(self, checkpoint: Any) -> None:
-        """Leave the generators alone after our own resume."""
+        """Leave the generators alone after trainckpt's resume."""
         if checkpoint != _OURS:
             self._load_rng(checkpoint)
 
     def finalize(self, *args: Any, **kwargs: Any) -> Any:
-        """The run is finished; then the Trainer's last words."""
+        """Finish the run, then call the Trainer's own method."""
         with self._abandoning():
             if not self._has_left():
                 self._part.finished = True
@@ -176,7 +175,7 @@ class Hooks:
         return self._finalize(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; between epochs nobody else would hear of an error."""
+        """Evaluate; between epochs an error must be caught here."""
         if self._in_epoch:
             return self._evaluate(*args, **kwargs)
         with self._abandoning():
@@ -189,19 +188,19 @@ class Hooks:
         return self._iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader's samplers."""
+        """Set the epoch of the loader's samplers."""
         self._reader.shard.set_epoch(epoch)
 
     @property
     def batch_sampler(self) -> Any:
-        """Told of the epoch by the Trainer itself."""
+        """The batch sampler: the Trainer itself sets its epoch."""
         return self._reader.shard.batch_sampler
 
     # ---- small things
 
     @contextmanager
     def _abandoning(self) -> Iterator[None]:
-        """What is raised ends the attempt, and this Trainer's loop is its own again."""
+        """End the attempt on an exception, and restore the Trainer's methods."""
         try:
             yield
         except BaseException as error:
@@ -217,7 +216,7 @@ class Hooks:
 
 
 class _SkipsNothing:
-    """While an epoch begins, the Trainer's skip_first_batches leaves our loader as it is."""
+    """Disables the Trainer's skip_first_batches for the tracked loader during an epoch."""
 
     def __enter__(self) -> None:
         module: Any = import_module("transformers.trainer")
@@ -228,6 +227,6 @@ class _SkipsNothing:
         self._module.skip_first_batches = self._skip
 
     def _skip_unless_ours(self, loader: Any, num_batches: int = 0) -> Any:
-        if isinstance(loader, Hooks):
+        if isinstance(loader, TrainerHooks):
             return loader
         return self._skip(loader, num_batches)

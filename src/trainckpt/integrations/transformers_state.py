@@ -1,4 +1,4 @@
-"""What a Trainer remembers beside model, optimizer and schedule, as one object to track."""
+"""State of a Trainer besides model, optimizer and schedule, as one object to track."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers.trainer_callback import ExportableState
 
+from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError
-from trainckpt.lifecycle.run.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,43 +17,63 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
 
 _STATE = (
-    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history", "best_metric",
-    "best_global_step", "best_model_checkpoint",
-)  # fmt: skip
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
 _SUMS = (
-    "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step",
-    "_initial_num_input_tokens_seen", "current_flos",
-)  # fmt: skip
-# Arguments of which a resume says that they are others now, and which value counts: that of the
-# script, or that of the snapshot, with which optimizer and random generators have come back.
-# The first kind changes what is trained, the other two do not.
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
+# Arguments reported by a resume if changed. The script's new value applies in the first and third
+# kind; in the second the snapshot's does, as its optimizer and random generators are restored.
+# Only the first kind changes the training.
 _COUNT_NOW = (
-    "gradient_accumulation_steps", "max_grad_norm", "bf16", "fp16", "label_smoothing_factor",
-    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim", "neftune_noise_alpha",
-    "average_tokens_across_devices", "eval_strategy", "eval_steps",
-)  # fmt: skip
-_SAVED_COUNT = (
-    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed",
-    "data_seed",
-)  # fmt: skip
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "label_smoothing_factor",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "warmup_ratio",
+    "optim",
+    "neftune_noise_alpha",
+    "average_tokens_across_devices",
+    "eval_strategy",
+    "eval_steps",
+)
+_SAVED_COUNT = ("seed", "data_seed")  # options of the optimizer are compared by `state.adapters`
 _OUTPUTS = ("save_strategy", "save_steps", "logging_strategy", "logging_steps")
 _MAX_STEPS = "max_steps"
 _ACCUMULATE = "gradient_accumulation_steps"
 _CONTROL = (
-    "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log",
-)  # fmt: skip
+    "should_training_stop",
+    "should_epoch_stop",
+    "should_save",
+    "should_evaluate",
+    "should_log",
+)
 
 
 class TrainerPart:
-    """Counters, the log, running sums, the flags of its control, and other callbacks' state.
+    """Counters, the log, running sums, control flags, and other callbacks' state.
 
     Args:
-        trainer: Whose.
-        later: Callbacks that have not begun yet, so they have no state.
+        trainer: The Trainer.
+        later: Callbacks not begun yet, so without state.
 
     Attributes:
-        begun: The last epoch whose begin the callbacks were told; -1 before.
-        finished: Training is over, only the Trainer's last words are left.
+        begun: The last epoch begun for the callbacks; -1 before.
+        finished: Training is over; only the Trainer's final steps are left.
         state: The Trainer's, of this training.
     """
 
@@ -64,11 +84,11 @@ class TrainerPart:
         self.finished = False
         self.state = trainer.state
         self._trainer, self._later = trainer, later
-        self._waiting: dict[str, Any] = {}  # state of those
-        self._then: dict[str, Any] = {}  # settings that were saved
+        self._waiting: dict[str, Any] = {}  # saved state of `later`
+        self._then: dict[str, Any] = {}  # saved settings
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, and the running loss as a tensor."""
+        """Return plain values, and the running loss as a tensor."""
         trainer = self._trainer
         state, control = trainer.state, trainer.control
         return {
@@ -88,7 +108,7 @@ class TrainerPart:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Put them back. More steps than then: a finished run goes on."""
+        """Restore the state. A finished run continues if it now has more steps."""
         trainer = self._trainer
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
@@ -110,17 +130,20 @@ class TrainerPart:
             setattr(trainer.control, name, value and not (goes_on and "stop" in name))
 
     def all_have_begun(self) -> None:
-        """Give those back what is theirs that came after us."""
+        """Restore the state of later callbacks."""
         self._later, others = (), self._others()
         while self._waiting:
             name, value = self._waiting.popitem()
             _give_back(others[name], value)
 
     def stateless(self) -> list[Any]:
-        """Return the callbacks that say no state."""
+        """Return the callbacks without state."""
         others = self._others().values()
-        return [one for one in self._trainer.callback_handler.callbacks
-                if not any(one is other for other in others)]  # fmt: skip
+        return [
+            one
+            for one in self._trainer.callback_handler.callbacks
+            if not any(one is other for other in others)
+        ]
 
     def _has_begun(self, one: Any) -> bool:
         return not any(one is each for each in self._later)
@@ -133,7 +156,7 @@ class TrainerPart:
         return {name: v if isinstance(v, plain) else str(v) for name, v in told.items()}
 
     def _changed(self, then: dict[str, Any], names: Sequence[str]) -> str:
-        """Which of these arguments are others than in the snapshot, or ""."""
+        """Return these arguments' changes since the snapshot, or ""."""
         now = {**self._settings(), _MAX_STEPS: self._trainer.state.max_steps}
         other = [name for name in names if name in then and then[name] != now[name]]
         return ", ".join(f"{name} {then[name]} then, {now[name]} now" for name in other)
@@ -147,24 +170,25 @@ class TrainerPart:
         return [f"other settings of the training: {changed} ({which})"] if changed else []
 
     def _say_which_count(self) -> None:
-        """Name changed arguments that leave the training as it was."""
+        """Report changed arguments without effect on the training."""
         if changed := self._changed(self._then, _SAVED_COUNT):
             logger.warning(
                 "%s: the value in the snapshot counts, and the training goes on as it was; to "
-                "train with the new one, begin a new run with init_from", changed,
-            )  # fmt: skip
+                "train with the new one, begin a new run with init_from",
+                changed,
+            )
         if changed := self._changed(self._then, _OUTPUTS):
             logger.info("%s: the new value counts, and changes nothing that is trained", changed)
 
     def must_fit(self, at: Cursor, *, is_second: bool) -> None:
-        """Whether this training can go on from there, once the state is back.
+        """Raise unless this training can continue from there; call it after the state is restored.
 
         Args:
-            at: Where the run is.
+            at: The position of the run.
             is_second: The same callback has trained before, in this process.
 
         Raises:
-            ConfigurationError: it cannot.
+            ConfigurationError: It cannot.
         """
         if self._trainer.args.process_index == 0:
             self._say_which_count()
@@ -189,14 +213,17 @@ class TrainerPart:
         if self._trainer.args.process_index == 0:
             logger.warning(
                 "the run has finished at step %d%s so train() trains nothing and returns its "
-                "result; %s, or name another run to train anew", state.global_step, early, again,
-            )  # fmt: skip
+                "result; %s, or name another run to train anew",
+                state.global_step,
+                early,
+                again,
+            )
 
     def _ended_early(self) -> bool:
         return bool(self._trainer.state.global_step < self._trainer.state.max_steps)
 
     def _others(self) -> dict[str, Any]:
-        """Callbacks that say their own state, by class and by their place among its likes."""
+        """Return callbacks with state, by class and by index among those of the class."""
         found: dict[str, Any] = {}
         for one in self._trainer.callback_handler.callbacks:
             kind = type(one).__qualname__
@@ -207,7 +234,7 @@ class TrainerPart:
 
 
 def _stored(value: Any) -> Any:
-    """A value that scripts log, as one that can be stored: what is logged must not cost a save."""
+    """Return a logged value in storable form: logging must never break a save."""
     if isinstance(value, dict):
         return {str(key): _stored(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,16 +1,16 @@
-"""The Trainer's windows: it takes all micro-batches of a window at once, we hand them out singly.
+"""Deliver the micro-batches of a Trainer's window one by one.
 
-It needs the whole window first, because it divides each loss by the tokens of all of it. So the
-window is fetched as the Trainer fetches it, at the window's first boundary, and the Trainer gets an
-object that passes a boundary before each further micro-batch. After a resume inside a window the
-divisor is taken from the snapshot, and only what is left of the window is fetched again.
+The Trainer needs the whole window first: it divides each loss by the tokens of all of it. So the
+window is fetched by the Trainer's own method, at the window's first boundary. The Trainer gets an
+object with a boundary before each further micro-batch. After a resume inside a window the divisor
+comes from the snapshot, and only the rest of the window is fetched again.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data.ahead import AheadSource
+from trainckpt.data.prefetching_source import PrefetchingSource
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.accelerate_loader import ShardReader
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from trainckpt.format.exactness import Report
 
 
-class Left(BaseException):
-    """A stop with `on_stop="return"`: the Trainer's loop is left in the middle of a window."""
+class WindowAborted(BaseException):
+    """A stop with `on_stop="return"` leaves the Trainer's loop in the middle of a window."""
 
 
 class WindowReader(ShardReader):
-    """The Trainer's loader, read window by window; see `data.ahead.Reader`.
+    """The Trainer's loader, read window by window; see `data.prefetching_source.Reader`.
 
     Args:
-        shard: The loader as Accelerate prepared it.
+        shard: The loader prepared by Accelerate.
         collect: The Trainer's own get_batch_samples.
 
     Attributes:
-        whole: Micro-batches of the window being handed out.
-        left: How many of them were not handed out yet.
-        items: What the Trainer divides their losses by; None if it does not.
+        whole: Number of micro-batches of the present window.
+        left: Number of those not delivered yet.
+        items: The Trainer's divisor of their losses; None if it has none.
     """
 
     def __init__(self, shard: Any, collect: Callable[..., tuple[list[Any], Any]]) -> None:
@@ -46,11 +46,11 @@ class WindowReader(ShardReader):
         self._asked: tuple[int, Any] = (1, None)
 
     def ask(self, number: int, device: Any) -> None:
-        """What the Trainer wants of the next window."""
+        """Set the Trainer's arguments for the next window."""
         self._asked = (number, device)
 
     def read(self, open_it: Callable[[], Iterator[Any]], *, resumed: bool) -> Iterator[Any]:
-        """One pass, micro-batch by micro-batch."""
+        """Yield one pass, micro-batch by micro-batch."""
         batches = super().read(open_it, resumed=resumed)
         if resumed and self.left:
             yield from self._hand_out([next(batches) for _ in range(self.left)])
@@ -74,18 +74,18 @@ class WindowReader(ShardReader):
             yield batch
 
     def state(self) -> dict[str, Any]:
-        """Accelerate's epoch, and the window that is open."""
+        """Return Accelerate's epoch, and the open window."""
         items = self.items if self.left else None
         return {**super().state(), "whole": self.whole, "left": self.left, "items": items}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take that back."""
+        """Restore that state."""
         super().load(state)
         self.whole, self.left, self.items = state["whole"], state["left"], state["items"]
 
 
 class _Counted:
-    """Batches, and those that were taken."""
+    """An iterator with a list of the batches taken."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self.taken: list[Any] = []
@@ -109,7 +109,7 @@ def _refusal(what: str) -> ConfigurationError:
 
 
 class TrainedLoader:
-    """What `Checkpointer` is given in place of the Trainer's loader."""
+    """The loader argument of `Checkpointer` for the Trainer's loader."""
 
     def __init__(self, reader: WindowReader) -> None:
         self._reader = reader
@@ -120,17 +120,17 @@ class TrainedLoader:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._reader.shard)
 
-    def __trainckpt_source__(self, name: str, report: Report) -> AheadSource:
-        return AheadSource(self._reader, self._reader.shard.base_dataloader, name, report)
+    def __trainckpt_source__(self, name: str, report: Report) -> PrefetchingSource:
+        return PrefetchingSource(self._reader, self._reader.shard.base_dataloader, name, report)
 
 
 class Window:
-    """What is left of a window, as the Trainer's loop takes it.
+    """The rest of a window, as iterated by the Trainer's loop.
 
     Args:
-        first: The micro-batch that was taken when the window began.
-        iterator: Gives the others, each after a boundary.
-        reader: Knows how many there are.
+        first: The micro-batch taken when the window began.
+        iterator: Yields the others, each after a boundary.
+        reader: Has the number of micro-batches.
         begin: Called with the whole window's number of micro-batches, before the first.
     """
 
@@ -157,5 +157,5 @@ class Window:
             try:
                 batch = next(self._iterator)
             except StopIteration:
-                raise Left from None
+                raise WindowAborted from None
             yield batch

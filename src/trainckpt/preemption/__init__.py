@@ -1,12 +1,8 @@
-"""Who may stop us. Each source takes note and hands over values; nothing here acts on one.
-
-Floor 1. Uses: nothing of ours. Used by: lifecycle.
-"""
+"""Sources of stop notices. Each records notices and hands over values; nothing here acts on one."""
 
 from __future__ import annotations
 
-from trainckpt.preemption.halt_file import NoticeFiles
-from trainckpt.preemption.notice import Notice, NoticeSource
+from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.preemption.signals import SignalSource
 
-__all__ = ["Notice", "NoticeFiles", "NoticeSource", "SignalSource"]
+__all__ = ["NoticeFiles", "SignalSource"]

@@ -1,15 +1,12 @@
-"""Kubernetes: how long a pod's processes have after SIGTERM, and a last word for its status.
+"""Kubernetes: a pod's grace period after SIGTERM, and a termination message for its status.
 
 The kubelet sends SIGTERM to process 1 of each container when the pod is deleted, drained, evicted,
-preempted, or its Job suspended, and SIGKILL when `terminationGracePeriodSeconds` are over. No
-variable tells a container that number, so its manifest has to say it twice: once to Kubernetes and
-once as TRAINCKPT_GRACE. Without that, Kubernetes' own default is taken, from which a preStop hook
-takes its part.
+preempted, or its Job suspended, and SIGKILL after `terminationGracePeriodSeconds`. No variable
+tells a container that number, so its manifest has to state it twice: once to Kubernetes and once as
+TRAINCKPT_GRACE. Without that, Kubernetes' own default applies, minus the time of a preStop hook.
 
-What is written to the termination log is shown by `kubectl get pod -o yaml` as the container's
-`state.terminated.message`, also when the run's place is out of reach.
-
-Floor 1. Uses: nothing of ours. Used by: lifecycle.
+`kubectl get pod -o yaml` shows the termination log as the container's `state.terminated.message`,
+even with the run directory out of reach.
 """
 
 from __future__ import annotations
@@ -29,12 +26,12 @@ MAX_BYTES = 4096  # of all containers together, Kubernetes keeps 12 KiB
 
 
 def in_pod(environment: Mapping[str, str]) -> bool:
-    """Whether Kubernetes started this container."""
+    """Return True if Kubernetes started this container."""
     return bool(environment.get(SERVICE_VARIABLE))
 
 
 def granted_s(environment: Mapping[str, str]) -> float | None:
-    """What a pod gets after SIGTERM where nobody said more; None: this is no pod."""
+    """Return a pod's default grace period after SIGTERM, in seconds; None outside a pod."""
     return DEFAULT_GRACE_S if in_pod(environment) else None
 
 

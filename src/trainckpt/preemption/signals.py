@@ -1,44 +1,43 @@
-"""Signals as notices: the C handler writes one byte, the watcher thread reads it.
+"""Turn signals into notices: the C handler writes one byte, the watcher thread reads it.
 
 A Python signal handler runs on the main thread, between two bytecodes: while main is inside a
-collective that is seconds late, or never. The wakeup descriptor is written by the C handler
-itself, at once, so the watcher learns of the signal wherever main is. CPython writes to it only
-for signals that have a Python handler too, so there is one, and all it does is to note the
-number: no I/O, no logging, no collective in a handler.
+collective that is seconds late, or never. The C handler itself writes to the wakeup descriptor, at
+once, so the watcher learns of the signal wherever main is. CPython writes to it only for signals
+that have a Python handler too. That handler only records the number: no I/O, no logging, no
+collective in a handler.
 
 Order of events:
 
     start   main thread   socketpair; handlers; the wakeup descriptor, a previous one chained
-    signal  any thread    C handler writes the number; later the Python handler notes it
+    signal  any thread    C handler writes the number; later the Python handler records it
     poll    watcher       reads numbers, forwards each to the chained descriptor, makes notices
-    check   main thread   at most once a second: puts the descriptor back if someone took it
+    check   main thread   at most once a second: puts the descriptor back if other code took it
                           (asyncio does, on add_signal_handler and on loop.close)
-    leaves  main thread   the process is stopped, its exit code decided: `stop` will not put back
-                          what would let a later SIGTERM kill it on its way out
-    stop    main thread   puts back the handlers and the descriptor it found
+    leaves  main thread   the process is stopped, its exit code decided: `stop` will not restore
+                          a handler that would let a later SIGTERM kill it on its way out
+    stop    main thread   restores the previous handlers and descriptor
 
-If the descriptor was taken and nobody calls `check`, the numbers noted by the Python handler
-still become notices at the watcher's next look, late but not lost; they never count as a second
+If the descriptor was taken and `check` is not called, the numbers recorded by the Python handler
+still become notices at the watcher's next poll, late but not lost. They never count as a second
 interrupt, because a handler may run long after its byte was read.
 
-Handlers of others are replaced, not called: one that exits would take the save with it. They are
-named in `replaced`, for the owner to log, and put back by `stop`. An ignored SIGINT (nohup, a
-shell's background job) stays ignored.
+Other handlers are replaced, not called: one that exits would take the save with it. They are named
+in `replaced`, for the owner to log, and restored by `stop`. An ignored SIGINT (nohup, a shell's
+background job) stays ignored.
 
-A forked child shares the socket, so its signals would arrive here. The signals are blocked
-around every fork until the child has dropped handlers and descriptor. (Python's hooks do not run
-for a child that is forked from C; the window until its exec remains.) Workers of a pool that is
-forked while somebody listens ignore Ctrl-C, which a terminal sends to all: the task of one that
-dies of it never returns, and main, which trains on to the boundary, would wait for it for ever.
-SIGTERM is left to them: it is how a pool ends them.
-
-Floor 1. Uses: preemption.notice. Used by: lifecycle.
+A forked child shares the socket, so its signals would arrive here. The signals are blocked around
+every fork until the child has dropped handlers and descriptor. (Python's hooks do not run for a
+child forked from C; the window until its exec remains.) Workers of a pool forked while a source
+listens ignore Ctrl-C, which a terminal sends to all: the task of a worker killed by it never
+returns, and main, which trains on to the boundary, would wait for it for ever. Workers keep
+SIGTERM: a pool ends them by it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -49,11 +48,12 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.preemption.notice import Notice
+from trainckpt.notice import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import FrameType
+    from types import CodeType, FrameType
+
 
 DEFAULT_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
@@ -62,18 +62,18 @@ CHECK_INTERVAL_S = 1.0
 
 
 def leave_at_once() -> None:
-    """What a second Ctrl-C does: end this process now, with 128 + SIGINT."""
+    """End this process at once on a second Ctrl-C, with 128 + SIGINT."""
     os._exit(130)
 
 
 class SignalSource:
-    """Turns signals into stop notices; a `NoticeSource`.
+    """Turn signals into stop notices; a `NoticeSource`.
 
     Attributes:
-        available: Whether signals are heard. False before `start`, after `stop`, and where
+        available: True while signals are received. False before `start`, after `stop`, and if
             `start` was not called from the main thread.
-        why: One sentence on why they are not.
-        replaced: Handlers of others that ours stand in for, such as "SIGTERM handler main.save".
+        why: One sentence on the reason for False.
+        replaced: Handlers that ours stand in for, such as "SIGTERM handler main.save".
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SignalSource:
         self.why = "not started"
         self.replaced: list[str] = []
         self._signals = tuple(signals)
-        self._seconds_left = seconds_left  # what whoever sends one grants; None: nobody said
+        self._seconds_left = seconds_left  # the sender's grace period; None: not stated
         self._on_second_interrupt = on_second_interrupt
         self._previous: dict[signal.Signals, Any] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -98,7 +98,7 @@ class SignalSource:
         self._leaves = False
 
     def start(self) -> None:
-        """Install handlers and the wakeup descriptor. Off the main thread: only says why not.
+        """Install handlers and the wakeup descriptor. Off the main thread, only set `why`.
 
         Repeated: nothing more happens.
         """
@@ -117,11 +117,11 @@ class SignalSource:
         self.available, self.why = True, ""
 
     def fileno(self) -> int | None:
-        """The reading end of the socketpair."""
+        """Return the reading end of the socketpair."""
         return self._ends[0].fileno() if self._ends else None
 
     def poll(self) -> list[Notice]:
-        """One notice per signal; a second SIGINT ends the process from here."""
+        """Return one notice per signal; a second SIGINT ends the process from here."""
         noted = tuple(self._noted)
         numbers = [number for number in self._received() if number in self._previous]
         self._interrupts += numbers.count(signal.SIGINT)
@@ -141,20 +141,20 @@ class SignalSource:
             self._take_wakeup_fd()
 
     def leaves(self) -> None:
-        """The process is on its way out, and its exit code says why: `stop` keeps it to that.
+        """Ignore later signals on the way out: the exit code is decided, and `stop` keeps it.
 
         Senders repeat themselves, and reach one rank later than another: the default action would
-        turn a stop that is done into a death by SIGTERM. SIGINT is put back all the same: a person
-        who presses Ctrl-C again wants it to end now.
+        turn a finished stop into a death by SIGTERM. SIGINT is restored all the same: a person who
+        presses Ctrl-C again wants the process to end now.
         """
         self._leaves = True
 
     def stop(self) -> None:
-        """Put back what `start` found, unless somebody has changed it since.
+        """Restore the handlers replaced by `start`, unless other code has changed them since.
 
-        Elsewhere than on the main thread Python does not allow that; then each handler puts back
-        its predecessor, and sends the signal again, when it is next called, and another `stop`
-        from the main thread does the rest.
+        Python allows that on the main thread only. Elsewhere each handler restores its predecessor,
+        and sends the signal again, at its next call; another `stop` from the main thread does the
+        rest.
         """
         if self._ends is None:
             return
@@ -172,7 +172,7 @@ class SignalSource:
             return
         signal.signal(signum, self._note)
         if hasattr(signal, "siginterrupt"):
-            # C code that does not expect EINTR shall not see one because of us.
+            # Spare C code an unexpected EINTR.
             signal.siginterrupt(signum, False)
         self._previous[signum] = previous
         if previous not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
@@ -233,9 +233,9 @@ class SignalSource:
 
 
 class _Descriptor:
-    """Somebody else's wakeup descriptor, written to only while it is the same open file.
+    """Wakeup descriptor of other code, written to only while it is the same open file.
 
-    Its owner may close it without telling us, and the number may then be given to a data file.
+    Its owner may close it unnoticed, and a data file may then get its number.
     """
 
     def __init__(self, fd: int, identity: tuple[int, int]) -> None:
@@ -251,7 +251,8 @@ class _Descriptor:
         return _identity(self.fd) == self._identity
 
     def write(self, numbers: bytes) -> bool:
-        """Forward; False once it is not the file it was. A full one loses bytes, as always."""
+        """Forward the byte; return False once the descriptor is another file. A full one loses
+        bytes, as always."""
         if not self.is_same():
             return False
         with contextlib.suppress(OSError):
@@ -279,16 +280,17 @@ def _default(signum: int) -> Any:
 
 
 def _be_deaf_to(signum: signal.Signals) -> None:
-    """Until this process ends. Not ignored at once: what is executed meanwhile inherited that.
+    """Drop the signal with a Python handler until the process ends.
 
-    The interpreter takes down Python handlers while it ends, so from there on it is ignored.
+    Not SIG_IGN at once: programs executed meanwhile would inherit it. The interpreter removes
+    Python handlers while it ends, so an exit hook ignores the signal from there on.
     """
     signal.signal(signum, _deaf)
     atexit.register(_ignore, signum)
 
 
 def _deaf(signum: int, frame: FrameType | None) -> None:
-    """The process is leaving already."""
+    """Do nothing: the process is leaving already."""
 
 
 def _ignore(signum: signal.Signals) -> None:
@@ -325,7 +327,7 @@ def _unblock_signals() -> None:
 
 
 class _Children:
-    """What multiprocessing calls, in a child that it has forked."""
+    """Hook called by multiprocessing in a child it has forked."""
 
     was_listening = False
 
@@ -350,3 +352,26 @@ def _forget_in_child() -> None:
         if signal.getsignal(signum) is _deaf:
             signal.signal(signum, _default(signum))
     _unblock_signals()
+
+
+def raised_by_handler(error: BaseException) -> BaseException | None:
+    """Return `error` or the cause of it that an active signal handler raised, or None."""
+    codes = {_code(signal.getsignal(signum)) for signum in signal.valid_signals()} - {None}
+    seen: BaseException | None = error
+    while seen is not None:
+        frame = seen.__traceback__
+        while frame is not None:
+            if frame.tb_frame.f_code in codes:
+                return seen
+            frame = frame.tb_next
+        seen = seen.__cause__
+    return None
+
+
+def _code(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    if not hasattr(handler, "__code__") and not hasattr(handler, "__func__"):
+        handler = getattr(type(handler), "__call__", None)  # noqa: B004 - the class's own
+    function = getattr(handler, "__func__", handler)
+    return getattr(function, "__code__", None)

@@ -1,25 +1,23 @@
-"""Slurm: when the job ends, whether it was preempted or cancelled, and asking to be queued again.
+"""Slurm: the job's end, preemption or cancellation, and the request for a requeue.
 
-What Slurm tells the processes of a step (`srun`), and what is right after the save:
+Slurm's signals to the processes of a step (`srun`), and the right action after the save:
 
     preempted       SIGTERM at the start of the partition's GraceTime, SIGKILL at its end    requeue
     time limit      the signal of `sbatch --signal=USR1@120`, that long before the end       requeue
     `scontrol requeue` by somebody   SIGTERM, SIGKILL after KillWait; queued already         leave
     `scancel`       the same, but the job is wanted gone                                     leave
 
-The signal alone does not say which it was; `scontrol show job` does. A job whose processes leave
-by themselves while Slurm waits for the end of their grace time has completed, and is not queued
-again: so we ask for that first, after the commit, and leave then. Where that is refused and the
-job is preempted, the processes linger until they are killed. So do they where nobody can be asked,
-if they are part of a step: Slurm sends SIGTERM to nobody else.
+The signal alone does not tell these apart; `scontrol show job` does. A job whose processes leave by
+themselves during their grace time has completed, and Slurm does not requeue it. So the requeue is
+requested first, after the commit, and the processes leave then. If it is refused and the job is
+preempted, the processes linger until they are killed. They also linger if Slurm cannot be asked and
+they are part of a step: Slurm sends SIGTERM to no others.
 
-A start that is stopped before its run has begun leaves no run for the next one to find, which must
-not be taken for a run that was lost. The job's comment says so, which Slurm keeps from start to
-start; a later start says it only if it was itself told so. It counts for one command and once.
+A start stopped before its run has begun leaves no run for the next one to find, which must not look
+like a lost run. The job's comment records this, and Slurm keeps it from start to start; a later
+start adds it only if it found the mark of its predecessor. It counts for one command and once.
 
 `parse_job` and `decide` are pure; `Scontrol` is the only place that runs a command.
-
-Floor 1. Uses: preemption.notice, preemption.wall_time. Used by: lifecycle.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.format.duration import MOST_S
-from trainckpt.preemption.notice import Notice
+from trainckpt.notice import Notice
 from trainckpt.preemption.wall_time import REASON as WALL_TIME
 
 if TYPE_CHECKING:
@@ -57,11 +55,11 @@ _ID = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Job:
-    """What Slurm's controller says of a job.
+    """A job's state in Slurm's controller.
 
     Attributes:
         state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`.
-        comment: What people, or we, have noted with it; None: it cannot be told from the rest.
+        comment: The job's comment, by people or by us; None: not separable from the rest.
         is_preempted: A grace time runs, or has run out.
         starts_at, ends_at: Seconds since the epoch; None: not known, or unlimited.
     """
@@ -74,10 +72,10 @@ class Job:
 
 
 def job_to_requeue(environment: Mapping[str, str]) -> str | None:
-    """What to name to `scontrol requeue`: the job, or this one task of an array; None: no job.
+    """Return the id for `scontrol requeue`: the job, or this one task of an array; None: no job.
 
-    An array's own id stands for all of its tasks, and SLURM_JOB_ID of its last task is that id.
-    A heterogeneous job is requeued by its leader.
+    An array's own id stands for all of its tasks, and SLURM_JOB_ID of its last task is that id. A
+    heterogeneous job is requeued by its leader.
     """
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
     array, task, leader, job = (_number(environment.get(name, "")) for name in names)
@@ -85,7 +83,7 @@ def job_to_requeue(environment: Mapping[str, str]) -> str | None:
 
 
 def parse_job(text: str) -> Job | None:
-    """The first job of `scontrol show job`, times as seconds since the epoch.
+    """Return the first job of `scontrol show job`, times as seconds since the epoch.
 
     None where the text shows none.
     """
@@ -105,7 +103,7 @@ def parse_job(text: str) -> Job | None:
 
 
 def _comment(lines: list[str]) -> str | None:
-    """A line to itself. What people wrote may hold lines of its own: that is left alone."""
+    """Return the comment, a line to itself; None if a comment by people spans several lines."""
     found = [at for at, line in enumerate(lines) if _COMMENT.fullmatch(line)]
     if not found:
         return ""
@@ -117,27 +115,27 @@ def _comment(lines: list[str]) -> str | None:
 
 
 def restarts(environment: Mapping[str, str]) -> int:
-    """How often Slurm has started this job again."""
+    """Return how often Slurm has restarted this job."""
     return int(_number(environment.get(RESTARTS_VARIABLE, "")) or 0)
 
 
 def began_nothing(comment: str, restart: int, command: str) -> bool:
-    """Whether no start of the job before this one has begun this command's run.
+    """Return True if no earlier start of the job has begun this command's run.
 
-    Of the first start that is so.
+    Always True for the first start.
 
     Args:
-        comment: The job's.
-        restart: How often the job was started again.
-        command: A word that stands for the command.
+        comment: The job's comment.
+        restart: Number of the job's restarts.
+        command: Hash of the command.
     """
     return restart == 0 or _word(restart, command) in comment.split()
 
 
 def noted(comment: str, restart: int, command: str) -> str:
-    """The comment of a job in which this command begins no run until its start number `restart`.
+    """Return the comment with the mark that this command begins no run before start `restart`.
 
-    Notes for earlier starts are dropped; all else is left as it is.
+    Marks for other starts are dropped; all else stays as it is.
     """
     word = _word(restart, command)
     kept = _OUR_WORD.sub(
@@ -147,7 +145,7 @@ def noted(comment: str, restart: int, command: str) -> str:
 
 
 def without_note(comment: str, restart: int, command: str) -> str:
-    """The comment without what `noted` has put there."""
+    """Return the comment without the marks of `noted`."""
     word = _word(restart, command)
     return _OUR_WORD.sub(lambda found: "" if found[1] == word else found[0], comment)
 
@@ -157,13 +155,13 @@ def _word(restart: int, command: str) -> str:
 
 
 def decide(reason: str, job: Job | None, *, of_machine: bool = False, in_step: bool = True) -> str:
-    """What to do after the save: `REQUEUE`, `LINGER` or `LEAVE`.
+    """Return the action after the save: `REQUEUE`, `LINGER` or `LEAVE`.
 
     Args:
-        reason: Of the stop. Whoever pressed Ctrl-C, or wrote a notice, decides about the next
-            start.
-        job: What Slurm says; None: it did not answer.
-        of_machine: The machine is about to go, or is not well: the job is wanted all the same.
+        reason: Reason of the stop. After Ctrl-C or a written notice, a person decides about the
+            next start.
+        job: Slurm's view of the job; None: no answer.
+        of_machine: The machine is leaving or unhealthy: the job is wanted all the same.
         in_step: srun started these processes; else a SIGTERM was not Slurm's.
     """
     if reason not in FROM_SLURM and not of_machine:
@@ -174,7 +172,7 @@ def decide(reason: str, job: Job | None, *, of_machine: bool = False, in_step: b
 
 
 def after_refusal(reason: str, job: Job | None, *, in_step: bool = True) -> str:
-    """What to do where Slurm did not queue the job again: `LINGER` or `LEAVE`."""
+    """Return the action after a refused requeue: `LINGER` or `LEAVE`."""
     preempted = job.is_preempted if job is not None else reason == "SIGTERM" and in_step
     return LINGER if preempted else LEAVE
 
@@ -195,7 +193,7 @@ class Scontrol:
         }
 
     def show(self) -> Job | None:
-        """What the controller says of the job; None if it does not answer."""
+        """Return the controller's view of the job; None if it does not answer."""
         code, said = self._call("show", "job", self._job)
         self.why = "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
         if code > 0 and _NO_SUCH_JOB in said:
@@ -209,7 +207,7 @@ class Scontrol:
         return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
     def requeue(self) -> str:
-        """Queue the job again, which ends its processes. Why it was refused, or ""."""
+        """Queue the job again, which ends its processes. Return the reason for a refusal, or ""."""
         code, said = self._call("requeue", self._job)
         return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
@@ -217,16 +215,21 @@ class Scontrol:
         try:
             done = subprocess.run(
                 ["scontrol", *words],  # noqa: S607 - wherever the site has put it
-                env=self._environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=within_s, check=False, errors="replace",
-            )  # fmt: skip
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=within_s,
+                check=False,
+                errors="replace",
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             return -1, f"scontrol cannot be run: {error}"
         return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
 
 class JobEnd:
-    """The end of the job as a notice, where no variable tells it; a `NoticeSource`.
+    """Notice source for the job's end, if no variable holds it.
 
     Slurm's controller is asked at the start, a few times if it does not answer, and once more when
     the time has come: a limit can be raised or lifted. For one rank: a thousand would be too many.
@@ -240,11 +243,12 @@ class JobEnd:
         clock: Callable[[], float] = time.monotonic,
         date: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing is asked yet.
+        """Store the arguments; no query yet.
 
         Args:
-            show: Asks the controller; called in a thread.
-            lead_s: How long before the end to say so, given the seconds the job has in all.
+            show: Queries the controller; called in a thread.
+            lead_s: Returns the seconds before the end at which to report, given the job's total
+                seconds.
             clock: Seconds that only go forward.
             date: Seconds since the epoch.
         """
@@ -260,11 +264,11 @@ class JobEnd:
         self._ask()
 
     def fileno(self) -> int | None:
-        """None: the clock is looked at once a second."""
+        """Return None: the watcher polls the clock once a second."""
         return None
 
     def poll(self) -> list[Notice]:
-        """One notice, once no more than the lead is left and the limit was not raised."""
+        """Return one notice, once no more than the lead is left and the limit was not raised."""
         if self._asking.is_alive() or self._reported:
             return []
         if self._ends_s is None:

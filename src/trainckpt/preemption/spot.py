@@ -1,14 +1,12 @@
-"""Spot machines: the cloud says that it takes this machine back, at an address inside it.
+"""Spot machines: the cloud announces the end of this machine, at an address inside it.
 
     AWS    two minutes ahead: a token (IMDSv2), then spot/instance-action, 404 until there is one
     GCE    30 s ahead: instance/preempted, a request that waits until the value changes
     Azure  30 s ahead or more: Scheduled Events, a list that names this machine
 
-Which cloud this is, the vendor files of the machine's firmware say; no network is asked for that.
-Each cloud is asked by one rank of a host, in a thread. What is left is reckoned by the server's own
-clock where its answer holds one.
-
-Floor 1. Uses: preemption.notice, preemption.background. Used by: lifecycle.
+The vendor files of the machine's firmware identify the cloud, without the network. One rank of a
+host queries it, in a thread. The time left is computed by the server's own clock if its answer
+holds one.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from trainckpt.format.duration import MOST_S
-from trainckpt.preemption.background import Unanswered
-from trainckpt.preemption.notice import AWS, AZURE, GCE, Notice
+from trainckpt.notice import AWS, AZURE, GCE, Notice
+from trainckpt.preemption.polling import PollFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,11 +41,11 @@ _AZURE_STOPS = ("Preempt", "Terminate", "Redeploy", "Reboot")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Of a metadata server.
+class MetadataReply:
+    """Reply of a metadata server.
 
     Attributes:
-        now_s: Its clock, in seconds since the epoch; ours where it does not say.
+        now_s: Its clock, in seconds since the epoch; ours if it states none.
     """
 
     status: int
@@ -69,12 +67,12 @@ class Metadata:
         *,
         method: str = "GET",
         timeout_s: float = TIMEOUT_S,
-    ) -> Answer:
-        """One request.
+    ) -> MetadataReply:
+        """Make one request.
 
         Raises:
             OSError: no answer in time.
-            Unanswered: an answer that is not HTTP.
+            PollFailed: an answer that is not HTTP.
         """
         connection = None
         try:
@@ -84,10 +82,10 @@ class Metadata:
             text = response.read(MAX_BYTES).decode("utf-8", "replace").strip()
             date = _date(response.headers.get("Date", ""))
             etag = response.headers.get("ETag", "")
-            return Answer(response.status, text, etag, time.time() if date is None else date)
+            return MetadataReply(response.status, text, etag, time.time() if date is None else date)
         except (http.client.HTTPException, ValueError) as error:
             what = f"{type(error).__name__} {error}"[:200]
-            raise Unanswered(f"{self._host} does not speak HTTP: {what}") from error
+            raise PollFailed(f"{self._host} does not speak HTTP: {what}") from error
         finally:
             if connection is not None:
                 connection.close()
@@ -102,7 +100,7 @@ class Aws:
         self._metadata, self._token = metadata, ""
 
     def __call__(self) -> list[Notice]:
-        """Ask once; see `background`."""
+        """Ask the metadata service once. In the background."""
         if not self._token:
             self._token = self._new_token()
         answer = self._metadata.ask(
@@ -116,7 +114,7 @@ class Aws:
         found = _object(AWS, answer)
         action, left_s = found.get("action"), _left_s(found.get("time"), answer.now_s)
         if not isinstance(action, str) or left_s is None:
-            raise Unanswered(f"{AWS}: no spot notice: {answer.text[:200]!r}")
+            raise PollFailed(f"{AWS}: no spot notice: {answer.text[:200]!r}")
         return [Notice(f"{AWS} spot {action[:20]}", seconds_left=left_s)]
 
     def _new_token(self) -> str:
@@ -126,13 +124,15 @@ class Aws:
             method="PUT",
         )
         if answer.status != 200 or not answer.text.isprintable():
-            raise Unanswered(f"{AWS}: the metadata service gives no token ({answer.status}): "
-                             "allow IMDSv2, or set notices without aws")  # fmt: skip
+            raise PollFailed(
+                f"{AWS}: the metadata service gives no token ({answer.status}): "
+                "allow IMDSv2, or set notices without aws"
+            )
         return answer.text
 
 
 class Gce:
-    """Compute Engine's word that this machine is being preempted."""
+    """Preemption notice of Google Compute Engine for this machine."""
 
     pause_s = 1.0
 
@@ -140,7 +140,7 @@ class Gce:
         self._metadata, self._wait_s, self._etag = metadata, wait_s, ""
 
     def __call__(self) -> list[Notice]:
-        """Ask once: at first what is, then wait for a change; see `background`."""
+        """Query once: first the current value, then wait for a change; see `polling`."""
         path, timeout_s = "/computeMetadata/v1/instance/preempted", TIMEOUT_S
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
@@ -148,7 +148,7 @@ class Gce:
         answer = self._metadata.ask(path, {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
         _must_be_ok(GCE, answer)
         if answer.text not in ("TRUE", "FALSE"):
-            raise Unanswered(f"{GCE}: neither TRUE nor FALSE: {answer.text[:200]!r}")
+            raise PollFailed(f"{GCE}: neither TRUE nor FALSE: {answer.text[:200]!r}")
         self._etag = answer.etag if answer.etag.isalnum() else ""
         if answer.text == "FALSE":
             return []
@@ -156,7 +156,7 @@ class Gce:
 
 
 class Azure:
-    """Scheduled Events: what is going to happen to the machines of one set, this one among them."""
+    """Scheduled Events of Azure: upcoming events for a set of machines, this one among them."""
 
     pause_s = 2.0
 
@@ -164,7 +164,7 @@ class Azure:
         self._metadata, self._name, self._timeout_s = metadata, "", FIRST_TIMEOUT_S
 
     def __call__(self) -> list[Notice]:
-        """Ask once; see `background`."""
+        """Ask the metadata service once. In the background."""
         self._name = self._name or self._own_name()
         path = "/metadata/scheduledevents?api-version=2020-07-01"
         answer = self._metadata.ask(path, {"Metadata": "true"}, timeout_s=self._timeout_s)
@@ -172,7 +172,7 @@ class Azure:
         self._timeout_s = TIMEOUT_S
         events = _object(AZURE, answer).get("Events")
         if not isinstance(events, list):
-            raise Unanswered(f"{AZURE}: no list of events: {answer.text[:200]!r}")
+            raise PollFailed(f"{AZURE}: no list of events: {answer.text[:200]!r}")
         mine = [event for event in events if self._is_mine(event)]
         return [
             Notice(
@@ -193,20 +193,18 @@ class Azure:
         answer = self._metadata.ask(path, {"Metadata": "true"})
         _must_be_ok(AZURE, answer)
         if not answer.text:
-            raise Unanswered(f"{AZURE}: this machine has no name")
+            raise PollFailed(f"{AZURE}: this machine has no name")
         return answer.text
 
 
 Cloud: TypeAlias = "Aws | Gce | Azure"
-CLOUDS: dict[str, Callable[[Metadata], Cloud]] = {
-    "aws": Aws, "gce": Gce, "azure": Azure
-}  # fmt: skip
-# Where the metadata server is told to be elsewhere, by the variables of the clouds' own tools.
+CLOUDS: dict[str, Callable[[Metadata], Cloud]] = {"aws": Aws, "gce": Gce, "azure": Azure}
+# Variables of the clouds' own tools for another metadata server.
 ADDRESS_VARIABLES = {"aws": "AWS_EC2_METADATA_SERVICE_ENDPOINT", "gce": "GCE_METADATA_HOST"}
 
 
 def this_cloud(folder: Path = VENDOR_FILES) -> str | None:
-    """Which of `CLOUDS` this machine is in, by what its firmware says; None: none of them."""
+    """Return the one of `CLOUDS` named by this machine's firmware, or None."""
     said = dict.fromkeys(("sys_vendor", "product_name", "chassis_asset_tag", "bios_vendor"), "")
     for name in said:
         with contextlib.suppress(OSError):
@@ -219,25 +217,26 @@ def this_cloud(folder: Path = VENDOR_FILES) -> str | None:
 
 
 def metadata_of(cloud: str, environment: Mapping[str, str]) -> Metadata:
-    """The server to ask."""
+    """Return the metadata server of a cloud."""
     return Metadata(environment.get(ADDRESS_VARIABLES.get(cloud, ""), "") or METADATA)
 
 
-def _must_be_ok(cloud: str, answer: Answer) -> None:
+def _must_be_ok(cloud: str, answer: MetadataReply) -> None:
     if answer.status != 200:
-        raise Unanswered(f"{cloud}: the metadata service answers {answer.status}")
+        raise PollFailed(f"{cloud}: the metadata service answers {answer.status}")
 
 
-def _object(cloud: str, answer: Answer) -> dict[str, Any]:
+def _object(cloud: str, answer: MetadataReply) -> dict[str, Any]:
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(answer.text)
         if isinstance(found, dict):
             return found
-    raise Unanswered(f"{cloud}: no JSON object: {answer.text[:200]!r}")
+    raise PollFailed(f"{cloud}: no JSON object: {answer.text[:200]!r}")
 
 
 def _left_s(text: Any, now_s: float) -> float | None:
-    """Seconds until a time such as "2017-09-18T08:22:00Z" or "Mon, 19 Sep 2016 18:29:47 GMT"."""
+    """Return the seconds until a time such as "2017-09-18T08:22:00Z" or "Mon, 19 Sep 2016
+    18:29:47 GMT"."""
     if not isinstance(text, str) or not text:
         return None
     try:

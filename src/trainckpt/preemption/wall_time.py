@@ -1,9 +1,9 @@
-"""Wall time as a notice: the job's time will be up, and everybody knows when.
+"""Wall time as a notice: the known end of the job's time.
 
-The end is computed once, at the start, and from then on only a duration is measured: a clock that
-is set while the job runs moves nothing.
+The end is computed once, at the start, and from then on only a duration is measured: setting the
+clock while the job runs moves nothing.
 
-Threads: the watcher's only. Floor 1. Uses: preemption.notice. Used by: lifecycle.
+Threads: the watcher's only.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.format.duration import MOST_S
-from trainckpt.preemption.notice import Notice
+from trainckpt.notice import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 REASON = "wall time"
 SLURM_VARIABLE = "SLURM_JOB_END_TIME"
-STARTED_VARIABLE = "TRAINCKPT_STARTED"  # on the monotonic clock, which one host has in common
+STARTED_VARIABLE = "TRAINCKPT_STARTED"  # on the monotonic clock, common to a host
 
 
 class WallTime:
-    """Reports once that the time is nearly up; a `NoticeSource` without descriptor."""
+    """Report once that the time is nearly up; a `NoticeSource` without descriptor."""
 
     def __init__(
         self,
@@ -36,13 +36,15 @@ class WallTime:
         clock: Callable[[], float] = time.monotonic,
         anew: Callable[[], tuple[float, float] | None] = lambda: None,
     ) -> None:
-        """Nothing to set up.
+        """Store the arguments.
 
         Args:
-            ends_at_monotonic_s: When the job ends, on `clock`.
-            lead_s: How long before that to say so: what a stop and its save take, with room.
+            ends_at_monotonic_s: The job's end, on `clock`.
+            lead_s: Seconds before the end at which to report: the time of a stop and its save, with
+                room.
             clock: Seconds that only go forward.
-            anew: Asked at each look: end and lead of another job that the process is in by now.
+            anew: Called at each poll: end and lead of another job that the process is in by now, or
+                None.
         """
         self._ends_at_s = ends_at_monotonic_s
         self._lead_s = lead_s
@@ -53,11 +55,11 @@ class WallTime:
         """Nothing to set up."""
 
     def fileno(self) -> int | None:
-        """None: the clock is looked at once a second."""
+        """Return None: the watcher polls the clock once a second."""
         return None
 
     def poll(self) -> list[Notice]:
-        """One notice, once no more than the lead is left."""
+        """Return one notice, once no more than the lead is left."""
         anew = self._anew()
         if anew not in (None, (self._ends_at_s, self._lead_s)):
             (self._ends_at_s, self._lead_s), self._reported = anew, False
@@ -78,15 +80,15 @@ def wall_time_end(
     now_mono: float,
     process_start: float,
 ) -> float | None:
-    """When the job ends on the monotonic clock: the earliest that is known, or None.
+    """Return the job's end on the monotonic clock: the earliest one known, or None.
 
     Args:
         option_s: The option, a duration from the process's start; None: not set.
-        environment: May hold Slurm's end of the job, in seconds since the epoch. One that lies in
-            the past is not this job's (its limit was raised, or the variable inherited).
+        environment: May hold Slurm's end of the job, in seconds since the epoch. One in the past is
+            not this job's (its limit was raised, or the variable inherited).
         now_wall: Seconds since the epoch.
         now_mono: The same moment on the monotonic clock.
-        process_start: When the process started, on the monotonic clock.
+        process_start: The process's start, on the monotonic clock.
     """
     ends = [] if option_s is None else [process_start + option_s]
     try:
@@ -99,9 +101,9 @@ def wall_time_end(
 
 
 def process_start_s() -> float:
-    """When this process's job started, on the monotonic clock; where that is not known, now.
+    """Return the start of this process's job, on the monotonic clock; now if unknown.
 
-    A supervisor says when it started: the ranks it starts again are part of the same job.
+    A supervisor states its own start: the ranks it restarts are part of the same job.
     """
     now_s = time.monotonic()
     with contextlib.suppress(ValueError):
@@ -109,7 +111,7 @@ def process_start_s() -> float:
             return told_s
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-        fields = stat.rpartition(")")[2].split()  # behind a name that may be cut inside a letter
+        fields = stat.rpartition(")")[2].split()  # behind a name that may be cut inside a character
         up_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         age_s = up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

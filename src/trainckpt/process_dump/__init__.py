@@ -1,14 +1,17 @@
-"""Process dumps: a tree of processes as images on disk, and back, by CRIU.
+"""Process dumps: save a process tree as images on disk with CRIU, and restore it.
 
-install      CRIU from a newer Debian release, into a folder of its own
-criu         its command line: found, asked what it can do here, told what to do
-no_io_uring  starts a command that cannot open what CRIU cannot dump
-tree         what the processes hold open, and what of it forbids a dump: mostly pure
-dump         images, then the record that makes them a dump
-restore      the same processes again, once
-gpus         the order in which what is on GPUs is set aside and put back, and every undo
-gpu_tree     that, for one tree; gpu_signs reads /proc for it
-cuda_driver  NVIDIA's driver, asked through the program cuda_helper
+install           installs CRIU from a newer Debian release into a folder of its own
+criu              CRIU's command line: find it, check its abilities, dump and restore
+no_io_uring       starts a command without io_uring, which CRIU cannot dump
+process_tree      the tree's processes, open files and connections, and obstacles to a dump
+dump              writes images, then the record completing the dump
+restore           restores the processes, once
+restore_gate      holds the restored tree until the dump is claimed
+encrypted_images  images of an encrypted run
+pid_reservation, ports  process ids and ports the restored tree needs again
+gpu_state         sets GPU state aside in host memory and puts it back, with every undo
+cuda_driver       NVIDIA's driver, called through the program cuda_helper
+self_test         dumps and restores two small processes
 
-A dump is tied to its host and versions, and is never the only copy where a snapshot can be had.
+A dump is tied to its host and versions. It is never the only copy if a snapshot is possible.
 """

@@ -1,8 +1,8 @@
-"""NVIDIA's driver as `gpus` wants it: through a process of its own, with a limit on every call.
+"""NVIDIA's driver for `gpu_state`, through a helper process with a limit on every call.
 
 Some calls are known never to return (a process stopped by a signal, memory shared between
-processes), and no timeout of the driver's ends them. Then the helper is killed, and the next call
-has a new one; a checkpoint or a restore that was under way completes without it.
+processes), and no timeout of the driver ends them. Then the helper is killed, and the next call
+starts a new one. A checkpoint or restore under way completes without it.
 """
 
 from __future__ import annotations
@@ -15,34 +15,37 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.process_dump import gpus
-from trainckpt.process_dump.gpus import CallFailed, Device, Machine
+from trainckpt.process_dump import gpu_state
+from trainckpt.process_dump.gpu_state import CallFailed, Device, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 PROGRAM = ("-m", "trainckpt.process_dump.cuda_helper")
 ANSWERS_WITHIN_S = 60.0  # the first call starts CUDA
-SLOWEST_BYTES_PER_S = 0.2e9  # seen by others: 0.4e9 and more
-DRIVER = f"install NVIDIA's driver, {gpus.LEAST_DRIVER} or later; nvidia-smi says whether it works"
-OUR_VARIABLES = ("TRAINCKPT_SUPERVISOR",)  # its import is no rank's
+SLOWEST_BYTES_PER_S = 0.2e9  # published measurements: 0.4e9 and more
+DRIVER = (
+    f"install NVIDIA's driver, {gpu_state.LEAST_DRIVER} or later; nvidia-smi says whether it works"
+)
+OUR_VARIABLES = ("TRAINCKPT_SUPERVISOR",)  # removed: the helper's import is not a rank's
 
 
 class CudaDriver:
-    """The driver; a context that ends the helper.
+    """The driver; a context ending the helper on exit.
 
     Args:
-        environment: Of the helper, on top of this process's.
+        environment: Extra environment variables of the helper.
 
     Attributes:
-        look_within_s: For each call that touches no process.
+        look_within_s: Limit in seconds of each call touching no process.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = {
-            name: value for name, value in {**os.environ, **(environment or {})}.items()
+            name: value
+            for name, value in {**os.environ, **(environment or {})}.items()
             if name not in OUR_VARIABLES
-        }  # fmt: skip
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._move_within_s = self.look_within_s = ANSWERS_WITHIN_S
 
@@ -53,52 +56,54 @@ class CudaDriver:
         self.close()
 
     def close(self) -> None:
-        """End the helper."""
+        """Kill the helper."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
     def machine(self) -> Machine:
-        """What is here, or why nothing can be done."""
+        """Return this machine's driver and GPUs, or the reason against using them."""
         try:
-            told = self._ask("machine", 0, self.look_within_s)
+            reply = self._ask("machine", 0, self.look_within_s)
         except CallFailed as error:
             lacks = "not installed" in error.code or "too old" in error.code
-            return Machine(why_not=error.code, cure=gpus.INSTALL if lacks else DRIVER)
+            return Machine(why_not=error.code, cure=gpu_state.INSTALL if lacks else DRIVER)
         return Machine(
-            told["driver"], tuple(Device(**device) for device in told["devices"]),
-            tuple((pid, uuid, size) for pid, uuid, size in told["used"]), tuple(told["shared"]),
-            told["persistent"],
-        )  # fmt: skip
+            reply["driver"],
+            tuple(Device(**device) for device in reply["devices"]),
+            tuple((pid, uuid, size) for pid, uuid, size in reply["used"]),
+            tuple(reply["shared"]),
+            reply["persistent"],
+        )
 
     def will_move(self, num_bytes: int) -> None:
-        """So much is on the GPUs: how long a checkpoint or a restore may take goes by that."""
+        """Set the limits of checkpoint and restore for `num_bytes` on the GPUs."""
         self._move_within_s = ANSWERS_WITHIN_S + num_bytes / SLOWEST_BYTES_PER_S
 
     def users(self, pids: Sequence[int]) -> list[int]:
-        """Those that use CUDA."""
+        """Return the processes using CUDA."""
         return list(self._ask("users", 0, self.look_within_s, pids=list(pids)))
 
     def state(self, pid: int) -> str:
-        """Of `Driver`; while a call is under way it waits for that."""
+        """Return the checkpoint state of a process; waits for a call in progress on it."""
         return str(self._ask("state", pid, self._move_within_s, pid=pid))
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """Of `Driver`."""
+        """Wait for a process's GPU work and block new work; `timeout_ms` limits the wait."""
         limit_s = timeout_ms / 1000 + ANSWERS_WITHIN_S
         self._ask("lock", pid, limit_s, pid=pid, timeout_ms=timeout_ms)
 
     def checkpoint(self, pid: int) -> None:
-        """Of `Driver`."""
+        """Move a process's GPU state to its host memory."""
         self._ask("checkpoint", pid, self._move_within_s, pid=pid)
 
     def restore(self, pid: int) -> None:
-        """Of `Driver`."""
+        """Move a process's GPU state back."""
         self._ask("restore", pid, self._move_within_s, pid=pid)
 
     def unlock(self, pid: int) -> None:
-        """Of `Driver`."""
+        """Let a locked process run on."""
         self._ask("unlock", pid, pid=pid)
 
     def _ask(self, call: str, about: int, limit_s: float = ANSWERS_WITHIN_S, **more: Any) -> Any:
@@ -122,22 +127,26 @@ class CudaDriver:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(
-                [sys.executable, *PROGRAM], env=self._environment, cwd="/",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, *PROGRAM],
+                env=self._environment,
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
         return self._process
 
 
 def _line(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    """Its next line, read by this thread alone, one at a time: nothing else is ever waiting."""
+    """Return the helper's next line. One request at a time, so nothing follows the line."""
     assert process.stdout is not None
-    until, found = time.monotonic() + limit_s, b""
-    while not found.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(until - time.monotonic(), 0.0))
+    deadline, received = time.monotonic() + limit_s, b""
+    while not received.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0.0))
         if not ready:
             raise TimeoutError
         block = os.read(process.stdout.fileno(), 1 << 16)
         if not block:
             raise ValueError("it has ended")
-        found += block
-    return found
+        received += block
+    return received

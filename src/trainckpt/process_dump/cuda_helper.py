@@ -1,14 +1,14 @@
-"""The program that speaks to NVIDIA's driver, in a process of its own: `cuda_driver` starts it.
+"""Program calling NVIDIA's driver in a process of its own; `cuda_driver` starts it.
 
-A line of JSON in, a line of JSON out: {"value": ...} or {"error": <code>}. A call that hangs, as
-some do, hangs this process, which can be killed; the supervisor goes on.
+A line of JSON in, a line of JSON out: {"value": ...} or {"error": <code>}. Some calls hang. A hung
+call blocks only this process, and the supervisor can kill it.
 
-    {"call": "machine"}                      what is here, or why nothing can be done
-    {"call": "users", "pids": [...]}         those of them that use CUDA
+    {"call": "machine"}                      driver and GPUs, or an error
+    {"call": "users", "pids": [...]}         the processes among them using CUDA
     {"call": "state" | "checkpoint" | "restore" | "unlock", "pid": 1}
     {"call": "lock", "pid": 1, "timeout_ms": 1000}
 
-The packages are cuda-bindings and nvidia-ml-py, both of the extra `gpu`.
+The packages are cuda-bindings and nvidia-ml-py, both in the extra `gpu`.
 """
 
 from __future__ import annotations
@@ -25,51 +25,51 @@ if TYPE_CHECKING:
 NEEDS = "cuCheckpointProcessLock"
 
 
-class Refused(Exception):
-    """The driver's code, or why there is no driver."""
+class DriverRefused(Exception):
+    """The driver's error code, or the reason for a missing driver."""
 
 
 class Cuda:
-    """cuda-bindings' `driver`, initialized once."""
+    """The `driver` module of cuda-bindings, initialized once."""
 
     def __init__(self) -> None:
         try:
             self._driver: Any = import_module("cuda.bindings.driver")
         except ImportError as error:
-            raise Refused(f"cuda-bindings is not installed ({error})") from error
+            raise DriverRefused(f"cuda-bindings is not installed ({error})") from error
         if not hasattr(self._driver, NEEDS):
-            raise Refused("cuda-bindings is too old to set GPU state aside; 12.8 is needed")
+            raise DriverRefused("cuda-bindings is too old to set GPU state aside; 12.8 is needed")
         try:
             self._answer(self._driver.cuInit(0))
-        except Exception as error:  # whatever its loader raises where there is no driver
-            raise Refused(f"CUDA cannot be initialized: {error}") from error
+        except Exception as error:  # the loader's errors without a driver vary
+            raise DriverRefused(f"CUDA cannot be initialized: {error}") from error
 
     def users(self, pids: list[int]) -> list[int]:
-        """Those that have a thread which restores them: nobody else has to be set aside."""
+        """Return the processes with a CUDA restore thread: only they need a checkpoint."""
         return [pid for pid in pids if self._uses(pid)]
 
     def state(self, pid: int) -> str:
-        """By its name in the driver, less the prefix."""
-        found = self._answer(self._driver.cuCheckpointProcessGetState(pid))
+        """Return the driver's name of the state, without its prefix."""
+        state_number = self._answer(self._driver.cuCheckpointProcessGetState(pid))
         prefix = "CU_PROCESS_STATE_"
-        return str(self._driver.CUprocessState(found).name).removeprefix(prefix)
+        return str(self._driver.CUprocessState(state_number).name).removeprefix(prefix)
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """With a limit: 0 would be none."""
+        """Lock with a limit of at least 1 ms: 0 would mean no limit."""
         arguments = self._driver.CUcheckpointLockArgs()
         arguments.timeoutMs = max(timeout_ms, 1)
         self._answer(self._driver.cuCheckpointProcessLock(pid, arguments))
 
     def checkpoint(self, pid: int) -> None:
-        """To the process's own memory."""
+        """Move GPU state into the process's host memory."""
         self._answer(self._driver.cuCheckpointProcessCheckpoint(pid, None))
 
     def restore(self, pid: int) -> None:
-        """To the same GPUs."""
+        """Move GPU state back to the same GPUs."""
         self._answer(self._driver.cuCheckpointProcessRestore(pid, None))
 
     def unlock(self, pid: int) -> None:
-        """It goes on."""
+        """Let the process run on."""
         self._answer(self._driver.cuCheckpointProcessUnlock(pid, None))
 
     def _uses(self, pid: int) -> bool:
@@ -79,28 +79,30 @@ class Cuda:
     def _answer(self, found: Any) -> Any:
         code, *values = found
         if int(code) != 0:
-            raise Refused(self._driver.CUresult(code).name)
+            raise DriverRefused(self._driver.CUresult(code).name)
         return values[0] if values else None
 
 
 def machine() -> dict[str, Any]:
-    """Facts of this machine, by NVML; see `gpus.Machine`."""
+    """Return the facts of this machine, from NVML; see `gpu_state.Machine`."""
     try:
         nvml: Any = import_module("pynvml")
     except ImportError as error:
-        raise Refused(f"nvidia-ml-py is not installed ({error})") from error
+        raise DriverRefused(f"nvidia-ml-py is not installed ({error})") from error
     try:
         nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
+        ]
         return {
             "driver": _text(nvml.nvmlSystemGetDriverVersion()),
             "devices": [_device(nvml, handle) for handle in handles],
-            "used": [one for handle in handles for one in _used(nvml, handle)],
+            "used": [usage for handle in handles for usage in _used(nvml, handle)],
             "shared": [pid for handle in handles for pid in _shared(nvml, handle)],
             "persistent": all(_is_persistent(nvml, handle) for handle in handles),
         }
     except nvml.NVMLError as error:
-        raise Refused(f"NVML does not work: {error}") from error
+        raise DriverRefused(f"NVML does not work: {error}") from error
 
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -110,8 +112,10 @@ def _device(nvml: Any, handle: Any) -> dict[str, Any]:
     return {
         "name": _text(nvml.nvmlDeviceGetName(handle)),
         "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
-        "total_bytes": int(memory.total), "free_bytes": int(memory.free), "divided": divided,
-    }  # fmt: skip
+        "total_bytes": int(memory.total),
+        "free_bytes": int(memory.free),
+        "divided": divided,
+    }
 
 
 def _used(nvml: Any, handle: Any) -> Iterator[list[Any]]:
@@ -123,8 +127,8 @@ def _used(nvml: Any, handle: Any) -> Iterator[list[Any]]:
 
 def _shared(nvml: Any, handle: Any) -> list[int]:
     with contextlib.suppress(nvml.NVMLError):
-        found = nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)
-        return [int(process.pid) for process in found]
+        mps_processes = nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)
+        return [int(process.pid) for process in mps_processes]
     return []
 
 
@@ -139,7 +143,7 @@ def _text(value: Any) -> str:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until stdin ends."""
     cuda: Cuda | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -148,7 +152,7 @@ def main() -> None:
             cuda = cuda or Cuda()
             value = machine() if call == "machine" else getattr(cuda, call)(**request)
             answer = {"value": value}
-        except Refused as error:
+        except DriverRefused as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
 

@@ -1,13 +1,13 @@
-"""Takes a dump of a tree of processes and ends them; if anything is against it, they go on.
+"""Dump a process tree and end it; after a failure before the commit it runs on.
 
-    1. look       what the tree holds open, whether there is room; nothing is touched yet
-       GPUs       what is on them is set aside, in the processes' own memory (`gpu_tree`)
-    2. CRIU       images; the tree stays, stopped. Of a run that is encrypted, so are they
-    3. fsync      every image and its digest, the folders
+    1. look       what the tree has open, and the free space; nothing is changed yet
+       GPUs       GPU state is set aside in the processes' own memory (`gpu_state`)
+    2. CRIU       writes images; the tree stays stopped. An encrypted run's images are encrypted
+    3. fsync      every image, with its digest, and the folders
     4. commit     the record: from now on the dump exists
-    5. end        the stopped processes are killed, and awaited: their numbers have to be free
+    5. end        kill the stopped processes; `await_gone` waits, for a restore needs their ids
 
-Whatever fails before 4 lets the tree go on where it was, and leaves no images.
+A failure before 4 leaves no images.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import contextlib
 import errno
 import mmap
 import os
+import platform
 import shutil
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,21 +32,21 @@ from trainckpt.format.dump import (
     IMAGES,
     DumpName,
     DumpRecord,
+    Host,
     Image,
     MappedFile,
     WrittenFile,
-)  # fmt: skip
+)
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.process_dump import criu, numbers, ports, sealed_images, tree
-from trainckpt.process_dump.host import this_host
-from trainckpt.tiers.memory import MemoryPlace
+from trainckpt.process_dump import criu, encrypted_images, pid_reservation, ports, process_tree
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from trainckpt.format.encryption import Wrapped
-    from trainckpt.process_dump.gpu_tree import GpuTree
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.process_dump.gpu_state import GpuTree
+    from trainckpt.storage.local import LocalTier
 
 FIRST_S, BYTES_PER_S = 1.5, 250e6  # seen: 440 MB in 0.9 s, 580 MB on a busy machine in 2.4 s
 GONE_WITHIN_S, LOOK_EVERY_S = 30.0, 0.01
@@ -53,20 +55,21 @@ SNAPSHOT_STANDS = "`trainckpt doctor` says what this machine can do"
 
 
 @dataclass(frozen=True)
-class Order:
-    """What to dump.
+class DumpOrder:
+    """A request for one dump.
 
     Attributes:
         program, version: CRIU.
-        root: The tree's root.
-        name, run: Of the dump.
-        world: Ranks in the tree.
-        folder: The supervisor's; what stands in it is kept with the record.
-        logs: Files that the tree appends to and that the supervisor alone reads: not cut back.
-        reason: Why.
-        gpus: What the tree has on GPUs, if anything.
-        snapshot, dropped: What the memory lacks, as of a record.
-        recipients: To whom the images are encrypted; none: they are not.
+        root: Process id of the tree's root.
+        name, run: Name of the dump, and its run.
+        world: Number of ranks in the tree.
+        folder: The supervisor's folder; its files are stored in the record.
+        logs: Files the tree appends to and only the supervisor reads: not cut back on restore.
+        reason: Reason for the dump.
+        gpus: GPU state of the tree, if any.
+        snapshot, dropped: Snapshot with the memory left out of the dump, and its bytes; as in the
+            record.
+        recipients: Recipients of encrypted images; empty: no encryption.
     """
 
     program: Path
@@ -85,39 +88,39 @@ class Order:
 
 
 def next_name(tier: LocalTier, attempt: int) -> DumpName:
-    """The name after all snapshots and dumps of this attempt, in memory too.
+    """Return a name later than all snapshots and dumps of this attempt, including those in memory.
 
-    A snapshot that is copied from there later, under a greater number, would pass for newer.
+    A snapshot copied from memory later, under a greater number, would pass for newer than the dump.
     """
-    memory = MemoryPlace.found(tier.url)
+    memory = SharedMemoryDir.found(tier.url)
     in_memory = [] if memory is None else [folder.rpartition("/")[2] for folder in memory.folders()]
     names = [SnapshotName.parse(name) for name in [*tier.list(SNAPSHOTS), *in_memory]]
     dumps = [DumpName.parse(name) for name in tier.list(DUMPS)]
-    used = [n.sequence for n in [*names, *dumps] if n is not None and n.attempt == attempt]
-    return DumpName(attempt, max(used, default=0) + 1)
+    sequences = [n.sequence for n in [*names, *dumps] if n is not None and n.attempt == attempt]
+    return DumpName(attempt, max(sequences, default=0) + 1)
 
 
 def estimate_s(num_bytes: int, *, encrypts: bool = False) -> float:
-    """How long a dump of so much memory takes, rather too long than too short."""
-    return FIRST_S + num_bytes / BYTES_PER_S * (2 if encrypts else 1)  # it is written twice
+    """Return the seconds a dump of so much memory takes, estimated high."""
+    return FIRST_S + num_bytes / BYTES_PER_S * (2 if encrypts else 1)  # encrypting writes it again
 
 
-def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
+def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
     """Dump the tree and end it.
 
     Args:
-        tier: The run's place.
-        order: What, and as which dump.
-        variable: Environment variable that marks the launch with `order.folder`.
+        tier: The run directory.
+        order: The request.
+        variable: Environment variable set to `order.folder` in all processes of the launch.
 
     Raises:
-        SaveFailed: it cannot be dumped, and goes on.
-        GpusLost: nor can all of it go on.
-        TierUnavailable: the place refused; it goes on.
+        SaveFailed: the dump failed; the tree runs on.
+        GpusLost: it failed, and some processes cannot run on.
+        TierUnavailable: the run directory refused; the tree runs on.
     """
     with _as_refusal("it could not be looked at"):
-        pids = tree.processes(order.root)
-        held = _look(order, pids, variable)
+        pids = process_tree.processes(order.root)
+        tree_state = _look(order, pids, variable)
         _must_have_room(tier, pids, order.gpus.state.num_bytes if order.gpus else 0)
     images = tier.root / order.name.folder / IMAGES
     tier.make_folder(order.name.folder)
@@ -125,25 +128,27 @@ def take(tier: LocalTier, order: Order, variable: str) -> DumpRecord:
         with _as_refusal("the dump could not be written"), _without_gpus(order, pids):
             images.mkdir(mode=0o700)
             _freeze(order, images)
-            pids = tree.processes(order.root)  # some may have come and gone until they were stopped
-            held, tasks = _look(order, pids, variable), tree.tasks(pids)
+            pids = process_tree.processes(
+                order.root
+            )  # some may have come and gone until they were stopped
+            tree_state, tasks = _look(order, pids, variable), process_tree.tasks(pids)
             keys = _seal(order, images)
-            _keep_written(held)
-            record = _record(order, tasks, held, _settle(images), keys)
+            _keep_written(tree_state)
+            record = _record(order, tasks, tree_state, _settle(images), keys)
             tier.replace(order.name.record, record.dump())
     except BaseException:
-        _send(tree.processes(order.root), signal.SIGCONT)
+        _send(process_tree.processes(order.root), signal.SIGCONT)
         with contextlib.suppress(OSError):
             shutil.rmtree(tier.root / order.name.folder)
         raise
     _send(pids, signal.SIGKILL)
-    numbers.pass_over(tasks)
+    pid_reservation.pass_over(tasks)
     return record
 
 
 @contextlib.contextmanager
 def _as_refusal(what: str) -> Iterator[None]:
-    """Whatever the system says against it."""
+    """Turn the system's errors in the block into `SaveFailed`."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -151,35 +156,35 @@ def _as_refusal(what: str) -> Iterator[None]:
 
 
 def await_gone(record: DumpRecord) -> list[int]:
-    """Wait until the numbers of all dumped tasks are free; those that are not after 30 s.
+    """Wait up to 30 s until the ids of all dumped tasks are free; return those still in use.
 
-    Of those that have become children of this process it is this one that has to take note.
+    Ended children of this process are reaped here.
     """
-    until = time.monotonic() + GONE_WITHIN_S
-    while (left := tree.taken(record.tasks)) and time.monotonic() < until:
-        for pid in left:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (remaining := process_tree.taken(record.tasks)) and time.monotonic() < deadline:
+        for pid in remaining:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(LOOK_EVERY_S)
-    return left
+    return remaining
 
 
-def _look(order: Order, pids: list[int], variable: str) -> tree.Look:
-    marked = tree.marked(variable, str(order.folder))
+def _look(order: DumpOrder, pids: list[int], variable: str) -> process_tree.TreeState:
+    marked = process_tree.marked(variable, str(order.folder))
     strays = [pid for pid in marked if pid not in pids and pid != os.getpid()]
-    seen = tree.look(pids, strays, besides=[os.getpid()])
-    reasons = tree.why_not(seen, gpus=order.gpus is not None)
+    tree_state = process_tree.look(pids, strays, besides=[os.getpid()])
+    reasons = process_tree.why_not(tree_state, gpus=order.gpus is not None)
     if reasons:
         raise SaveFailed(
             f"the processes cannot be dumped: {'; '.join(reasons[:MOST_REASONS])}",
             hint=SNAPSHOT_STANDS,
         )
-    return seen
+    return tree_state
 
 
 @contextlib.contextmanager
-def _without_gpus(order: Order, pids: list[int]) -> Iterator[None]:
-    """What is on GPUs is set aside while the block runs, and stays so unless that fails."""
+def _without_gpus(order: DumpOrder, pids: list[int]) -> Iterator[None]:
+    """Set GPU state aside before the block; put it back only if the block fails."""
     if order.gpus is None:
         yield
         return
@@ -187,65 +192,67 @@ def _without_gpus(order: Order, pids: list[int]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _send(pids, signal.SIGCONT)  # the thread that restores it is one of theirs
+        _send(pids, signal.SIGCONT)  # the driver restores it on a thread of the process
         order.gpus.put_back()
         raise
 
 
 def _must_have_room(tier: LocalTier, pids: list[int], more: int) -> None:
-    needed = tree.memory_bytes(pids) + more
+    needed_bytes = process_tree.memory_bytes(pids) + more
     tier.make_folder("")
-    free = shutil.disk_usage(tier.root).free
-    if free < needed:
+    free_bytes = shutil.disk_usage(tier.root).free
+    if free_bytes < needed_bytes:
         raise SaveFailed(
-            f"the dump needs about {needed >> 20} MB, {free >> 20} MB are free at {tier.url}",
+            f"the dump needs about {needed_bytes >> 20} MB, "
+            f"{free_bytes >> 20} MB are free at {tier.url}",
             hint="free space there",
         )
 
 
-def _freeze(order: Order, images: Path) -> None:
-    if why := criu.dump(order.program, order.root, images):
-        raise SaveFailed(f"CRIU could not dump the processes: {why}", hint=SNAPSHOT_STANDS)
+def _freeze(order: DumpOrder, images: Path) -> None:
+    if reason := criu.dump(order.program, order.root, images):
+        raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
     if order.gpus is not None:
         order.gpus.must_live()
 
 
-def _seal(order: Order, images: Path) -> tuple[Wrapped, ...]:
+def _seal(order: DumpOrder, images: Path) -> tuple[Wrapped, ...]:
     if not order.recipients:
         return ()
-    return sealed_images.seal(images, order.run, order.name, order.recipients)
+    return encrypted_images.seal(images, order.run, order.name, order.recipients)
 
 
 def _settle(images: Path) -> tuple[Image, ...]:
-    """Every image on stable storage, with its digest."""
-    found = []
+    """Sync every image; return the images with their digests."""
+    settled = []
     for path in sorted(images.iterdir()):
         descriptor = os.open(path, os.O_RDWR)
         try:
             os.fchmod(descriptor, 0o600)
             os.fsync(descriptor)
             size = os.fstat(descriptor).st_size
-            found.append(Image(path.name, size, _digest(descriptor, size)))
+            settled.append(Image(path.name, size, _digest(descriptor, size)))
         finally:
             os.close(descriptor)
     for folder in (images, images.parent):
         _sync(folder)
-    return tuple(found)
+    return tuple(settled)
 
 
 _CANNOT_SYNC = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS})
 
 
-def _keep_written(held: tree.Look) -> None:
-    """What the tree has written, on stable storage: a file that is shorter after a power cut than
-    the processes remember makes the dump useless.
+def _keep_written(held: process_tree.TreeState) -> None:
+    """Sync all files the tree has written.
+
+    A file shorter after a power cut than in the processes' memory would make the dump useless.
     """
     files = [Path(path) for path in held.written()]
     for path in [*files, *dict.fromkeys(file.parent for file in files)]:
         try:
             _sync(path)
         except OSError as error:
-            # Not ours to open, or of a kind that cannot be made durable: as without a dump.
+            # No permission, or a kind of file without durability: as safe as without a dump.
             if error.errno not in _CANNOT_SYNC:
                 raise
 
@@ -261,13 +268,23 @@ def _sync(path: Path) -> None:
 def _digest(descriptor: int, size: int) -> str:
     if size == 0:
         return digest(b"")
-    with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory, \
-            memoryview(memory) as view:  # fmt: skip
+    with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
         return digest(view)
 
 
+def this_host() -> Host:
+    """Return host name, kernel and processor flags: the facts a dump taken here depends on."""
+    flags: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = sorted(line.partition(":")[2].split())
+                break
+    return Host(socket.gethostname(), platform.release(), tuple(flags))
+
+
 def digest_of(path: Path) -> str:
-    """Digest of a file, as `take` computes it."""
+    """Return the digest of a file, as computed by `take`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return _digest(descriptor, os.fstat(descriptor).st_size)
@@ -276,31 +293,48 @@ def digest_of(path: Path) -> str:
 
 
 def _record(
-    order: Order, tasks: list[int], held: tree.Look, images: tuple[Image, ...],
+    order: DumpOrder,
+    tasks: list[int],
+    held: process_tree.TreeState,
+    images: tuple[Image, ...],
     keys: tuple[Wrapped, ...],
-) -> DumpRecord:  # fmt: skip
+) -> DumpRecord:
     logs = {str(path) for path in order.logs}
-    written = [WrittenFile(p, Path(p).stat().st_size) for p in held.written() if p not in logs]
-    told = {}
+    written_files = [
+        WrittenFile(p, Path(p).stat().st_size) for p in held.written() if p not in logs
+    ]
+    file_texts = {}
     for path in order.folder.iterdir():
         if path.is_file() and path not in order.logs:
-            told[path.name] = path.read_text(encoding="utf-8", errors="replace")
+            file_texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
     return DumpRecord(
-        name=order.name, run=order.run, host=this_host(), criu=order.version,
-        created=time.time(), root=order.root, tasks=tuple(tasks), world=order.world,
-        folder=str(order.folder), told=told, images=images, written=tuple(written),
-        reason=order.reason, gpus=order.gpus.state if order.gpus is not None else None,
-        mapped=tuple(_mapped(tree.processes(order.root))),
-        snapshot=order.snapshot, dropped=order.dropped,
-        ports=tuple(ports.bound(order.root, held.sockets())), keys=keys,
-    )  # fmt: skip
+        name=order.name,
+        run=order.run,
+        host=this_host(),
+        criu=order.version,
+        created=time.time(),
+        root=order.root,
+        tasks=tuple(tasks),
+        world=order.world,
+        folder=str(order.folder),
+        told=file_texts,
+        images=images,
+        written=tuple(written_files),
+        reason=order.reason,
+        gpus=order.gpus.state if order.gpus is not None else None,
+        mapped=tuple(_mapped(process_tree.processes(order.root))),
+        snapshot=order.snapshot,
+        dropped=order.dropped,
+        ports=tuple(ports.bound(order.root, held.sockets())),
+        keys=keys,
+    )
 
 
 def _mapped(pids: Iterable[int]) -> Iterator[MappedFile]:
-    for path in tree.mapped_files(pids):
+    for path in process_tree.mapped_files(pids):
         with contextlib.suppress(OSError):
-            found = Path(path).stat()
-            yield MappedFile(path, found.st_size, found.st_mtime_ns)
+            status = Path(path).stat()
+            yield MappedFile(path, status.st_size, status.st_mtime_ns)
 
 
 def _send(pids: list[int], number: int) -> None:

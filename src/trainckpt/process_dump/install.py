@@ -36,7 +36,7 @@ _MIRROR = re.compile(r"^(?:URIs:\s*|deb\s+(?:\[[^]]*\]\s+)?)(\S+/debian)/?(?:\s|
 
 
 def main(arguments: list[str]) -> int:
-    """Install into the folder that is named, or beside this Python."""
+    """Install CRIU into the named folder, or beside this Python; return the exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=INSTALLED)
     folder = parser.parse_args(arguments).folder.absolute()
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix=".criu-", dir=folder.parent) as scratch:
             _install(Path(scratch), folder)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip()[-SAID_BYTES:]
-        print(f"CRIU could not be installed: {said}", file=sys.stderr)  # noqa: T201 - a command
+        error_text = (getattr(error, "stderr", "") or str(error)).strip()[-SAID_BYTES:]
+        print(f"CRIU could not be installed: {error_text}", file=sys.stderr)  # noqa: T201 - a command
         return 1
     return 0
 
@@ -73,28 +73,35 @@ def _why_not() -> str:
 
 
 def _install(scratch: Path, folder: Path) -> None:
-    """Everything in `scratch`; at last the result is renamed to `folder`."""
-    found = scratch / "found"
+    """Unpack everything in `scratch`, then rename the result to `folder`."""
+    unpacked = scratch / "found"
     for package in _download(scratch):
-        _run("dpkg", "-x", str(package), str(found))
-    shutil.rmtree(folder, ignore_errors=True)  # what does not run
-    found.rename(folder)
+        _run("dpkg", "-x", str(package), str(unpacked))
+    shutil.rmtree(folder, ignore_errors=True)  # a CRIU failing to run
+    unpacked.rename(folder)
     _patch(folder)
 
 
 def _patch(folder: Path) -> None:
-    """Let the program find its linker and its libraries where they are now, and run it."""
+    """Set the program's linker and library paths to their present location, and run it."""
     loader = _loader(folder)
-    tool = [str(loader), "--library-path", str(loader.parent), str(folder / "usr/bin/patchelf")]
-    _run(*tool, "--set-interpreter", str(loader), "--set-rpath", str(loader.parent),
-         "--force-rpath", str(folder / PROGRAM))  # fmt: skip
+    patchelf = [str(loader), "--library-path", str(loader.parent), str(folder / "usr/bin/patchelf")]
+    _run(
+        *patchelf,
+        "--set-interpreter",
+        str(loader),
+        "--set-rpath",
+        str(loader.parent),
+        "--force-rpath",
+        str(folder / PROGRAM),
+    )
     _run(str(folder / PROGRAM), "--version")
 
 
 def _download(scratch: Path) -> list[Path]:
-    """The package and all that it depends on, as if nothing at all were installed."""
-    for each in ("lists/partial", "cache/archives/partial"):
-        (scratch / each).mkdir(parents=True)
+    """Download the package and all its dependencies, as if nothing were installed."""
+    for subfolder in ("lists/partial", "cache/archives/partial"):
+        (scratch / subfolder).mkdir(parents=True)
     (scratch / "status").touch()
     source = f"deb [signed-by={KEYRING}] {_mirror()} {SUITE} main\n"
     (scratch / "sources.list").write_text(source, encoding="utf-8")
@@ -111,7 +118,7 @@ def _download(scratch: Path) -> list[Path]:
         "Acquire::Languages": "none",
         "APT::Install-Recommends": 0,
         "APT::Sandbox::User": "",
-        "Debug::NoLocking": 1,  # nobody else knows of these lists
+        "Debug::NoLocking": 1,  # no other process uses these lists
     }
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     _run(*apt, "update")
@@ -120,17 +127,17 @@ def _download(scratch: Path) -> list[Path]:
 
 
 def _mirror() -> str:
-    """Where the system's own Debian packages come from."""
+    """Return the mirror of the system's own Debian packages."""
     for path in SOURCES:
         if Path(path).is_file():
-            found = _MIRROR.search(Path(path).read_text(encoding="utf-8"))
-            if found:
-                return found[1]
+            match = _MIRROR.search(Path(path).read_text(encoding="utf-8"))
+            if match:
+                return match[1]
     return MIRROR
 
 
 def _loader(folder: Path) -> Path:
-    """The dynamic linker beside the C library that was unpacked."""
+    """Return the dynamic linker beside the unpacked C library."""
     for path in sorted(folder.glob("usr/lib/*/ld-linux*.so.*")):
         return path
     raise OSError(f"the packages of {SUITE} hold no dynamic linker")

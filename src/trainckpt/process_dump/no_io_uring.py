@@ -1,13 +1,12 @@
-"""Starts a command that cannot use io_uring: `python no_io_uring.py COMMAND ARGS`.
+"""Start a command without io_uring: `python no_io_uring.py COMMAND ARGS`.
 
-CRIU cannot dump a process that has an io_uring open, and the store of torchrun opens one wherever
-it can. Under this filter the three system calls answer that the kernel does not have them, and
-whoever asks uses epoll, as on an older kernel. The filter is inherited by all that the command
-starts; a process that installs one without being root must give up gaining privileges (sudo,
-fusermount), so all do.
+CRIU cannot dump a process with an open io_uring, and torchrun's store opens one if it can. Under
+this filter the three system calls fail as on an older kernel, and programs use epoll instead. All
+processes of the command inherit the filter. Installing it without root means giving up new
+privileges (sudo, fusermount); root gives them up too.
 
-Standard library only, run by its path: nothing of trainckpt is imported into the command. Where the
-filter cannot be installed the command runs without it, and a dump will say what is open.
+Standard library only, run by its path: the command imports nothing of trainckpt. If the filter
+cannot be installed, the command runs without it, and a dump reports the open io_uring.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ import sys
 
 NO_SUCH_CALL = 38
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
-# The numbers are the same on all architectures; what differs is how the kernel names the caller's.
+# System call numbers are the same on both architectures; only the AUDIT_ARCH values differ.
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 SETUP, ENTER, REGISTER = 425, 426, 427
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
@@ -26,7 +25,7 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | NO_SUCH_CALL
 
 
 def program(architecture: int) -> bytes:
-    """The filter, in the kernel's classic BPF: eight bytes an instruction."""
+    """Return the filter in the kernel's classic BPF: eight bytes per instruction."""
     instructions = [
         (LOAD, 0, 0, 4),  # the architecture
         (JUMP_IF_EQUAL, 1, 0, architecture),
@@ -38,11 +37,11 @@ def program(architecture: int) -> bytes:
         (RETURN, 0, 0, REFUSE),
         (RETURN, 0, 0, ALLOW),
     ]
-    return b"".join(struct.pack("HBBI", *each) for each in instructions)
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
 
 
 def install() -> bool:
-    """Install the filter in this process and all that it will start; whether it is there."""
+    """Install the filter in this process and its future children; return True on success."""
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None or struct.calcsize("P") != 8:
         return False

@@ -1,7 +1,7 @@
-"""TCP and UDP ports that a restored tree needs: it listens and is connected where it was.
+"""TCP and UDP ports of a restored tree: it listens and is connected as before.
 
-While it is away the system gives its ports to whoever asks for any. A connection that was closed
-keeps its port for a minute more (TIME_WAIT, include/net/tcp.h), so they are waited for.
+While the tree is away the system may assign its ports to other sockets. A closed connection keeps
+its port for one more minute (TIME_WAIT, include/net/tcp.h), so a restore waits for the ports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NET = "/proc/{}/net/{}"
 TABLES = ("tcp", "tcp6", "udp", "udp6")
-FREE_WITHIN_S = 75.0  # the minute, and until somebody has looked
+FREE_WITHIN_S = 75.0  # TIME_WAIT's minute, and some time to notice its end
 LOOK_EVERY_S = 0.2
 ASK_AGAIN_S = 2.0
 LISTEN, TIME_WAIT = 0x0A, 0x06
@@ -24,42 +24,46 @@ MOST_NAMED = 3
 
 
 def bound(pid: int, inodes: Collection[str]) -> list[int]:
-    """Ports of the sockets with these inodes, in the network that process `pid` is in."""
+    """Return the ports of the sockets with these inodes, in process `pid`'s network namespace."""
     return sorted({port for port, _, inode in _sockets(pid) if inode in inodes and port})
 
 
-class Waiting:
-    """Waits for the ports of one tree, 75 s in all, and says so once."""
+class PortWait:
+    """Wait for the ports of one tree, 75 s in all, with one message."""
 
     def __init__(self, name: str, ports: Collection[int], say: Callable[[str], object]) -> None:
         self._name, self._ports, self._say = name, ports, say
         self._until: float | None = None
 
     def may_be_free(self) -> bool:
-        """Wait until nobody has them, 2 s at most: others may have them at other addresses for
-        good. False: that was long enough.
+        """Wait until the ports are free, for 2 s at most; return False once the 75 s are over.
+
+        Other programs may use the same ports at other addresses for good, so the caller tries
+        anyway.
         """
         now = time.monotonic()
         if self._until is None:
             self._until = now + FREE_WITHIN_S
-            who = who_has(self._ports)
-            why = f": {who}" if who else ""
-            self._say(f"{self._name} waits up to {FREE_WITHIN_S:.0f} s for its ports{why}")
+            holders = who_has(self._ports)
+            reason = f": {holders}" if holders else ""
+            self._say(f"{self._name} waits up to {FREE_WITHIN_S:.0f} s for its ports{reason}")
         if now >= self._until:
             return False
-        again = min(now + ASK_AGAIN_S, self._until)
+        ask_again_at = min(now + ASK_AGAIN_S, self._until)
         time.sleep(LOOK_EVERY_S)
-        while _used(self._ports) and time.monotonic() < again:
+        while _used(self._ports) and time.monotonic() < ask_again_at:
             time.sleep(LOOK_EVERY_S)
         return True
 
 
 def who_has(ports: Collection[int]) -> str:
-    """Which of them are in use here, and as what; "" if none is."""
-    found = sorted(_used(ports).items())
-    named = ", ".join(f"{port} ({_as_what(states)})" for port, states in found[:MOST_NAMED])
-    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return f"port {named}{more} in use" if found else ""
+    """Return a sentence about the ports in use here; "" if none is."""
+    used_ports = sorted(_used(ports).items())
+    port_texts = ", ".join(
+        f"{port} ({_as_what(states)})" for port, states in used_ports[:MOST_NAMED]
+    )
+    rest_text = f" and {len(used_ports) - MOST_NAMED} more" if len(used_ports) > MOST_NAMED else ""
+    return f"port {port_texts}{rest_text} in use" if used_ports else ""
 
 
 def _as_what(states: Collection[int]) -> str:
@@ -71,16 +75,16 @@ def _as_what(states: Collection[int]) -> str:
 
 
 def _used(ports: Collection[int]) -> dict[int, set[int]]:
-    """Port -> states of the sockets that have it."""
-    found = dict[int, set[int]]()
+    """Return port -> states of its sockets."""
+    states_by_port = dict[int, set[int]]()
     for port, state, _ in _sockets("self"):
         if port in ports:
-            found.setdefault(port, set()).add(state)
-    return found
+            states_by_port.setdefault(port, set()).add(state)
+    return states_by_port
 
 
 def _sockets(pid: int | str) -> Iterator[tuple[int, int, str]]:
-    """Port, state and inode of each socket."""
+    """Yield port, state and inode of each socket."""
     for table in TABLES:
         with contextlib.suppress(OSError):
             text = Path(NET.format(pid, table)).read_text(encoding="ascii")

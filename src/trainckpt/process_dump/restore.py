@@ -1,22 +1,21 @@
-"""Brings a dumped tree of processes back, once. The mirror of `dump`.
+"""Restore a dumped process tree, once. The reverse of `dump`.
 
-    examined      nothing is touched: what is refused here is as it was, and may be tried again
-      1. refusals   host, kernel, processor, CRIU, GPUs, libraries that changed, numbers that are
-                    taken
-      2. images     every length and digest; what is encrypted is opened
-      3. files      that the tree wrote are there, and long enough
+    examined      changes nothing: after a refusal the dump may be tried again
+      1. refusals   host, kernel, processor, CRIU, GPUs, changed libraries, process ids in use
+      2. images     every length and digest; encrypted images are decrypted
+      3. files      written by the tree still exist and are long enough
     bring_back
-      4. files      are cut back to their length then, after what came later was copied aside
+      4. files      are cut back to their old length; newer bytes are first copied aside
                     (`<file>.after-<attempt>`, on stable storage)
-      5. folder     the supervisor's, with what the ranks had told it
-      6. CRIU       the tree is there again, its root a child of this process, and stands
-      7. claim      from here on the dump is used up
+      5. folder     the supervisor's, with the ranks' reports
+      6. CRIU       the tree exists again, its root a child of this process, not running yet
+      7. claim      the dump is used up
       8. CRIU       the tree runs
-      9. GPUs       what was on them is put back; until then whoever uses them waits
+      9. GPUs       GPU state is put back; until then processes wait in CUDA calls
 
-A restore that fails leaves no process of the tree. Until it is claimed nothing of the tree has run,
-so the dump may be tried again; where others took a number or a port of the tree's meanwhile, that
-is waited for, and CRIU is asked again.
+A failed restore leaves no process of the tree. Before the claim nothing of the tree has run, so the
+dump may be tried again. If an id or port of the tree is in use, this module waits and runs CRIU
+again.
 """
 
 from __future__ import annotations
@@ -33,20 +32,32 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
-from trainckpt.process_dump import criu, gpu_tree, numbers, ports, sealed_images, tree
+from trainckpt.process_dump import (
+    criu,
+    encrypted_images,
+    gpu_state,
+    pid_reservation,
+    ports,
+    process_tree,
+)
 from trainckpt.process_dump.cuda_driver import CudaDriver
-from trainckpt.process_dump.dump import GONE_WITHIN_S, LOOK_EVERY_S, await_gone, digest_of
-from trainckpt.process_dump.gpus import GpusLost
-from trainckpt.process_dump.host import this_host
+from trainckpt.process_dump.dump import (
+    GONE_WITHIN_S,
+    LOOK_EVERY_S,
+    await_gone,
+    digest_of,
+    this_host,
+)
+from trainckpt.process_dump.gpu_state import GpusLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from typing import BinaryIO
 
-    from trainckpt.format.dump import Host, WrittenFile
-    from trainckpt.process_dump.gpu_tree import GpuTree
-    from trainckpt.tiers.base import Readable
-    from trainckpt.tiers.local import LocalTier
+    from trainckpt.format.dump import Host, Image, WrittenFile
+    from trainckpt.process_dump.gpu_state import GpuTree
+    from trainckpt.storage.base import Readable
+    from trainckpt.storage.local import LocalTier
 
 VARIABLE = "TRAINCKPT_SUPERVISOR"  # marks the processes of one launch
 COPY_BYTES = 1 << 20
@@ -54,7 +65,7 @@ MOST_NAMED = 5
 
 
 def load(tier: Readable, run: str, name: DumpName) -> DumpRecord:
-    """The record of one dump, checked to be the one its place promises.
+    """Return the record of one dump, checked against its run and name.
 
     Raises:
         UnusableSnapshot: missing, damaged, of another run, or of another dump.
@@ -68,53 +79,54 @@ def load(tier: Readable, run: str, name: DumpName) -> DumpRecord:
 
 
 def names_in(tier: Readable) -> list[DumpName]:
-    """Every dump that was committed, newest first."""
-    found = map(DumpName.parse, tier.list(DUMPS))
-    return sorted((n for n in found if n is not None and tier.size(n.record) is not None),
-                  reverse=True)  # fmt: skip
+    """Return the names of all committed dumps, newest first."""
+    parsed = map(DumpName.parse, tier.list(DUMPS))
+    return sorted(
+        (n for n in parsed if n is not None and tier.size(n.record) is not None), reverse=True
+    )
 
 
 def why_not(record: DumpRecord, host: Host) -> str:
-    """Why it cannot be brought back on a host, or "". Pure."""
-    there = record.host
-    if there.name != host.name:
-        return f"it was taken on {there.name}, this is {host.name}"
-    if there.kernel != host.kernel:
-        return f"it was taken under the kernel {there.kernel}, this is {host.kernel}"
-    if missing := sorted({*there.flags} - {*host.flags}):
+    """Return the reason against a restore on a host, or "". Pure."""
+    recorded_host = record.host
+    if recorded_host.name != host.name:
+        return f"it was taken on {recorded_host.name}, this is {host.name}"
+    if recorded_host.kernel != host.kernel:
+        return f"it was taken under the kernel {recorded_host.kernel}, this is {host.kernel}"
+    if missing := sorted({*recorded_host.flags} - {*host.flags}):
         return f"this processor lacks {', '.join(missing[:MOST_NAMED])}"
     return ""
 
 
 def why_changed(record: DumpRecord) -> str:
-    """Which library, or other file that was mapped, is not as it was; "" if all are.
+    """Return a sentence about a changed library or other mapped file; "" if none changed.
 
-    CRIU compares sizes and, where there are any, build ids; a file that was written anew in the
-    same size would give the processes other code.
+    CRIU compares only sizes and any build ids. A file replaced at the same size would give the
+    processes other code.
     """
     for file in record.mapped:
         try:
-            found = Path(file.path).stat()
+            status = Path(file.path).stat()
         except OSError:
             return f"{file.path}, which was mapped, is gone"
-        if (found.st_size, found.st_mtime_ns) != (file.num_bytes, file.changed_ns):
+        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
             return f"{file.path}, which was mapped, has changed since"
     return ""
 
 
-class NotNow(UnusableSnapshot):
-    """Nothing of the tree has run: it can be restored once what is against it is no more."""
+class RestoreBlocked(UnusableSnapshot):
+    """The restore was refused before the tree ran; it may succeed once the obstacle is gone."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A dump that nothing is known against.
+class RestorableDump:
+    """A dump without a known obstacle to its restore.
 
     Attributes:
-        record: Which.
+        record: Its record.
         program: CRIU.
-        images: Where they lie as CRIU reads them, each as it was written.
-        gpus: What is to be put back on GPUs, or None.
+        images: Folder with the images, verified and decrypted.
+        gpus: GPU state to put back, or None.
     """
 
     record: DumpRecord
@@ -132,65 +144,72 @@ class Whole:
         """Restore it as another attempt of its run.
 
         Args:
-            attempt: Which it is taken to become: the name of what is copied aside.
-            claim: Is called once all of the tree is there, before any of it goes on. Returns file
-                name -> text: what else stands in the supervisor's folder then. What it raises comes
-                out; it is no OSError.
-            held: Descriptors that CRIU holds too, as long as it works.
-            say: Hears what is waited for.
+            attempt: Expected number of the new attempt, in the names of files copied aside.
+            claim: Called once the whole tree exists, before any of it runs. Returns file name ->
+                text of
+                further files for the supervisor's folder. Its errors are raised here; it must not
+                raise
+                OSError.
+            held: Descriptors for CRIU to keep open while it works.
+            say: Called with a line for the user before a wait.
 
         Raises:
-            NotNow: it cannot be; nothing was claimed.
-            UnusableSnapshot: it failed after that. Nothing of it runs, as after any error.
+            RestoreBlocked: it failed before the claim.
+            UnusableSnapshot: it failed after the claim. No process of the tree runs, as after any
+                error.
         """
         record, claimed = self.record, list[bool]()
 
         def may_go() -> None:
-            more = claim()
+            new_files = claim()
             claimed.append(True)
-            _write(record, more)
+            _write(record, new_files)
 
         try:
             _put_files(record, attempt)
-            said = self._restore(partial(self._restore_once, may_go, held), claimed, say)
-            why = f"CRIU: {said}" if said else ""
+            error_text = self._restore(partial(self._restore_once, may_go, held), claimed, say)
+            reason = f"CRIU: {error_text}" if error_text else ""
         except OSError as error:
-            why = f"the system: {error}"
-        if why:
-            kind = UnusableSnapshot if claimed else NotNow
-            raise kind(f"{record.name} could not be restored, says {why}")
+            reason = f"the system: {error}"
+        if reason:
+            kind = UnusableSnapshot if claimed else RestoreBlocked
+            raise kind(f"{record.name} could not be restored, says {reason}")
         if self.gpus is not None:
             _put_back(self.gpus, record)
 
     def _restore(
         self, once: Callable[[], str], claimed: Collection[bool], say: Callable[[str], object]
     ) -> str:
-        """As `criu.restore`; waits for what others have as long as nothing is claimed."""
-        record, until = self.record, time.monotonic() + GONE_WITHIN_S
-        waiting = ports.Waiting(str(record.name), record.ports, say)
+        """Run CRIU, and again while an id or port is in use and nothing is claimed.
+
+        Returns:
+            As `criu.restore`.
+        """
+        record, deadline = self.record, time.monotonic() + GONE_WITHIN_S
+        waiting = ports.PortWait(str(record.name), record.ports, say)
 
         def is_free(said: str) -> bool:
             if criu.is_port_taken(said):
                 return waiting.may_be_free()
-            left_s = until - time.monotonic()
+            left_s = deadline - time.monotonic()
             return criu.is_number_taken(said) and left_s > 0 and not _why_taken(record, left_s)
 
         said = once()
         while said and not claimed and is_free(said):
             said = once()
-        who = ports.who_has(record.ports) if criu.is_port_taken(said) else ""
-        return f"{said}; {who}" if who else said
+        port_holders = ports.who_has(record.ports) if criu.is_port_taken(said) else ""
+        return f"{said}; {port_holders}" if port_holders else said
 
     def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
-        """As `criu.restore`; of what cannot be nothing is left, whatever else failed."""
-        said = "it was broken off"
-        numbers.pass_over(self.record.tasks)
+        """Run `criu.restore`; end all remaining processes after any failure."""
+        error_text = "it was broken off"
+        pid_reservation.pass_over(self.record.tasks)
         try:
-            said = criu.restore(self.program, self.images, may_go, held)
+            error_text = criu.restore(self.program, self.images, may_go, held)
         finally:
-            if said:
+            if error_text:
                 kill(self.record)
-        return said
+        return error_text
 
 
 @contextlib.contextmanager
@@ -199,58 +218,58 @@ def examined(
     record: DumpRecord,
     driver: Callable[[], CudaDriver] = CudaDriver,
     key: bytes = b"",
-) -> Iterator[Whole]:
-    """Look at all that can be known before it is restored; the GPUs' driver waits for the block.
+) -> Iterator[RestorableDump]:
+    """Check everything knowable before a restore; the block's end closes the GPU driver.
 
     Args:
-        tier, record: Where, and what.
-        driver: Made only where there is something to put back on GPUs.
-        key: Of images that are encrypted.
+        tier, record: The run directory and the dump.
+        driver: Called only if there is GPU state to put back.
+        key: Key of encrypted images.
 
     Raises:
-        NotNow: it cannot be restored.
+        RestoreBlocked: it cannot be restored.
     """
     ability = criu.examine()
-    why = ability.why_not or why_not(record, this_host()) or why_changed(record)
-    why = why or _why_taken(record, GONE_WITHIN_S / 10)
-    if why or ability.program is None:
-        raise NotNow(f"{record.name} cannot be restored: {why}", hint=ability.cure)
+    reason = ability.why_not or why_not(record, this_host()) or why_changed(record)
+    reason = reason or _why_taken(record, GONE_WITHIN_S / 10)
+    if reason or ability.program is None:
+        raise RestoreBlocked(f"{record.name} cannot be restored: {reason}", hint=ability.cure)
     with contextlib.ExitStack() as stack:
         gpus = stack.enter_context(_gpus(record, driver))
         images = tier.root / record.name.folder / IMAGES
         try:
             verify(images, record)
             if record.keys:
-                images = stack.enter_context(sealed_images.opened(images, record, key))
+                images = stack.enter_context(encrypted_images.opened(images, record, key))
             for file in record.written:
                 grown(file)
         except UnusableSnapshot as error:
-            raise NotNow(error.message, hint=error.hint) from error
+            raise RestoreBlocked(error.message, hint=error.hint) from error
         except OSError as error:
-            raise NotNow(f"{record.name} cannot be restored: {error}") from error
-        # That took its time.
-        if why := why_changed(record) or _why_taken(record, GONE_WITHIN_S / 10):
-            raise NotNow(f"{record.name} cannot be restored: {why}")
-        yield Whole(record, ability.program, images, gpus)
+            raise RestoreBlocked(f"{record.name} cannot be restored: {error}") from error
+        # Again: reading the images took a while.
+        if reason := why_changed(record) or _why_taken(record, GONE_WITHIN_S / 10):
+            raise RestoreBlocked(f"{record.name} cannot be restored: {reason}")
+        yield RestorableDump(record, ability.program, images, gpus)
 
 
 @contextlib.contextmanager
 def _gpus(record: DumpRecord, driver: Callable[[], CudaDriver]) -> Iterator[GpuTree | None]:
-    """What is to be put back on GPUs, once it is known that it can be."""
+    """Yield the GPU state to put back, checked against this machine; None without any."""
     if record.gpus is None:
         yield None
         return
     with driver() as cuda:
         try:
-            found = gpu_tree.of_record(record.gpus, cuda)
+            gpu_tree = gpu_state.of_record(record.gpus, cuda)
         except UnusableSnapshot as error:
-            why = f"{record.name} cannot be restored: {error.message}"
-            raise NotNow(why, hint=error.hint) from error
-        yield found
+            reason = f"{record.name} cannot be restored: {error.message}"
+            raise RestoreBlocked(reason, hint=error.hint) from error
+        yield gpu_tree
 
 
 def _put_back(gpus: GpuTree, record: DumpRecord) -> None:
-    """All of it, or none of the processes goes on."""
+    """Put all GPU state back, or end all processes."""
     try:
         gpus.put_back(together=True)
     except GpusLost as error:
@@ -259,22 +278,37 @@ def _put_back(gpus: GpuTree, record: DumpRecord) -> None:
 
 
 def verify(images: Path, record: DumpRecord) -> None:
-    """Every image is as it was written."""
+    """Check the length and digest of every image.
+
+    Raises:
+        UnusableSnapshot: an image is missing or changed.
+    """
     for image in record.images:
-        path = images / image.name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise UnusableSnapshot(f"{record.name}: the image {image.name} is missing") from None
-        if size != image.num_bytes:
-            why = f"has {size} bytes, not {image.num_bytes}"
-            raise UnusableSnapshot(f"{record.name}: the image {image.name} {why}")
-        if digest_of(path) != image.digest:
-            raise UnusableSnapshot(f"{record.name}: the image {image.name} is damaged")
+        if reason := why_bad(images / image.name, image):
+            raise UnusableSnapshot(f"{record.name}: the image {image.name} {reason}")
+
+
+def why_bad(path: Path, image: Image) -> str:
+    """Return why an image is not the recorded one, or ""."""
+    try:
+        if reason := why_incomplete(path, image):
+            return reason
+        return "" if digest_of(path) == image.digest else "is damaged"
+    except OSError as error:
+        return f"cannot be read: {error}"
+
+
+def why_incomplete(path: Path, image: Image) -> str:
+    """Return why an image cannot be whole, by its length alone, or ""."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return "is missing"
+    return "" if size == image.num_bytes else f"has {size} bytes, not {image.num_bytes}"
 
 
 def grown(file: WrittenFile) -> int:
-    """By how many bytes a file that the tree wrote has grown.
+    """Return the bytes a file written by the tree has grown by.
 
     Raises:
         UnusableSnapshot: it is shorter, or gone.
@@ -290,7 +324,7 @@ def grown(file: WrittenFile) -> int:
 
 
 def cut_back(file: WrittenFile, attempt: int) -> None:
-    """Make a file as long as it was; what came later is kept beside it."""
+    """Cut a file to its old length; a copy beside it has the newer bytes."""
     if grown(file) == 0:
         return
     path = Path(file.path)
@@ -306,12 +340,12 @@ def cut_back(file: WrittenFile, attempt: int) -> None:
 
 
 def _new_beside(path: Path, ending: str) -> BinaryIO:
-    """A new file `<path>.<ending>`, or `<path>.<ending>-2` and on: none is written over."""
+    """Open a new file `<path>.<ending>`, or `<path>.<ending>-2` and so on; overwrite none."""
     for number in itertools.count(1):
-        beside = path.with_name(f"{path.name}.{ending}{f'-{number}' if number > 1 else ''}")
+        candidate = path.with_name(f"{path.name}.{ending}{f'-{number}' if number > 1 else ''}")
         with contextlib.suppress(FileExistsError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            return os.fdopen(os.open(beside, flags, 0o600), "wb")
+            return os.fdopen(os.open(candidate, flags, 0o600), "wb")
     raise AssertionError
 
 
@@ -324,43 +358,46 @@ def _sync_folder(folder: Path) -> None:
 
 
 def kill(record: DumpRecord) -> None:
-    """End what a failed restore may have left below us: tasks with its numbers and its variable.
+    """End all remains of a failed restore below this process: tasks with its ids and its variable.
 
-    Not what another process may have brought back.
+    Processes restored by another supervisor are not touched.
     """
-    ours = {*tree.processes(os.getpid())}
-    for pid in {*tree.marked(VARIABLE, record.folder)} & {*record.tasks} & ours:
+    own_pids = {*process_tree.processes(os.getpid())}
+    for pid in {*process_tree.marked(VARIABLE, record.folder)} & {*record.tasks} & own_pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    await_gone(record)  # also takes note of the root, which was to be a child of this process
+    await_gone(record)  # also reaps the root, a child of this process
 
 
 def _why_taken(record: DumpRecord, within_s: float) -> str:
-    """Wait for the numbers; CRIU gives every task its old one."""
-    until = time.monotonic() + within_s
-    while taken := tree.taken(record.tasks):
-        if time.monotonic() >= until:
-            return f"other processes have its numbers: {_some(taken)}"
+    """Wait for the tree's ids; return a sentence about those still in use, or "".
+
+    CRIU gives every task its old id.
+    """
+    deadline = time.monotonic() + within_s
+    while taken_ids := process_tree.taken(record.tasks):
+        if time.monotonic() >= deadline:
+            return f"other processes have its numbers: {_some(taken_ids)}"
         time.sleep(LOOK_EVERY_S)
     return ""
 
 
 def _some(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
-    return f"{', '.join(map(str, numbers[:MOST_NAMED]))}{more}"
+    rest_text = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+    return f"{', '.join(map(str, numbers[:MOST_NAMED]))}{rest_text}"
 
 
 def _put_files(record: DumpRecord, attempt: int) -> None:
-    """As they were: those that the tree wrote, and the supervisor's.
+    """Restore files to their dumped state: those written by the tree, and the supervisor's.
 
     Raises:
-        NotNow: one that the tree wrote has become shorter, or is gone.
+        RestoreBlocked: a file written by the tree is shorter or gone.
     """
     try:
         for file in record.written:
             cut_back(file, attempt)
     except UnusableSnapshot as error:
-        raise NotNow(f"{record.name} cannot be restored: {error.message}") from error
+        raise RestoreBlocked(f"{record.name} cannot be restored: {error.message}") from error
     Path(record.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(record, record.told)
 

@@ -1,7 +1,7 @@
 """Compare the records of an uninterrupted run with those of an interrupted one. Pure.
 
 A record is one line a boundary (a digest of each part of the state) and one line a batch, written
-by each rank (lifecycle/reading/recorder.py). The resumed attempts must repeat the straight run's
+by each rank (inspect/proof_recorder.py). The resumed attempts must repeat the straight run's
 lines from wherever they went on, and together cover all of it.
 """
 
@@ -40,7 +40,7 @@ BATCH = "the batch: other samples, or other randomness in the loader"
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs differ first, and in what.
+    """The first difference between two runs.
 
     Attributes:
         rank: The rank on which it shows.
@@ -237,7 +237,7 @@ def _how(mine: str | None, theirs: str | None) -> str:
 def _why_other_batch(
     key: Key, straight: Record, record: Record, ignored: Collection[str]
 ) -> tuple[str, ...]:
-    """What of the loader is wrong as of the next boundary: only then it is seen to have been."""
+    """Return the loader's differences at the next boundary, where they first show."""
     later = [k for k in record if k[0] > key[0] and k[3] == "state" and k in straight]
     for following in later[:1]:
         mine, theirs = record[following]["parts"], straight[following]["parts"]

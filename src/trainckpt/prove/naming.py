@@ -9,8 +9,20 @@ from __future__ import annotations
 import re
 
 # Whom to blame first, where several parts differ at the same boundary.
-(UNTRACKED, ATTRIBUTE, DDP, ORDER, WORKERS, RNG, LOADER, OBJECT, BUFFER, GRADIENT, OPTIMIZER,
- PARAMETER) = range(12)  # fmt: skip
+(
+    UNTRACKED,
+    ATTRIBUTE,
+    DDP,
+    ORDER,
+    WORKERS,
+    RNG,
+    LOADER,
+    OBJECT,
+    BUFFER,
+    GRADIENT,
+    OPTIMIZER,
+    PARAMETER,
+) = range(12)
 
 _LOADER = r"(?P<loader>loader(?:\.\d+)?)\."
 _NAME = r"(\w+(?:\.\d+)?)"
@@ -20,6 +32,7 @@ _SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
     for pattern, said, blame in (
         (r"(.+), which is not tracked", "{0}, which is not tracked", UNTRACKED),
         (r"plain attributes\.(.+)", "{0}, an attribute that is in no state_dict", ATTRIBUTE),
+        (r"(?:own|script) generators\.(.+)", "generator {0}", RNG),
         (r"ddp\.(.+)\.bucket_order", "DDP bucket order of {0}", DDP),
         (r"ddp\.(.+)\.forward_sync", "DDP forward-sync flag of {0}", DDP),
         (_LOADER + r"now\.integers\.(.+)\.(seed|epoch)", "{0} {1}", ORDER),

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.lifecycle.deciding import proven_files
-from trainckpt.lifecycle.places.place import PROVE_VARIABLE, WORK
-from trainckpt.lifecycle.reading.written_files import FOLDER, read_written
+from trainckpt.inspect import proof_files
+from trainckpt.inspect.proof_files import PROOF_FOLDER, read_written
+from trainckpt.launcher.supervise import RunResult, kill_session, supervise, torchrun_command
 from trainckpt.prove import naming
 from trainckpt.prove.compare import (
     Difference,
@@ -40,7 +40,7 @@ from trainckpt.prove.compare import (
     unseeded,
 )
 from trainckpt.prove.workspace import Workspace
-from trainckpt.supervisor.supervise import Ended, kill_session, supervise, torchrun_command
+from trainckpt.run_directory.run_url import PROVE_VARIABLE, WORK
 
 if TYPE_CHECKING:
     import subprocess
@@ -72,7 +72,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found.
+    """Result of a proof.
 
     Attributes:
         exact: True if every batch and every state was bitwise identical.
@@ -130,7 +130,7 @@ def prove(
     nproc: int | None,
     keep: str | None,
     say: Say,
-    launch: Callable[..., Ended] = supervise,
+    launch: Callable[..., RunResult] = supervise,
 ) -> Proof:
     """Prove that `command` resumes exactly.
 
@@ -151,10 +151,10 @@ def prove(
     try:
         return _prove(folder, stops, keep, _Runs(folder, command, nproc, say, launch), say)
     finally:
-        for told in proven_files.put_back(folder / proven_files.FOLDER):
+        for told in proof_files.restore_files(folder / proof_files.FOLDER):
             say(told)
         with suppress(OSError):
-            (folder / proven_files.FOLDER).rmdir()
+            (folder / proof_files.FOLDER).rmdir()
         with suppress(OSError):  # one that holds logs stays
             folder.rmdir()
 
@@ -200,12 +200,12 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
     if exact and not keep:
         _remove(folder)
     return Proof(
-        exact,
-        last,
-        len(straight),
-        tuple(planned[: len(attempts) - 1]),
-        difference,
-        deterministic,
+        exact=exact,
+        micro_batches=last,
+        ranks=len(straight),
+        stops=tuple(planned[: len(attempts) - 1]),
+        difference=difference,
+        deterministic=deterministic,
         unseeded=never_seeded,
         unrepeated=unlike,
         lost=0 if exact else num_lost(straight, attempts),
@@ -217,7 +217,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
 def _remove(folder: Path) -> None:
     """All but the notes of what has to be put back, which are read after this."""
     for path in folder.iterdir():
-        if path.name != proven_files.FOLDER:
+        if path.name != proof_files.FOLDER:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -283,7 +283,7 @@ class _Runs:
         command: Sequence[str],
         nproc: int | None,
         say: Say,
-        launch: Callable[..., Ended],
+        launch: Callable[..., RunResult],
     ) -> None:
         self._folder = folder
         self._workspace = Workspace(folder, Path.cwd())
@@ -321,8 +321,10 @@ class _Runs:
         problem = self._workspace.make()
         self._cwd = None if problem else str(self._workspace.path)
         if problem:
-            self._say(f"{run}: works in the current folder, as no copy with links can be made of "
-                      f"it: {problem}")  # fmt: skip
+            self._say(
+                f"{run}: works in the current folder, as no copy with links can be made of "
+                f"it: {problem}"
+            )
         try:
             yield
         finally:
@@ -335,7 +337,7 @@ class _Runs:
             self._complain(run, attempt, f"ended with {ended.exit_code}")
         return records
 
-    def _interrupt(self, run: str, attempt: str, stop: Stop) -> tuple[Ended, Any]:
+    def _interrupt(self, run: str, attempt: str, stop: Stop) -> tuple[RunResult, Any]:
         where = f"step {stop.step} micro-batch {stop.micro}"
         whom = "everything" if stop.signal == "SIGKILL" else f"rank {stop.rank}"
         self._say(f"{run}: {stop.signal} to {whom} at {where}")
@@ -346,14 +348,14 @@ class _Runs:
             self._complain(run, attempt, f"ended with {ended.exit_code}, not stopped")
         return ended, records
 
-    def _launch(self, run: str, attempt: str, stop: Stop | None) -> tuple[Ended, Any]:
+    def _launch(self, run: str, attempt: str, stop: Stop | None) -> tuple[RunResult, Any]:
         folder = self._folder / run / attempt
         folder.mkdir(parents=True, exist_ok=True)
         plan: dict[str, Any] = {
             "dir": str(folder),
             "place": str(self._folder / run / "run"),
-            FOLDER: str(self._folder),
-            proven_files.FOLDER: str(self._folder / proven_files.FOLDER),
+            PROOF_FOLDER: str(self._folder),
+            proof_files.FOLDER: str(self._folder / proof_files.FOLDER),
         }
         if stop is not None:
             plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}

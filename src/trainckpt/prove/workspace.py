@@ -37,7 +37,7 @@ class Workspace:
 
     @property
     def path(self) -> Path:
-        """Where a run works."""
+        """Folder in which a run works."""
         return self.root.joinpath(*self._origin.parts[1:])
 
     def make(self) -> str:

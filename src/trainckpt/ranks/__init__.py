@@ -1,26 +1,21 @@
-"""The other processes: who they are, small values between them, one decision for all.
-
-Floor 1. Uses: torch.distributed, errors. Used by: lifecycle.
-"""
+"""The other processes: their identity, small values between them, one decision for all."""
 
 from __future__ import annotations
 
-from trainckpt.ranks.agreement import Agreement, Due
-from trainckpt.ranks.channel import Alone, Channel, OverStore, connect
-from trainckpt.ranks.decision import Decision, Publication, Wish, decide
+from trainckpt.ranks.boundary_gate import BoundaryGate
+from trainckpt.ranks.decision import Decision, Publication, decide
+from trainckpt.ranks.store import LocalStore, RankStore, TorchStore, connect
 from trainckpt.ranks.watcher import Watcher
 from trainckpt.ranks.world import World, current_world
 
 __all__ = [
-    "Agreement",
-    "Alone",
-    "Channel",
+    "BoundaryGate",
     "Decision",
-    "Due",
-    "OverStore",
+    "LocalStore",
     "Publication",
+    "RankStore",
+    "TorchStore",
     "Watcher",
-    "Wish",
     "World",
     "connect",
     "current_world",

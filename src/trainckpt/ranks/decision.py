@@ -1,60 +1,30 @@
-"""What ranks tell each other about a round, and the decision that follows from it.
+"""Messages of a round, and the decision computed from them.
 
-Values and one pure function; semantics section 3. A round goes:
+Values and one pure function. A round goes:
 
-    wish          a notice on some rank: stop or save (none, on a rank that merely answers)
-    publication   every rank: how many boundaries it has passed, and its wish
+    notice        on some rank: stop or save (none, on a rank that merely answers)
+    publication   every rank: its number of passed boundaries, and its notice
     decision      `decide` of all publications, or "failed" if some did not come in time
 
-As all ranks read one decision, and each acts on it at its first boundary beyond `bound`, all act
-at the same boundary. Values from other ranks are checked here, when they are read.
-
-Floor 1. Uses: errors. Used by: this room and lifecycle.
+As all ranks read one decision, and each acts on it at its first boundary beyond `bound`, all act at
+the same boundary. Values from other ranks are checked here, as they are read.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import NoAgreement
+from trainckpt.notice import Notice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Action = Literal["stop", "save"]
-Mode = Literal["micro-batch", "window"]
+    from trainckpt.notice import Mode
 
-STRICTNESS: dict[Mode, int] = {"micro-batch": 2, "window": 1}
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What one rank asks of all.
-
-    Attributes:
-        number: For `ckpt.save()`: the how-manieth call of its rank this was, from 1. Calls with
-            one number, on whatever ranks, ask for one save. None: any save will do.
-    """
-
-    reason: str
-    action: Action
-    mode: Mode = "micro-batch"
-    seconds_left: float | None = None
-    tag: str | None = None
-    number: int | None = None
-
-    @classmethod
-    def from_json(cls, value: Any) -> Wish:
-        """Read what `asdict` wrote. Raises NoAgreement for anything else."""
-        return cls(
-            reason=_text(value, "reason"),
-            action=_one_of(value, "action", ("stop", "save")),
-            mode=_one_of(value, "mode", ("micro-batch", "window")),
-            seconds_left=_number(value, "seconds_left"),
-            tag=None if value.get("tag") is None else _text(value, "tag"),
-            number=None if value.get("number") is None else _integer(value, "number"),
-        )
+# None: no stop is known
+STRICTNESS: dict[Mode | None, int] = {"micro-batch": 2, "window": 1, None: 0}
 
 
 @dataclass(frozen=True)
@@ -63,33 +33,34 @@ class Publication:
 
     Attributes:
         round: From 1, in the order of the attempt.
-        passed: Boundaries the rank had passed when it opened the round; it passes no other
-            before it knows the decision.
-        can_save: Whether it could take a save now.
-        settled: It has read the decisions of all rounds up to this one.
+        passed: Boundaries passed by the rank when it opened the round; it passes no other before it
+            knows the decision.
+        can_save: True if the rank could take a save now.
+        settled: The rank has read the decisions of all rounds up to this one.
     """
 
     round: int
     rank: int
     passed: int
     can_save: bool = True
-    wish: Wish | None = None
+    notice: Notice | None = None
     settled: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """As it travels."""
-        return asdict(self)
+        """Return it as JSON for the store."""
+        body = asdict(self)
+        return {**body, "wish": body.pop("notice")}
 
     @classmethod
     def from_json(cls, value: Any) -> Publication:
-        """Read what `as_json` wrote. Raises NoAgreement for anything else."""
-        wish = _member(value, "wish")
+        """Parse the output of `as_json`. Raise NoAgreement for anything else."""
+        notice = _member(value, "wish")
         return cls(
             round=_integer(value, "round"),
             rank=_integer(value, "rank"),
             passed=_integer(value, "passed"),
             can_save=_member(value, "can_save") is True,
-            wish=None if wish is None else Wish.from_json(wish),
+            notice=None if notice is None else _parse_notice(notice),
             settled=_integer(value, "settled"),
         )
 
@@ -100,64 +71,64 @@ class Decision:
 
     Attributes:
         bound: Each rank acts at its first boundary with passed + 1 > bound.
-        failed: A save that all skip, or a stop that ends every rank with 71.
-        why: Why it failed.
-        number, tag: Of the save that was chosen.
+        notice: The notice to act on.
+        failed: True for a save that all skip, or a stop that ends every rank with 71.
+        why: Reason of the failure.
         settled: Every rank has read the decisions of all rounds up to this one.
     """
 
     round: int
-    action: Action
     bound: int
-    mode: Mode = "micro-batch"
-    reason: str = ""
-    seconds_left: float | None = None
-    tag: str | None = None
-    number: int | None = None
+    notice: Notice
     failed: bool = False
     why: str = ""
     settled: int = 0
 
+    @property
+    def stops(self) -> bool:
+        """Return True if the attempt ends with it, False for a save."""
+        return self.notice.action == "stop"
+
     def as_json(self) -> dict[str, Any]:
-        """As it travels."""
-        return asdict(self)
+        """Return it as flat JSON for the store."""
+        body = asdict(self)
+        return {**body, **body.pop("notice")}
 
     @classmethod
     def from_json(cls, value: Any) -> Decision:
-        """Read what `as_json` wrote. Raises NoAgreement for anything else."""
-        wish = Wish.from_json(value)
+        """Parse the output of `as_json`. Raise NoAgreement for anything else."""
         return cls(
             round=_integer(value, "round"),
             bound=_integer(value, "bound"),
+            notice=_parse_notice(value),
             failed=_member(value, "failed") is True,
             why=_text(value, "why"),
             settled=_integer(value, "settled"),
-            **asdict(wish),
         )
 
 
 def decide(publications: Sequence[Publication]) -> Decision:
-    """The decision that follows from all publications of a round. Pure; order does not matter.
+    """Return the decision for all publications of a round. Pure; order does not matter.
 
     Stop before save; the strictest mode (micro-batch before window); the smallest time left; the
-    largest `passed` as bound. Of several numbered saves the lowest number is taken, the others
-    get later rounds. A save is skipped (failed) unless every rank can save.
+    largest `passed` as bound. Of several numbered saves the lowest number is taken, the others get
+    later rounds. A save is skipped (failed) unless every rank can save.
 
-    Example: ranks that have passed 7, 9 and 8 boundaries, the second of which wants to stop,
-    get bound 9: each trains up to its 9th boundary and stops at the next.
+    Example: three ranks have passed 7, 9 and 8 boundaries, and the second asks for a stop. They get
+    bound 9: each trains up to its 9th boundary and stops at the next.
     """
     ordered = sorted(publications, key=lambda publication: publication.rank)
-    wishes = [publication.wish for publication in ordered if publication.wish is not None]
-    chosen = _chosen(wishes) or Wish("nobody asks for it any more", "save")
+    notices = [publication.notice for publication in ordered if publication.notice is not None]
+    chosen = _chosen(notices) or Notice("nobody asks for it any more", "save", "micro-batch")
     unable = [publication.rank for publication in ordered if not publication.can_save]
     why = f"rank {', '.join(map(str, unable))} cannot save now" if unable else ""
-    if not wishes:
+    if not notices:
         why = chosen.reason
     decision = Decision(
         round=ordered[0].round,
         bound=max(publication.passed for publication in ordered),
+        notice=chosen,
         settled=min(publication.settled for publication in ordered),
-        **asdict(chosen),
     )
     if chosen.action == "save" and why:
         return replace(decision, failed=True, why=why)
@@ -165,32 +136,45 @@ def decide(publications: Sequence[Publication]) -> Decision:
 
 
 def decide_without(publications: Sequence[Publication], world_size: int, round_: int) -> Decision:
-    """The failed decision of a round whose time ran out while publications were missing."""
+    """Return the failed decision of a round that timed out with publications missing."""
     missing = sorted(set(range(world_size)) - {publication.rank for publication in publications})
     why = f"no answer from rank {', '.join(map(str, missing))} in time"
     if not publications:
-        return Decision(round_, "save", bound=0, failed=True, why=why)
+        nothing = Notice("", "save", "micro-batch")
+        return Decision(round_, bound=0, notice=nothing, failed=True, why=why)
     return replace(decide(publications), failed=True, why=why, settled=0)
 
 
-def strictest(one: Mode, other: Mode) -> Mode:
-    """The mode that binds more: micro-batch before window."""
+def strictest(one: Mode | None, other: Mode | None) -> Mode | None:
+    """Return the stricter mode: micro-batch before window, and any before none."""
     return max(one, other, key=lambda mode: STRICTNESS[mode])
 
 
-def _chosen(wishes: Sequence[Wish]) -> Wish | None:
-    stops = [wish for wish in wishes if wish.action == "stop"]
+def _chosen(notices: Sequence[Notice]) -> Notice | None:
+    stops = [notice for notice in notices if notice.action == "stop"]
     if stops:
-        chosen = max(stops, key=lambda wish: STRICTNESS[wish.mode])
+        chosen = max(stops, key=lambda notice: STRICTNESS[notice.mode])
         return replace(chosen, seconds_left=_smallest(stops), number=None)
-    numbered = [wish for wish in wishes if wish.number is not None]
+    numbered = [notice for notice in notices if notice.number is not None]
     if numbered:
-        return min(numbered, key=lambda wish: wish.number or 0)
-    return wishes[0] if wishes else None
+        return min(numbered, key=lambda notice: notice.number or 0)
+    return notices[0] if notices else None
 
 
-def _smallest(wishes: Sequence[Wish]) -> float | None:
-    return min((w.seconds_left for w in wishes if w.seconds_left is not None), default=None)
+def _smallest(notices: Sequence[Notice]) -> float | None:
+    return min((n.seconds_left for n in notices if n.seconds_left is not None), default=None)
+
+
+def _parse_notice(value: Any) -> Notice:
+    """Parse a notice of another rank. Raise NoAgreement for anything else."""
+    return Notice(
+        reason=_text(value, "reason"),
+        action=_one_of(value, "action", ("stop", "save")),
+        mode=_one_of(value, "mode", ("micro-batch", "window")),
+        seconds_left=_number(value, "seconds_left"),
+        tag=None if value.get("tag") is None else _text(value, "tag"),
+        number=None if value.get("number") is None else _integer(value, "number"),
+    )
 
 
 def _member(value: Any, name: str) -> Any:

@@ -1,11 +1,10 @@
-"""Bytes between ranks, on a process group of our own.
+"""Exchange bytes between ranks, on a process group of our own.
 
-Gloo, whatever the training uses: the bytes come from files and go to memory of the CPU. The group
-is made by its members alone, over the attempt's store, and torch.distributed does not list it: the
-numbering and the collectives of the training's groups are what they would be without it.
+Gloo, regardless of the training's backend: the bytes come from files and go to CPU memory. The
+members alone make the group, over the attempt's store, and torch.distributed does not list it: the
+numbering and the collectives of the training's groups are unaffected.
 
 Threads: one. Foreign errors leave as `NoAgreement`.
-Floor 1. Uses: torch.distributed, errors, ranks.channel. Used by: lifecycle.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import torch
 import torch.distributed
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.channel import OverStore, own_connection
+from trainckpt.ranks.store import TorchStore, own_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainckpt.ranks.channel import Channel
+    from trainckpt.ranks.store import RankStore
 
     Message = tuple[int, int, memoryview]
-    Under = tuple[Any, Any]  # what waits for it, and what keeps its memory
+    Under = tuple[Any, Any]  # the work handle, and the tensor that keeps its memory
 
 CONNECT_S = 60.0  # for all members to have found each other
 
 
 def is_there() -> bool:
-    """Whether this torch can do it."""
+    """Return True if this torch supports the exchange."""
     return (
         torch.distributed.is_available()
         and torch.distributed.is_gloo_available()
@@ -43,13 +42,13 @@ class Exchange:
     """One member's side of a group: point to point, each call in turn on every member.
 
     Attributes:
-        timeout_s: How long each `swap` waits for another member.
+        timeout_s: Seconds each `swap` waits for another member.
     """
 
     def __init__(
-        self, channel: Channel, key: str, members: Sequence[int], timeout_s: float
+        self, channel: RankStore, key: str, members: Sequence[int], timeout_s: float
     ) -> None:
-        """Returns once all members have called it.
+        """Make the group; returns once all members have called it.
 
         Args:
             channel: Of all ranks.
@@ -62,7 +61,7 @@ class Exchange:
         """
         self._members, self._me = tuple(members), members.index(channel.world.rank)
         self.timeout_s = timeout_s
-        assert isinstance(channel, OverStore)
+        assert isinstance(channel, TorchStore)
         c10d: Any = torch.distributed
         try:
             store = c10d.PrefixStore(channel.full(key), own_connection(channel.store))
@@ -72,12 +71,12 @@ class Exchange:
             raise self._gone(f"could not reach ranks {list(members)[:20]}", error) from error
 
     def swap(self, to: int, data: memoryview, source: int, num_bytes: int) -> memoryview:
-        """Send `data` to one member and receive `num_bytes` from another; no bytes: nothing.
+        """Send `data` to one member and receive `num_bytes` from another; zero bytes are not sent.
 
         Args:
-            to, source: Places among the members.
-            data: Sent as it is when this returns.
-            num_bytes: As many as that member sends in its own call.
+            to, source: Indices among the members.
+            data: Fully sent when this returns.
+            num_bytes: The number of bytes that member sends in its own call.
 
         Raises:
             NoAgreement: either of them is gone, or did not do its part in time.
@@ -91,10 +90,10 @@ class Exchange:
         return memoryview(received)
 
     def begin(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[Under]:
-        """Let messages be on their way: (place among the members, tag, memory); none of no bytes.
+        """Start messages: (index among the members, tag, memory); empty messages are skipped.
 
-        Two members name the same tags; what one receives is as long as what the other sends. No
-        memory may be touched before `settle` has returned.
+        Two members use the same tags, and equal lengths for each message. No memory may be touched
+        before `settle` has returned.
 
         Raises:
             NoAgreement: a member is gone.
@@ -124,7 +123,7 @@ class Exchange:
             raise self._gone(f"lost one of {list(self._members)[:20]}", error) from error
 
     def close(self) -> None:
-        """Leave: members that still wait for this one get an error at once."""
+        """Leave the group: members still waiting for this one get an error at once."""
         self._group = None
 
     def _gone(self, what: str, error: Exception) -> NoAgreement:

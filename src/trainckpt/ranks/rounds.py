@@ -1,23 +1,22 @@
-"""How rounds travel through the store: keys, in the order they are written.
+"""Carry rounds through the store; its keys, in the order of writing:
 
     <k>/of/<rank>       the rank's publication; 1st
-    bell/<rank>/<k>     rung for every rank by whoever opens round k with a wish; 2nd.
-                        Each rank's listener waits for its own bell, which only it or an opener
-                        sets: so that a rank can wake itself to leave, and disturbs nobody.
-    <k>/answers         counter of publications; 3rd. Who brings it to the size of the world,
-                        those that left included, proposes at once: few messages per rank.
+    bell/<rank>/<k>     set for every rank by the rank that opens round k with a request; 2nd.
+                        Each rank's listener waits for its own bell. Only the rank itself or an
+                        opener sets it, so a rank can wake itself to leave without disturbing others
+    <k>/answers         counter of publications; 3rd. The rank that brings it to the world size,
+                        departed ranks included, proposes at once: few messages per rank
     <k>/decision        the first proposal stands
-    final/<rank>        the count of a rank that left; its answer to all rounds still to come
-    left                counter of those
+    final/<rank>        the count of a departed rank; its answer to all later rounds
+    left                counter of departed ranks
 
-The store keeps a key until it is deleted, and a run saves for weeks. So each publication says up
-to which round its rank has read all decisions, and each decision the least of these: up to there
-nobody reads anything any more. A rank's listener deletes what is the rank's own, rank 0's the rest:
-only whoever waits for a bell knows that it waits for a later one.
+The store keeps a key until it is deleted, and a run saves for weeks. So each publication names the
+round up to which its rank has read all decisions, and each decision the least of these: keys up to
+there have no reader any more. A rank's listener deletes the rank's own keys, rank 0's the rest:
+only the thread waiting for a bell knows that it waits for a later one.
 
 No collective here, and nothing blocks but `listen`.
-Threads: the watcher's, and whoever leaves. Floor 1. Uses: ranks.decision, ranks.channel.
-Used by: ranks.watcher.
+Threads: the watcher's, and any that leaves.
 """
 
 from __future__ import annotations
@@ -31,24 +30,23 @@ from trainckpt.errors import NoAgreement
 from trainckpt.ranks.decision import Decision, Publication, decide, decide_without
 
 if TYPE_CHECKING:
-    from trainckpt.ranks.channel import Channel
+    from trainckpt.ranks.store import RankStore
 
 
 class Rounds:
     """One rank's view of the rounds, over one store connection."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: RankStore) -> None:
         self._channel = channel
         self._rank, self._size = channel.world.rank, channel.world.size
         self._forgotten = 0  # rounds up to this one
 
     def publish(self, publication: Publication) -> Decision | None:
-        """Bring this rank's answer. Returns the decision if it was the last one missing."""
+        """Publish this rank's answer. Return the decision if it was the last one missing."""
         k = publication.round
         self._channel.put(f"{k}/of/{self._rank}", publication.as_json())
-        if publication.wish is not None:
-            wish = publication.wish
-            ring = {"by": self._rank, "seconds_left": wish.seconds_left, "action": wish.action}
+        if (notice := publication.notice) is not None:
+            ring = {"by": self._rank, "seconds_left": notice.seconds_left, "action": notice.action}
             self._channel.put_all({f"bell/{rank}/{k}": ring for rank in range(self._size)})
         answers = self._channel.count(f"{k}/answers")
         if answers + self._channel.count("left", 0) < self._size:
@@ -56,39 +54,42 @@ class Rounds:
         return self.try_to_decide(k)
 
     def publish_final(self, publication: Publication) -> None:
-        """This rank leaves: its answer to every round that it has not answered."""
+        """Publish this rank's departure: its answer to every unanswered round."""
         self._channel.put(f"final/{self._rank}", publication.as_json())
         self._channel.count("left")
 
     def try_to_decide(self, k: int) -> Decision | None:
-        """Propose a decision if all publications are there; the one that stands, or None."""
+        """Propose a decision if all publications exist; return the one that stands, or None."""
         found = self._publications(k)
         return self._propose(decide(found)) if len(found) == self._size else None
 
     def give_up(self, k: int) -> Decision:
-        """The time is over: propose "failed"; what stands may still be a decision."""
+        """Propose "failed" after the time limit; a decision may stand already and is returned
+        instead."""
         decision = self.try_to_decide(k)
         return decision or self._propose(decide_without(self._publications(k), self._size, k))
 
     def decision(self, k: int) -> Decision | None:
-        """The decision of round `k`, if there is one."""
+        """Return the decision of round `k`, or None."""
         value = self._channel.peek(f"{k}/decision")
         return None if value is None else Decision.from_json(value)
 
     def listen(self, k: int, timeout_s: float) -> None:
-        """Block until this rank's bell for round `k` rings. Own connection: it stalls others."""
+        """Block until this rank's bell for round `k` is set. Needs its own connection: it stalls
+        others."""
         self._channel.wait(f"bell/{self._rank}/{k}", timeout_s)
 
     def heard(self, k: int) -> dict[str, Any] | None:
-        """What this rank's bell for round `k` says, if it rang."""
+        """Return the value of this rank's bell for round `k`, if set."""
         value = self._channel.peek(f"bell/{self._rank}/{k}")
         return value if isinstance(value, dict) else None
 
     def forget(self, settled: int) -> None:
-        """Every rank has read the decisions of all rounds up to this one. The listener's thread.
+        """Delete keys of rounds whose decisions every rank has read, up to `settled`. Listener
+        thread.
 
-        The last of them stays: another thread of a slow rank may just be looking at it, and a store
-        waits for minutes for what was there when it was asked.
+        The last of them stays: another thread of a slow rank may just be reading it, and a store
+        waits for minutes for a key that existed at the time of the call.
         """
         settled -= 1
         rounds = range(self._forgotten + 1, settled + 1)
@@ -100,7 +101,7 @@ class Rounds:
             self._channel.forget(keys)
 
     def wake_listener(self, k: int) -> None:
-        """Ring this rank's own bell, so that its listener looks up."""
+        """Set this rank's own bell to wake its listener."""
         self._channel.put(f"bell/{self._rank}/{k}", {"by": self._rank, "seconds_left": None})
 
     def _propose(self, decision: Decision) -> Decision:
@@ -119,25 +120,25 @@ class Rounds:
 
 
 class Undecided(NamedTuple):
-    """A round that this rank has opened; monotonic times."""
+    """A round opened by this rank; monotonic times."""
 
     opened_s: float
     give_up_s: float
     stops: bool  # somebody wants to stop in it
 
     def now_left(self, seconds_left: float | None) -> float | None:
-        """What is left of `seconds_left`, which was true when the round was opened."""
+        """Return the rest of `seconds_left`, which was true when the round was opened."""
         return None if seconds_left is None else seconds_left - (time.monotonic() - self.opened_s)
 
 
 def decide_within(timeout_s: float, seconds_left: float | None) -> float:
-    """How long a round may stay undecided: half of what is left, the rest is for the save.
+    """Return how long a round may stay undecided: half of the time left, the rest is for the save.
 
-    At least a second, though: giving up sooner would only make sure of the loss.
+    At least a second, though: giving up sooner would only make the loss certain.
     """
     return timeout_s if seconds_left is None else min(timeout_s, max(seconds_left / 2, 1.0))
 
 
 def seconds_of(value: object) -> float | None:
-    """A duration that a bell told, if it is one."""
+    """Return a bell's duration as a float, or None if it is no number."""
     return float(value) if isinstance(value, (int, float)) else None

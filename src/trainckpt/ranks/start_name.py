@@ -1,15 +1,15 @@
-"""One name for this start of the ranks, which all of them agree on over their store.
+"""Agree on one name for this start of the ranks, over their store.
 
-The store may be that of a torchrun agent, and hold keys of starts before this one. No variable of
-the environment tells starts apart: TORCHELASTIC_RESTART_COUNT is another one on each agent once a
-single one has failed or joined. So rank 0 makes up a name, and gives it to whoever is there now:
+The store may be that of a torchrun agent, and hold keys of earlier starts. No environment variable
+tells starts apart: TORCHELASTIC_RESTART_COUNT differs between agents once a single one has failed
+or joined. So rank 0 makes up a name, and gives it to every present rank:
 
     rank r    puts a random word as its greeting, and waits for the name under that word
-    rank 0    answers each greeting that it finds, until every rank has said that it has the name
+    rank 0    answers each greeting it finds, until every rank has confirmed the name
 
-A greeting that is left of an older start is answered too, but nobody waits for that answer.
+A greeting left by an older start is answered too, but no rank waits for that answer.
 
-Threads: the training's. Floor 1. Uses: ranks.channel, errors. Used by: lifecycle.
+Threads: the training's.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import time
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.channel import WAITED, connect
+from trainckpt.ranks.store import WAITED, connect
 
 if TYPE_CHECKING:
-    from trainckpt.ranks.channel import Channel
+    from trainckpt.ranks.store import RankStore
     from trainckpt.ranks.world import World
 
 WITHIN_S = 600.0  # ranks may load a large model before they make their Checkpointer
@@ -53,7 +53,7 @@ def agree_on_name(world: World, within_s: float = WITHIN_S) -> str:
     return name
 
 
-def _answer(channel: Channel, name: str, within_s: float) -> None:
+def _answer(channel: RankStore, name: str, within_s: float) -> None:
     until_s, pause_s = time.monotonic() + within_s, LOOK_S
     waiting, answered = list(range(1, channel.world.size)), set[str]()
     while True:

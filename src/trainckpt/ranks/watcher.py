@@ -1,21 +1,20 @@
-"""The watcher: two threads that bring notices to the agreement while main trains.
+"""Bring notices to the ranks' agreement on two threads while main trains.
 
-Order of events, semantics section 3:
+Order of events:
 
-    a notice here         watch    opens the next round, publishes, rings every rank's bell
+    a notice here         watch    opens the next round, publishes, sets every rank's bell
     a bell                listen   answers every round up to that one, in order
-    all publications      whoever brought the last one proposes the decision
-    a decision            listen   reads it back, tells the agreement
+    all publications      the rank with the last one proposes the decision
+    a decision            listen   reads it back, passes it to the boundary gate
     time is over          listen   proposes "failed"; a failed stop ends this process with 71
 
-`watch` sleeps on the sources' descriptors and looks at the others once a second; it never blocks
-in the store, so that a second interrupt is seen. `listen` blocks in the store, on a connection
-of its own, while no round is undecided; with one open it looks every few milliseconds, because
-it then has deadlines to keep. One rank alone has no listener: its decisions are immediate.
+`watch` sleeps on the sources' descriptors and polls the others once a second; it never blocks in
+the store, so that a second interrupt is seen. `listen` blocks in the store, on a connection of its
+own, while no round is undecided. With one open it polls every few milliseconds, because it then has
+deadlines to keep. A single rank has no listener: its decisions are immediate.
 
 Threads: `start` and `stop` from the main thread (signals); `request`, `request_save` and
 `publish_final` from any. Background threads: no collectives here.
-Floor 1. Uses: ranks.agreement, ranks.rounds, ranks.wishes. Used by: lifecycle.
 """
 
 from __future__ import annotations
@@ -26,45 +25,46 @@ import selectors
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks import talking
-from trainckpt.ranks.channel import DAY_S
-from trainckpt.ranks.decision import Decision, Publication, Wish, decide
+from trainckpt.notice import Notice
+from trainckpt.ranks import threads
+from trainckpt.ranks.decision import Decision, Publication, decide
+from trainckpt.ranks.pending_requests import PendingRequests
 from trainckpt.ranks.rounds import Rounds, Undecided, decide_within, seconds_of
-from trainckpt.ranks.wake import Wake
-from trainckpt.ranks.wishes import Wishes
+from trainckpt.ranks.store import DAY_S
+from trainckpt.ranks.threads import SelfPipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainckpt.ranks.agreement import Agreement
-    from trainckpt.ranks.channel import Channel
-    from trainckpt.ranks.decision import Mode
-    from trainckpt.ranks.sources import Asked, Source
+    from trainckpt.notice import Mode, NoticeSource
+    from trainckpt.ranks.boundary_gate import BoundaryGate
+    from trainckpt.ranks.store import RankStore
 
 LOOK_INTERVAL_S, STOP_WITHIN_S = 1.0, 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S, RETRY_DECIDING_S = 0.001, 0.05, 0.5
 
 
 def end_with_71(_: str) -> None:
-    """What a failed stop does, wherever main is."""
+    """End the process after a failed stop, wherever main is."""
     os._exit(NoAgreement.exit_code)
 
 
 class Watcher:
-    """Sequence of calls: `start`, any number of requests, `publish_final`, `stop`.
+    """Watcher threads of one rank. Sequence of calls: `start`, requests, `publish_final`, `stop`.
 
     Attributes:
-        problems: What went wrong in sources and in the store, one sentence each, for the log.
+        problems: Errors of sources and of the store, one sentence each, for the log.
     """
 
     def __init__(
         self,
-        agreement: Agreement,
-        channel: Channel,
-        sources: Sequence[Source] = (),
+        agreement: BoundaryGate,
+        channel: RankStore,
+        sources: Sequence[NoticeSource] = (),
         *,
         mode: Callable[[float | None], Mode] = lambda _: "micro-batch",
         can_save: Callable[[], bool] = lambda: True,
@@ -73,21 +73,21 @@ class Watcher:
         on_lost: Callable[[str], object] = lambda _: None,
         decision_timeout_s: float = 20.0,
     ) -> None:
-        """Nothing runs before `start`.
+        """Store the arguments; nothing runs before `start`.
 
         Args:
             agreement: The boundary's side, this rank's.
             channel: Between the ranks, scoped to the attempt; one watcher per rank and scope.
-            sources: Who may bring notices.
-            mode: What a notice without a mode means, given the seconds left (None: unknown).
+            sources: Sources of notices.
+            mode: Returns the mode of a notice without one, given the seconds left (None: unknown).
                 Any thread; must not block.
-            can_save: Whether a save could be taken now. Called from any thread; must not block
-                and not raise.
-            on_stop: Called with the seconds left when a stop was decided, before main is told.
+            can_save: Returns True if a save could be taken now. Called from any thread; must not
+                block and not raise.
+            on_stop: Called with the seconds left after a stop is decided, before main learns of it.
             on_lost: Called with the reason when the store is gone: no more rounds.
             on_failed_stop: Called with the reason, from a watcher thread.
-            decision_timeout_s: How long a round may stay undecided; half of the notice's
-                `seconds_left` where that is less.
+            decision_timeout_s: Seconds a round may stay undecided; half of the notice's
+                `seconds_left` if that is less.
         """
         self.problems: list[str] = []
         self._agreement, self._channel, self._world = agreement, channel, channel.world
@@ -98,9 +98,9 @@ class Watcher:
         self._on_failed_stop = on_failed_stop
         self._on_lost = on_lost
         self._timeout_s = decision_timeout_s
-        self._lock = threading.RLock()  # rounds and wishes; held for no store call
+        self._lock = threading.RLock()  # rounds and requests; held for no store call
         self._sending = threading.RLock()  # keeps publications in the order of their rounds
-        self._wishes = Wishes()
+        self._pending = PendingRequests()
         self._answered = self._settled = self._forgotten = 0  # up to: here; by all; stops undone
         self._undecided: dict[int, Undecided] = {}
         self._outbox: deque[Publication] = deque()
@@ -114,7 +114,7 @@ class Watcher:
     def start(self) -> None:
         """Start the sources and the threads. Main thread, once, the same on all ranks."""
         self._pid = os.getpid()
-        self._wake = Wake()
+        self._wake = SelfPipe()
         for source in self._sources:
             source.start()
         loops = [self._watch]
@@ -125,40 +125,40 @@ class Watcher:
         self._running = True
         atexit.register(self._leave_at_exit)
         for loop in loops:
-            thread = talking.thread(self._guarded, f"trainckpt-{loop.__name__.strip('_')}", loop)
+            thread = threads.thread(self._guarded, f"trainckpt-{loop.__name__.strip('_')}", loop)
             self._threads.append(thread)
             thread.start()
 
-    def request(self, notice: Asked) -> None:
-        """Ask all ranks for what `notice` says. The caller's next boundary waits for the answer.
+    def request(self, notice: Notice) -> None:
+        """Ask all ranks for the notice's action. The caller's next boundary waits for the answer.
 
-        A stop that was asked for already, as strict or stricter, opens no round. A save asked for
-        while a round is undecided is merged with it if that becomes a save, and one asked for
-        while a decided save is still to be taken is that save (with a tag it is another one).
+        A stop requested already, as strict or stricter, opens no round. A save requested while a
+        round is undecided is merged with it if that becomes a save. A save requested while a
+        decided one has still to be taken is that save (with a tag it is another one).
         """
         any_save_will_do = notice.action == "save" and notice.tag is None
         if any_save_will_do and self._agreement.has_save_to_come():
             return
         mode = notice.mode or self._mode_of(notice.seconds_left)
-        self._want(Wish(notice.reason, notice.action, mode, notice.seconds_left, notice.tag))
+        self._want(replace(notice, mode=mode))
 
     def request_save(self, number: int, tag: str | None = None) -> None:
         """Ask for the save of this rank's `number`-th `ckpt.save()`, counted from 1.
 
         Nothing happens if a round has decided that save already. While a round is undecided the
-        request waits, and gets the next round unless it was that very save.
+        request waits, and gets the next round unless the round decides that very save.
         """
-        self._want(Wish("ckpt.save()", "save", tag=tag, number=number))
+        self._want(Notice("ckpt.save()", "save", "micro-batch", tag=tag, number=number))
 
     def forget_stop(self, round_: int) -> None:
-        """All ranks go on after this round's stop, and forget those up to it, heard of or not."""
+        """Undo this round's stop on all ranks, and forget all rounds up to it, received or not."""
         with self._lock:
             self._forgotten = max(self._forgotten, round_)
-            self._wishes.forget_stop()
+            self._pending.forget_stop()
         self._agreement.forget_stop(round_)
 
     def publish_final(self) -> None:
-        """This rank leaves: no boundary counts any more, and no round waits for this rank.
+        """Publish this rank's departure: no boundary counts any more, and no round waits for it.
 
         After `close()`'s last barrier, or at once after an exception or a stop.
         """
@@ -202,28 +202,28 @@ class Watcher:
 
     @property
     def lost(self) -> bool:
-        """Whether the store is gone: what is asked for from now on is not agreed on any more."""
+        """Return True if the store is gone: later requests are not agreed on any more."""
         return self._lost is not None
 
-    # Wishes become rounds. Any thread.
+    # Requests become rounds. Any thread.
 
-    def _want(self, wish: Wish) -> None:
+    def _want(self, notice: Notice) -> None:
         with self._lock:
             if not self._running or self._agreement.finished:
                 return
-            self._wishes.add(wish)
+            self._pending.add(notice)
             self._open_rounds()
-            cannot_stop = self._lost is not None and self._wishes.unmet_stop()
+            cannot_stop = self._lost is not None and self._pending.unmet_stop()
         if cannot_stop:
             self._fail_stop(str(self._lost))
         self._wake.ring()
 
     def _open_rounds(self) -> None:
-        while self._lost is None and (wish := self._wishes.to_bring(self._undecided)):
-            self._answer(wish, wish.seconds_left)
+        while self._lost is None and (notice := self._pending.to_bring(self._undecided)):
+            self._answer(notice, notice.seconds_left)
 
     def _answer(
-        self, wish: Wish | None, seconds_left: float | None, *, stops: bool = False
+        self, notice: Notice | None, seconds_left: float | None, *, stops: bool = False
     ) -> None:
         """Add the next round to the open ones, and put this rank's answer into the outbox."""
         self._answered += 1
@@ -231,11 +231,18 @@ class Watcher:
         passed = self._agreement.open_round(k)
         can_save = not self._agreement.finished and self._can_save()
         settled = min(self._undecided, default=k) - 1
-        publication = Publication(k, self._world.rank, passed, can_save, wish, settled)
-        self._wishes.asked(k, wish)
+        publication = Publication(
+            round=k,
+            rank=self._world.rank,
+            passed=passed,
+            can_save=can_save,
+            notice=notice,
+            settled=settled,
+        )
+        self._pending.asked(k, notice)
         within_s = decide_within(self._timeout_s, seconds_left)
         now_s = time.monotonic()
-        stops = stops or (wish is not None and wish.action == "stop")
+        stops = stops or (notice is not None and notice.action == "stop")
         self._undecided[k] = Undecided(now_s, now_s + within_s, stops)
         if self._world.size == 1:
             self._take(decide([publication]))
@@ -248,14 +255,14 @@ class Watcher:
             entry = self._undecided.pop(decision.round, None)
             if entry is None:
                 return
-            stops = decision.action == "stop" and decision.round > self._forgotten
-            self._wishes.settle(decision, is_forgotten=decision.round <= self._forgotten)
+            stops = decision.stops and decision.round > self._forgotten
+            self._pending.settle(decision, is_forgotten=decision.round <= self._forgotten)
             self._settled = max(self._settled, decision.settled)
         if stops and not self._agreement.finished:
             if decision.failed:
-                self._fail_stop(decision.why)  # before main is told: it does not return
+                self._fail_stop(decision.why)  # before main learns of it: this call does not return
             else:
-                self._on_stop(entry.now_left(decision.seconds_left))
+                self._on_stop(entry.now_left(decision.notice.seconds_left))
         self._agreement.decided(decision)
         with self._lock:
             self._open_rounds()
@@ -267,14 +274,14 @@ class Watcher:
             self._on_failed_stop(why)
 
     def _send(self) -> None:
-        """Publish what is in the outbox. No lock of ours is held over a store call but this."""
+        """Publish the outbox. No lock of ours is held over a store call but this."""
         with self._sending:
             while self._outbox and self._lost is None:
                 decision = self._mouth.publish(self._outbox.popleft())
                 if decision is not None:
                     self._take(decision)
 
-    # The thread that sleeps on descriptors.
+    # The thread on the descriptors.
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -294,7 +301,7 @@ class Watcher:
                     self._ask(source)
                 self._guarded(self._send)
 
-    def _ask(self, source: Source) -> None:
+    def _ask(self, source: NoticeSource) -> None:
         try:
             for notice in source.poll():
                 self.request(notice)
@@ -303,7 +310,7 @@ class Watcher:
             if problem not in self.problems:
                 self.problems.append(problem)
 
-    # The thread that listens to the store.
+    # The thread on the store.
 
     def _listen(self) -> None:
         while not self._stopping.is_set() and self._lost is None:
@@ -316,14 +323,14 @@ class Watcher:
         if self._stopping.is_set():
             return
         if idle:
-            self._ears.forget(settled)  # all of them before the one that is listened for
+            self._ears.forget(settled)  # all rounds before the awaited one
             self._ears.listen(self._listening_for, 7 * DAY_S)
             self._hear()
         else:
             self._settle_rounds()
 
     def _hear(self) -> None:
-        """Answer the next round if its bell rang and this rank has not answered it."""
+        """Answer the next round if its bell is set and this rank has not answered it."""
         with self._lock:
             k = self._answered + 1
         bell = self._mouth.heard(k)
@@ -331,13 +338,14 @@ class Watcher:
             return
         with self._lock:
             if k == self._answered + 1:
-                wish = self._wishes.to_bring(self._undecided)
+                notice = self._pending.to_bring(self._undecided)
                 left, stops = seconds_of(bell.get("seconds_left")), bell.get("action") == "stop"
-                self._answer(wish, left, stops=stops)
+                self._answer(notice, left, stops=stops)
         self._send()
 
     def _settle_rounds(self) -> None:
-        """Until no round is undecided: read decisions, keep deadlines, answer further rounds."""
+        """Read decisions, keep deadlines, and answer further rounds, until no round is
+        undecided."""
         pause_s, next_try = FIRST_PAUSE_S, time.monotonic() + RETRY_DECIDING_S
         while self._undecided and not self._stopping.is_set():
             self._hear()
@@ -382,9 +390,9 @@ class Watcher:
         with self._lock:
             first = self._lost is None
             self._lost = self._lost or error
-            # A rank that only answered knows from the bell that others want to stop.
+            # A rank without a request learns of a stop from the bell.
             stopping = any(entry.stops for entry in self._undecided.values())
-            stopping = stopping or (self._wishes.stop_mode is not None and bool(self._undecided))
+            stopping = stopping or (self._pending.stop_mode is not None and bool(self._undecided))
         if not first or not self._running:
             return
         if not self._agreement.finished:
@@ -395,6 +403,6 @@ class Watcher:
         self._agreement.broken(error)
 
     def _leave_at_exit(self) -> None:
-        """A thread that wakes in a dying interpreter crashes it: end before that."""
+        """End the threads at exit: one that wakes in a dying interpreter crashes it."""
         self.publish_final()
         self.stop()

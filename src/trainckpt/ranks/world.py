@@ -1,7 +1,4 @@
-"""Who we are among the ranks: asked once, when a Checkpointer is made.
-
-Floor 1. Uses: torch.distributed, errors. Used by: this room and lifecycle.
-"""
+"""Read this process's place among the ranks, once, as a Checkpointer is made."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class World:
 
     Attributes:
         rank: 0 to size - 1, over all hosts.
-        size: How many ranks there are.
+        size: Number of ranks.
         local_rank: This rank's number on its own host.
         host: Name of that host.
     """
@@ -34,7 +31,7 @@ class World:
 
 
 def current_world() -> World:
-    """The world of `torch.distributed`, or one rank where no process group was made.
+    """Return the world of `torch.distributed`, or one rank if no process group exists.
 
     Raises:
         ConfigurationError: a launcher started several ranks, and the group is not there yet.
@@ -54,7 +51,8 @@ def current_world() -> World:
 
 
 def collective_timeout_s() -> float:
-    """Return how long training's own collectives wait for a rank; infinity if that is not known."""
+    """Return how long training's own collectives wait for a rank, in seconds; infinity if
+    unknown."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return math.inf
     try:
@@ -63,7 +61,7 @@ def collective_timeout_s() -> float:
         group: Any = distributed_c10d._get_default_group()
         backends = [group._get_backend(device) for device in group._device_types]
         found = [backend.options._timeout.total_seconds() for backend in backends]
-    except (AttributeError, RuntimeError, ValueError):  # of a backend that has no such options
+    except (AttributeError, RuntimeError, ValueError):  # a backend without such options
         return math.inf
     return min(found, default=math.inf)
 

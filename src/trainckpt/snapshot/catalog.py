@@ -1,12 +1,11 @@
-"""The catalog: which snapshots exist, and why others are refused. The mirror of `commit`.
+"""List the snapshots of a run, with the reason why one is refused. The mirror of `commit`.
 
-Readers fence: a candidate is a snapshot on the ancestry of the newest attempt. What a zombie
-committed after its successor had begun, or what `resume --at` left behind, is an *abandoned
-branch*: listed, and used only by name. Listing reads manifests and file lengths, not the data;
-every digest is verified when the data is read.
+Readers fence: a usable snapshot is on the ancestry of the newest attempt. A commit by a zombie
+after its successor began, or one that `resume --at` left behind, is an *abandoned branch*: listed,
+and used only by name. Listing reads manifests and file lengths; digests are verified when data is
+read.
 
-A folder whose snapshot was pruned, and whose files are kept because newer snapshots refer to them,
-is no candidate, and not in the catalog: see `prune`.
+A pruned snapshot's folder, with files that newer snapshots refer to, is not listed (see `prune`).
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
-from trainckpt.format.attempt import UNDECIDED
+from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from trainckpt.format.attempt import AttemptRecord
+    from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.files import FileEntry
     from trainckpt.format.manifest import Manifest
-    from trainckpt.tiers.base import Readable, Tier
+    from trainckpt.storage.base import Readable, Tier
 
     Parse = Callable[[bytes, str], Manifest]  # as `manifests.load`
 
@@ -39,14 +38,14 @@ ABANDONED = "abandoned branch: a later attempt did not begin from it"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A snapshot's folder and what is known of it without reading its data.
+    """A snapshot's folder and the facts known without reading its data.
 
     Attributes:
         name: From the folder's name.
-        manifest: None if it is missing or damaged.
+        manifest: None if missing or damaged.
         usable: True if a resume may try it unasked.
-        reason: Why not, else "".
-        tiers: Names of those that hold it whole; where none does, but all together, of those.
+        reason: Why it is not usable, else "".
+        tiers: Names of tiers with a complete copy; if only all tiers together have one, of those.
     """
 
     name: SnapshotName
@@ -62,14 +61,14 @@ def read_catalog(
     attempts: Mapping[int, AttemptRecord],
     parse: Parse = manifests.load,
 ) -> tuple[Candidate, ...]:
-    """All snapshots of the run, newest first by (attempt, sequence).
+    """Return all snapshots of the run, newest first by (attempt, sequence).
 
     Args:
-        tier, run, attempts: Where, of which run, and the attempts that it is known to have had.
-        parse: Makes manifests of their bytes.
+        tier, run, attempts: The tier, the run's id, and its known attempts.
+        parse: Parses a manifest's bytes.
 
     Raises:
-        TierUnavailable: the tier denied a look; never reported as an empty catalog.
+        TierUnavailable: the tier refused; never reported as an empty catalog.
     """
     return read_copies((tier,), run, attempts, parse)
 
@@ -80,9 +79,9 @@ def read_copies(
     attempts: Mapping[int, AttemptRecord],
     parse: Parse = manifests.load,
 ) -> tuple[Candidate, ...]:
-    """All snapshots of the run in all of its tiers; as `read_catalog`.
+    """Return all snapshots of the run over all its tiers; as `read_catalog`.
 
-    A snapshot is one if a valid manifest of it is found, and each file it names, in any tier.
+    A snapshot counts if some tier has a valid manifest, and each file it names is in some tier.
     """
     found: dict[SnapshotName, list[Tier]] = {}
     for tier in tiers:
@@ -93,7 +92,10 @@ def read_copies(
     sizes = {tier.name: cache(tier.size) for tier in tiers}  # many may refer to one file
     listed = []
     for name in sorted(found, reverse=True):
-        looks = [(t.name, _look(t, run, name, reach, sizes[t.name], parse)) for t in found[name]]
+        looks = [
+            (t.name, _look(t, run, name, reach=reach, size_of=sizes[t.name], parse=parse))
+            for t in found[name]
+        ]
         listed.append(_merged(looks, list(sizes.values()), reach))
     reached = {folder for candidate in listed for folder in reached_folders(candidate.manifest)}
     return tuple(c for c in listed if c.reason != NOT_COMMITTED or c.name not in reached)
@@ -104,7 +106,7 @@ def _merged(
     sizes: Sequence[Callable[[str], int | None]],
     reach: Mapping[int, float],
 ) -> Candidate:
-    """What is known of one snapshot, by the tiers that have anything of it, nearest first."""
+    """Merge the views of one snapshot from the tiers that have some of it, nearest first."""
     whole = [(tier, look) for tier, look in looks if look.reason in ("", ABANDONED)]
     if whole:
         return replace(whole[0][1], tiers=tuple(tier for tier, _ in whole))
@@ -123,7 +125,7 @@ def _merged(
 
 
 def _is_there(manifest: Manifest, sizes: Sequence[Callable[[str], int | None]]) -> bool:
-    """Whether each file is in some tier as long as it was written."""
+    """Return True if each file is in some tier with its full length."""
     return all(any(s(key) == file.num_bytes for s in sizes) for key, file in _files(manifest))
 
 
@@ -138,20 +140,20 @@ def _files(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
 
 
 def reached_folders(manifest: Manifest | None) -> set[SnapshotName]:
-    """The older snapshots whose files this one refers to."""
+    """Return the older snapshots whose files this one refers to."""
     return {names.reached_file(file.name)[0] for file in manifest.reached} if manifest else set()
 
 
 def ancestry(
     attempts: Mapping[int, AttemptRecord], found: Iterable[SnapshotName]
 ) -> dict[int, float]:
-    """Attempt -> highest sequence number of it that the newest attempt descends from.
+    """Return attempt -> highest of its sequence numbers that the newest attempt descends from.
 
-    An attempt that has not decided its parent (it died first, or is deciding now) descends from
-    whatever its predecessor does.
+    An attempt without a decided parent (it died first, or is deciding) has its predecessor's
+    ancestry.
     """
     reach: dict[int, float] = {}
-    begun, most = None, float("inf")  # from which attempt the one above began, and how far
+    begun, most = None, float("inf")  # the parent of the attempt above, and its sequence
     for at in sorted({*attempts, *(name.attempt for name in found)}, reverse=True):
         if at < 1 or (begun is not None and at > begun):
             continue
@@ -170,7 +172,7 @@ def ancestry(
 def load_manifest(
     tier: Readable, run: str, name: SnapshotName, parse: Parse = manifests.load
 ) -> Manifest:
-    """The manifest of one snapshot, checked to be the one its place promises.
+    """Return the manifest of one snapshot, checked against its run and folder.
 
     Raises:
         UnusableSnapshot: missing, damaged, of another run, or in another snapshot's folder.
@@ -185,9 +187,9 @@ def load_manifest(
 
 
 def find(candidates: Iterable[Candidate], wanted: str, run: str = "RUN") -> Candidate:
-    """The candidate that `wanted` names: a full name, an id, a tag, or "latest".
+    """Return the candidate named `wanted`: a full name, an id, a tag, or "latest".
 
-    An id or tag that several share means the newest usable one. `run` is what the hint calls it.
+    For a shared id or tag, the newest usable one. `run`: the run's name in the error's hint.
 
     Raises:
         UnusableSnapshot: there is none.
@@ -213,6 +215,7 @@ def _look(
     tier: Tier,
     run: str,
     name: SnapshotName,
+    *,
     reach: Mapping[int, float],
     size_of: Callable[[str], int | None],
     parse: Parse,

@@ -1,17 +1,16 @@
-"""Parity: a few more members from which as many lost ones of a set can be computed again.
+"""Compute parity members, from which as many lost members of a set can be rebuilt.
 
-A set has `num_data` members that hold bytes and `num_parity` that hold sums of them over GF(2^8),
-the field of the polynomial 0x11D. Parity j is the sum of (2^j)^i times member i: XOR for j = 0, as
-RAID-6 for j = 1. Of two or three such rows every square submatrix can be inverted, for they are
-generalized Vandermonde rows whose nodes 2^i and 4^i differ for all i < 255; of four it is not true
-any more, so a code of more than three takes Cauchy rows instead, of which it always is.
+A set has `num_data` members with bytes and `num_parity` with sums of them over GF(2^8), the field
+of the polynomial 0x11D. Parity j is the sum of (2^j)^i times member i: XOR for j = 0, as RAID-6
+for j = 1. Of two or three such rows every square submatrix can be inverted: they are generalized
+Vandermonde rows whose nodes 2^i and 4^i differ for all i < 255. Four rows lose that property, so a
+code has at most three parities.
 
-A sum by Horner's rule needs one doubling for each member; the doubling works on whole vectors of
-bytes (shift, mask, add, XOR), in blocks that stay in a core's cache. NumPy's loops over bytes were
-measured faster here than its loops over 64-bit words, and than torch's over either.
+A sum by Horner's rule needs one doubling per member. Doubling works on whole vectors of bytes
+(shift, mask, add, XOR), in blocks that stay in a core's cache. Measured here, NumPy's byte loops
+beat its 64-bit loops and torch's.
 
-A shorter member counts as if zeros followed. Bytes are never looked at otherwise: what comes out is
-verified by digests like everything that is read.
+A shorter member counts as if zeros followed. Results are verified by digests, like any data read.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.parity_file import MAX_PARITIES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 POLYNOMIAL = 0x11D
 MAX_MEMBERS = 255
 BLOCK_BYTES = 128 << 10  # of each of about five operands, in a core's cache of a megabyte
-_HORNER_ROWS = 3  # parities up to which powers of two do
 _REDUCE = POLYNOMIAL & 0xFF
 
 
@@ -43,43 +42,41 @@ _POWERS, _LOGS = _tables()
 
 
 def check_available() -> None:
-    """Raises `ConfigurationError` if NumPy is not installed."""
+    """Raise `ConfigurationError` if NumPy is not installed."""
     _numpy()
 
 
 def multiply(a: int, b: int) -> int:
-    """Product in the field."""
+    """Return the product in the field."""
     return _POWERS[_LOGS[a] + _LOGS[b]] if a and b else 0
 
 
 def inverse(a: int) -> int:
-    """1 / a in the field; `a` is not 0."""
+    """Return 1 / a in the field; `a` is not 0."""
     return _POWERS[255 - _LOGS[a]]
 
 
 def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
-    """The factor of every data member in every parity.
+    """Return the factor of every data member in every parity.
 
     Raises:
-        ValueError: no such code: a number below one, or more than 255 members.
+        ValueError: a number below one, more than three parities, or more than 255 members.
     """
-    if num_data < 1 or num_parity < 1 or num_data + num_parity > MAX_MEMBERS:
+    is_code = num_data >= 1 and 1 <= num_parity <= MAX_PARITIES
+    if not is_code or num_data + num_parity > MAX_MEMBERS:
         raise ValueError(f"no code of {num_data} + {num_parity} members")
-    if num_parity <= _HORNER_ROWS:
-        return [[_POWERS[row * i % 255] for i in range(num_data)] for row in range(num_parity)]
-    return [[inverse(row ^ (num_parity + i)) for i in range(num_data)] for row in range(num_parity)]
+    return [[_POWERS[row * i % 255] for i in range(num_data)] for row in range(num_parity)]
 
 
-def encode(data: Sequence[memoryview], into: Mapping[int, memoryview], num_parity: int) -> None:
+def encode(data: Sequence[memoryview], into: Mapping[int, memoryview]) -> None:
     """Compute parities of `data`.
 
     Args:
         data: The members, none longer than a parity.
-        into: Number of a parity, from 0 -> memory for it, all of one length; filled.
-        num_parity: How many the code has.
+        into: Number of a parity, from 0 -> memory to fill, all of one length.
     """
     targets = dict(zip(into, _arrays(list(into.values())), strict=True))
-    _sum(dict(enumerate(_arrays(data))), targets, len(data), num_parity)
+    _sum(dict(enumerate(_arrays(data))), targets, len(data))
 
 
 def rebuild(
@@ -88,13 +85,13 @@ def rebuild(
     num_data: int,
     num_parity: int,
 ) -> None:
-    """Compute lost members from those that are left.
+    """Compute lost members from the remaining ones.
 
     Args:
-        present: Number of a member -> its bytes; data members come first, then parities. At least
-            `num_data` of them.
-        into: Number of a lost member -> memory for it, all of one length; filled, with zeros behind
-            the end of what was shorter. All data members that are not present are among them.
+        present: Number of a member -> its bytes, at least `num_data` of them. Data members are
+            numbered first, then parities.
+        into: Number of a lost member -> memory to fill, all of one length; shorter members are
+            followed by zeros. Must include every data member not in `present`.
         num_data, num_parity: Of the code.
 
     Raises:
@@ -106,22 +103,22 @@ def rebuild(
     parities, rows = recipe(sorted(there), lost, num_data, num_parity)
     data = {number: each for number, each in there.items() if number < num_data}
     if lost:
-        # What is missing from each parity that is left is a sum of the lost members alone.
+        # The present members' sum, taken from a parity, leaves a sum of the lost members alone.
         missing = {row: _numpy().empty(len(made[lost[0]]), "int8") for row in parities}
-        _sum(data, missing, num_data, num_parity)
+        _sum(data, missing, num_data)
         for row, each in missing.items():
             part = each[: len(there[num_data + row])]
             part ^= there[num_data + row][: len(part)]
         _combine(rows, [missing[row] for row in parities], [made[number] for number in lost])
         data.update({number: made[number] for number in lost})
     again = {number - num_data: each for number, each in made.items() if number >= num_data}
-    _sum(data, again, num_data, num_parity)
+    _sum(data, again, num_data)
 
 
 def recipe(
     present: Sequence[int], lost: Sequence[int], num_data: int, num_parity: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Parities that are used for lost data members, and the factors of what is missing from each.
+    """Return the parities to use for lost data members, and the inverted matrix of their factors.
 
     Raises:
         ValueError: too few are present.
@@ -134,7 +131,7 @@ def recipe(
 
 
 def _inverted(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
-    """By Gauss and Jordan."""
+    """Invert the matrix by Gauss-Jordan elimination."""
     size = len(matrix)
     rows = [[*row, *(int(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for column in range(size):
@@ -150,16 +147,9 @@ def _inverted(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
     return [row[size:] for row in rows]
 
 
-def _sum(
-    sources: Mapping[int, Any], targets: Mapping[int, Any], num_data: int, num_parity: int
-) -> None:
-    """Parity -> its memory, filled with the sum of the data members that there are."""
+def _sum(sources: Mapping[int, Any], targets: Mapping[int, Any], num_data: int) -> None:
+    """Fill each parity's memory with the sum of the given data members."""
     if not targets:
-        return
-    if num_parity > _HORNER_ROWS:
-        every, numbers = parity_rows(num_data, num_parity), sorted(sources)
-        rows = [[every[row][number] for number in numbers] for row in targets]
-        _combine(rows, [sources[number] for number in numbers], list(targets.values()))
         return
     length = len(next(iter(targets.values())))
     scratch = _numpy().empty(BLOCK_BYTES, "int8")
@@ -173,7 +163,7 @@ def _sum(
 
 
 def _horner(blocks: Sequence[Any], targets: Mapping[int, Any], scratch: Any) -> None:
-    """Row -> the sum of (2^row)^i times block i, which are given from the last to the first."""
+    """Fill each row with the sum of (2^row)^i times block i; blocks come last to first."""
     for target in targets.values():
         target[:] = 0
     begun = False
@@ -188,7 +178,7 @@ def _horner(blocks: Sequence[Any], targets: Mapping[int, Any], scratch: Any) -> 
 
 
 def _combine(rows: Sequence[Sequence[int]], sources: Sequence[Any], targets: Sequence[Any]) -> None:
-    """targets[r] = sum of rows[r][i] * sources[i]: every source doubled as often as any needs."""
+    """Set targets[r] to the sum of rows[r][i] * sources[i], sharing the doublings of a source."""
     doubled, scratch = (_numpy().empty(BLOCK_BYTES, "int8") for _ in range(2))
     for first in range(0, len(targets[0]), BLOCK_BYTES):
         outs = [target[first : first + BLOCK_BYTES] for target in targets]
@@ -209,7 +199,7 @@ def _combine(rows: Sequence[Sequence[int]], sources: Sequence[Any], targets: Seq
 
 
 def _double(value: Any, scratch: Any) -> None:
-    """Times two, in place: what leaves a byte at the top comes back as the polynomial."""
+    """Double in place: a bit shifted out at the top comes back as the polynomial."""
     np = _numpy()
     np.right_shift(value, 7, out=scratch)  # signed: all bits set where the top one was
     scratch &= _REDUCE
@@ -222,7 +212,7 @@ def _arrays(members: Sequence[memoryview]) -> list[Any]:
 
 
 def _numpy() -> Any:
-    """NumPy, which only parity needs.
+    """Return NumPy, needed by parity alone.
 
     Raises:
         ConfigurationError: it is not installed.

@@ -1,43 +1,49 @@
-"""Prune: delete what the retention policy no longer keeps.
+"""Delete snapshots: by the retention policy, or in a cleanup by the user.
 
-Never the newest usable snapshot, never a tagged one, never anything of a newer attempt, and no
-abandoned branch: somebody who resumed elsewhere may want it back by name. Garbage of saves that are
-over goes too.
+`prune` runs in the live attempt. It keeps the newest usable snapshot, tagged ones, anything of a
+newer attempt and abandoned branches, since a user may resume one by name. It also removes garbage
+of finished saves. Order:
 
-    1. its manifest   the snapshot does not exist any more
-    2. its files      but those that a snapshot which stays refers to: each is kept, in its folder,
-                      until none does
-    3. its folder     if nothing is left in it
+    1. the manifest   the snapshot stops existing
+    2. its files      except those a remaining snapshot refers to; each stays in its folder until
+                      no snapshot refers to it
+    3. the folder     if empty
 
-Whatever a crash leaves undone is garbage, never half a snapshot, and goes the next time. A save in
-flight refers only to what the newest snapshot holds or refers to, so all of that is there still.
+A crash in between leaves garbage for the next prune, never half a snapshot. A save in flight
+refers only to files the newest snapshot holds or refers to, so none of those are deleted.
+
+`plan_sweep` decides what a user's cleanup may delete besides: snapshots beyond a smaller limit,
+files of dead attempts, abandoned branches on request. Always kept: the newest usable snapshot,
+tagged ones, damaged ones (their bytes may be wanted), a live attempt's start and its uncommitted
+files. Plans are pure; `prune` deletes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import names, shard_file
-from trainckpt.snapshot.catalog import NOT_COMMITTED, Candidate, reached_folders
+from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, reached_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from trainckpt.format.names import SnapshotName
-    from trainckpt.tiers.base import Tier
+    from trainckpt.storage.base import Tier
 
 
 def plan_prune(
     candidates: Iterable[Candidate], *, keep_last: int, attempt: int, keep: Collection[str] = ()
 ) -> tuple[SnapshotName, ...]:
-    """Decide what to delete. Pure.
+    """Return the snapshots to delete. Pure.
 
     Args:
         candidates: The catalog, newest first.
         keep_last: Usable snapshots to keep, at least 1.
-        attempt: The newest attempt, which is doing this; nothing of its own that is
-            uncommitted is touched: it may be a save in flight.
+        attempt: The newest attempt, which prunes. Its uncommitted folders are skipped, as one may
+            be a save in flight.
         keep: Full names to keep whatever the policy says.
     """
     kept, doomed, candidates = 0, [], tuple(candidates)
@@ -57,7 +63,7 @@ def plan_prune(
 
 
 def last_committed(candidates: Iterable[Candidate]) -> dict[int, int]:
-    """Attempt -> the newest sequence number that it has committed."""
+    """Return attempt -> its newest committed sequence number."""
     found: dict[int, int] = {}
     for candidate in candidates:
         if candidate.manifest is not None:
@@ -67,12 +73,12 @@ def last_committed(candidates: Iterable[Candidate]) -> dict[int, int]:
 
 
 def is_over(name: SnapshotName, committed: Mapping[int, int]) -> bool:
-    """Whether a save was followed by a committed one: an attempt takes one at a time."""
+    """Return True if a later save of the attempt was committed: an attempt saves one at a time."""
     return name.sequence < committed.get(name.attempt, 0)
 
 
 def left_folders(candidates: Collection[Candidate]) -> tuple[SnapshotName, ...]:
-    """Snapshots that were pruned before, and of which files were kept for others then. Pure."""
+    """Return pruned snapshots with files that others still refer to. Pure."""
     there = {candidate.name for candidate in candidates}
     reached = (reached_folders(candidate.manifest) for candidate in candidates)
     return tuple(sorted(set().union(*reached) - there))
@@ -81,13 +87,12 @@ def left_folders(candidates: Collection[Candidate]) -> tuple[SnapshotName, ...]:
 def kept_files(
     tier: Tier, candidates: Iterable[Candidate], doomed: Collection[SnapshotName]
 ) -> frozenset[str]:
-    """Older files that what stays refers to, as `s2~1.2/rank00000.safetensors`.
+    """Return older files the remaining snapshots refer to, as `s2~1.2/rank00000.safetensors`.
 
-    Of a snapshot whose manifest cannot be read, or is not written yet, the headers of its files
-    tell it.
+    For a snapshot with an unreadable or unwritten manifest, its files' headers list them.
 
     Raises:
-        TierUnavailable: the tier denied a look; then nothing may be deleted.
+        TierUnavailable: the tier refused; then nothing may be deleted.
     """
     found: set[str] = set()
     for candidate in candidates:
@@ -105,22 +110,20 @@ def prune(
     kept: Collection[str],
     *,
     unless: Callable[[], bool] = lambda: False,
-    reuse: Collection[SnapshotName] = (),
 ) -> None:
-    """Delete the named snapshots and, of `left_folders`, what nobody needs any more.
+    """Delete the named snapshots, except the files to keep.
 
     Args:
         tier: Where they lie.
-        doomed: In this order.
-        kept: Files in them that stay, from `kept_files`.
-        unless: Nothing more is deleted once it holds.
-        reuse: Of these, files may be written over: nobody has them open to write.
+        doomed: Snapshots to delete, in this order.
+        kept: Files in them to keep, from `kept_files`.
+        unless: Nothing more is deleted once it returns True.
     """
     for name in doomed:
         if unless():
             return
         tier.remove(f"{name.folder}/{names.MANIFEST}")
-        tier.remove_folder(name.folder, keep=files_in(name, kept), reuse=name in reuse)
+        tier.remove_folder(name.folder, keep=files_in(name, kept))
 
 
 def prune_by_policy(
@@ -131,26 +134,22 @@ def prune_by_policy(
     attempt: int,
     keep: Collection[str] = (),
     unless: Callable[[], bool] = lambda: False,
-    reuse: bool = False,
 ) -> None:
-    """Delete what the newest attempt's policy no longer keeps, and what nothing refers to.
+    """Delete snapshots the newest attempt's policy drops, and files without references.
 
     Args:
-        tier, candidates: Where, and the catalog there, newest first.
+        tier, candidates: The tier, and its catalog, newest first.
         keep_last, attempt, keep: As for `plan_prune`.
         unless: As for `prune`.
-        reuse: Files may be written over: those that only ranks of this attempt have written, and
-            all of them have.
     """
     candidates = tuple(candidates)
     doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
     kept = kept_files(tier, candidates, doomed)
-    own = {c.name for c in candidates if reuse and c.usable and c.name.attempt == attempt}
-    prune(tier, [*doomed, *left_folders(candidates)], kept, unless=unless, reuse=own)
+    prune(tier, [*doomed, *left_folders(candidates)], kept, unless=unless)
 
 
 def files_in(name: SnapshotName, kept: Iterable[str]) -> frozenset[str]:
-    """Names of the files in the folder of one snapshot that stay."""
+    """Return the names of the files to keep in one snapshot's folder."""
     return frozenset(file.partition("/")[2] for file in kept if file.startswith(f"{name}/"))
 
 
@@ -164,6 +163,57 @@ def _told_by_headers(tier: Tier, folder: str) -> set[str]:
             head = bytearray(min(shard_file.header_length(prefix, key), tier.size(key) or 0))
             tier.read_into(key, 0, memoryview(head))
             found.update(shard_file.parse(bytes(head), key, file_bytes=None).references.values())
-        except UnusableSnapshot:  # a manifest, or a file of which nobody can read anything
+        except UnusableSnapshot:  # a manifest, or an unreadable file
             continue
     return found
+
+
+OLD = "older than the {} kept"
+GARBAGE = "not committed: left by a save that is over"
+UNREACHED = "pruned before, and no checkpoint refers to it any more"
+BRANCH = "abandoned branch"
+
+
+@dataclass(frozen=True)
+class SweepCandidates:
+    """One snapshot folder to delete, with the reason."""
+
+    name: SnapshotName
+    reason: str
+
+
+def plan_sweep(
+    candidates: Iterable[Candidate],
+    *,
+    keep_last: int,
+    live: Collection[int] = (),
+    keep: Collection[str] = (),
+    abandoned: bool = False,
+) -> tuple[SweepCandidates, ...]:
+    """Return the folders to delete, each with the reason. Pure.
+
+    Args:
+        candidates: The catalog, newest first.
+        keep_last: Usable snapshots to keep, at least 1.
+        live: Attempts that may be saving now; their uncommitted folders stay.
+        keep: Full names to keep whatever the policy says.
+        abandoned: Delete abandoned branches too.
+    """
+    kept, doomed, candidates = 0, [], tuple(candidates)
+    committed = last_committed(candidates)
+    number = max(keep_last, 1)
+    for candidate in candidates:
+        name = candidate.name
+        if str(name) in keep or (candidate.manifest is not None and candidate.manifest.tags):
+            continue
+        if candidate.usable and kept < number:
+            kept += 1
+        elif candidate.usable:
+            doomed.append(SweepCandidates(name, OLD.format(number)))
+        elif candidate.reason == NOT_COMMITTED and (
+            name.attempt not in live or is_over(name, committed)
+        ):
+            doomed.append(SweepCandidates(name, GARBAGE))
+        elif candidate.reason == ABANDONED and abandoned:
+            doomed.append(SweepCandidates(name, BRANCH))
+    return tuple(doomed)

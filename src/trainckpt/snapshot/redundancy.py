@@ -1,15 +1,14 @@
-"""Redundancy: which rank keeps what of whose shard file, so that losing a host loses nothing.
+"""Plan the copies or parities of shard files over the ranks, so that no lost host loses data.
 
-    partner    a rank of another failure domain holds a copy of it
-    parity     ranks of as many domains form a set: each holds its own file, and parities of parts
-               of the others' files; so many members can be lost as there are parities
+    partner    a rank of another failure domain stores a copy
+    parity     ranks of different domains form a set. Each stores its own file, and parities of
+               the others' chunks; as many members can be lost as there are parities
 
-Everything in here is a plan, computed from the failure domain of every rank and nothing else, so
-all ranks compute the same.
+Every plan is a pure function of all ranks' failure domains, so all ranks compute the same one.
 
 In a set of n members with m parities a file is cut into k = n - m chunks. A stripe takes one
-element of every member, a chunk or a parity; the stripes are turned against each other, so that
-every member holds as many parities as any other:
+element of every member, a chunk or a parity. Stripes are rotated, so every member stores the same
+number of parities:
 
     n = 4, m = 1    member 0   1   2   3          element of member i in stripe s: (i - s) mod n,
     stripe 0               P   c0  c1  c2         the first m of which are parities
@@ -25,6 +24,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainckpt.format.parity_file import MAX_PARITIES
 from trainckpt.snapshot.parity import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ _CODE = re.compile(r"rs:([0-9]{1,3})\+([0-9]{1,3})")
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asked for.
+class RedundancySpec:
+    """The parsed option `redundancy`.
 
     Attributes:
         kind: `NOTHING`, `PARTNER` or `PARITY`.
-        num_members: Of a set, its parities included.
-        num_parity: How many of a set may be lost.
-        text: As it was typed.
+        num_members: Members of a set, parities included.
+        num_parity: Members of a set that may be lost.
+        text: As typed.
     """
 
     kind: str = NOTHING
@@ -52,33 +52,35 @@ class Wish:
     text: str = NOTHING
 
 
-def parse_wish(text: str) -> Wish:
-    """The option `redundancy`.
+def parse_wish(text: str) -> RedundancySpec:
+    """Parse the option `redundancy`.
 
     Raises:
-        ValueError: it says nothing that there is.
+        ValueError: unknown or impossible.
     """
     if text in (NOTHING, PARTNER):
-        return Wish(text, num_parity=int(text == PARTNER), text=text)
+        return RedundancySpec(text, num_parity=int(text == PARTNER), text=text)
     if match := _XOR.fullmatch(text):
         num_members, num_parity = int(match[1]), 1
     elif match := _CODE.fullmatch(text):
         num_members, num_parity = int(match[1]) + int(match[2]), int(match[2])
     else:
         raise ValueError(text)
-    if num_parity < 1 or not num_parity < num_members <= MAX_MEMBERS:
+    is_code = 1 <= num_parity <= MAX_PARITIES and num_parity < num_members <= MAX_MEMBERS
+    if not is_code:
         raise ValueError(text)
-    return Wish(PARITY, num_members, num_parity, text)
+    return RedundancySpec(PARITY, num_members, num_parity, text)
 
 
 @dataclass(frozen=True)
 class CodedSet:
-    """Ranks that can compute each other's files.
+    """Ranks able to compute each other's files.
 
     Attributes:
-        members: One of each of as many domains.
-        num_own: The first so many bring their file; the rest only help, theirs is in another set.
-        num_parity: How many may be lost.
+        members: One rank from each of as many domains.
+        num_own: The first so many bring their file; the rest only help, as their file is in another
+            set.
+        num_parity: Members that may be lost.
     """
 
     members: tuple[int, ...]
@@ -87,30 +89,30 @@ class CodedSet:
 
     @property
     def num_chunks(self) -> int:
-        """Into which each file is cut."""
+        """Return the number of chunks each file is cut into."""
         return len(self.members) - self.num_parity
 
     def chunk_bytes(self, longest: int) -> int:
-        """Length of every chunk and every parity, where the longest file has so many bytes."""
+        """Return the length of every chunk and parity, given the longest file's bytes."""
         return -(-longest // self.num_chunks)
 
     def element(self, place: int, stripe: int) -> int:
-        """What the member at this place has in a stripe: a parity below `num_parity`, or a chunk.
+        """Return the element of a member in a stripe: a parity if below `num_parity`, else a chunk.
 
-        The chunk's number is what is left after `num_parity` was taken off.
+        The chunk's number is the element minus `num_parity`.
         """
         return (place - stripe) % len(self.members)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who keeps what of whom.
+class RedundancyPlan:
+    """Assignment of copies and parities to ranks.
 
     Attributes:
-        partners: Of every rank, the one that holds its copy; empty: there are none.
-        sets: In the order in which a rank that is in several takes part in them.
-        num_losses: How many domains can be lost at once; 0: none.
-        warnings: Where it is less than was asked for.
+        partners: By rank, the rank storing its copy; empty: no copies.
+        sets: In the order in which a rank in several takes part in them.
+        num_losses: Domains that can be lost at once; 0: none.
+        warnings: Reasons why it is less than requested.
     """
 
     partners: tuple[int, ...] = ()
@@ -119,38 +121,40 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
     def kept_by(self, rank: int) -> list[int]:
-        """The ranks whose copies this one holds."""
+        """Return the ranks whose copies this rank stores."""
         return [owner for owner, partner in enumerate(self.partners) if partner == rank]
 
 
-def make_plan(wish: Wish, domains: Sequence[str]) -> Plan:
-    """Deal out partners or sets.
+def make_plan(wish: RedundancySpec, domains: Sequence[str]) -> RedundancyPlan:
+    """Assign partners or sets.
 
     Args:
-        wish: What is wanted.
+        wish: The requested redundancy.
         domains: The failure domain of each rank.
     """
     if wish.kind == NOTHING:
-        return Plan()
+        return RedundancyPlan()
     num_domains = len(set(domains))
     if num_domains < 2:
         where = domains[0] if domains else "none"
         needs = f"redundancy={wish.text!r} needs ranks on two hosts or more"
-        return Plan(warnings=(f"{needs}, all are on {where}: nothing is kept twice",))
+        return RedundancyPlan(warnings=(f"{needs}, all are on {where}: nothing is kept twice",))
     if wish.kind == PARTNER:
-        return Plan(_partners(domains), num_losses=1)
+        return RedundancyPlan(_partners(domains), num_losses=1)
     num_parity = min(wish.num_parity, num_domains - 1)
     num_members = max(min(wish.num_members, num_domains), num_parity + 1)
     found = []
     if num_parity < wish.num_parity:
-        found.append(f"redundancy={wish.text!r}: of {num_domains} hosts only {num_parity} may be "
-                     f"lost at once, not {wish.num_parity}")  # fmt: skip
+        found.append(
+            f"redundancy={wish.text!r}: of {num_domains} hosts only {num_parity} may be "
+            f"lost at once, not {wish.num_parity}"
+        )
     sets = _sets(domains, num_members, num_parity)
-    return Plan((), sets, num_parity, tuple(found))
+    return RedundancyPlan((), sets, num_parity, tuple(found))
 
 
 def _by_domain(domains: Sequence[str]) -> list[int]:
-    """All ranks, those of one domain beside each other, the largest domain first."""
+    """Return all ranks, grouped by domain, the largest domain first."""
     sizes, first = Counter(domains), dict[str, int]()
     for rank, domain in enumerate(domains):
         first.setdefault(domain, rank)
@@ -158,7 +162,7 @@ def _by_domain(domains: Sequence[str]) -> list[int]:
 
 
 def _partners(domains: Sequence[str]) -> tuple[int, ...]:
-    """Everybody holds one copy, as long as no domain has more than half of all ranks."""
+    """Assign one copy to each rank, as long as no domain has more than half of all ranks."""
     line, most = _by_domain(domains), max(Counter(domains).values())
     partners = [0] * len(line)
     if 2 * most <= len(line):
@@ -174,7 +178,7 @@ def _partners(domains: Sequence[str]) -> tuple[int, ...]:
 
 
 def _sets(domains: Sequence[str], num_members: int, num_parity: int) -> tuple[CodedSet, ...]:
-    """Each rank in one set with its file; sets that are too small get help from others."""
+    """Put each rank's file in one set; sets that are too small get helpers from other sets."""
     most = max(Counter(domains).values())
     number = max(-(-len(domains) // num_members), most)
     dealt: list[list[int]] = [[] for _ in range(number)]

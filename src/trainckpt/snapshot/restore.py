@@ -1,9 +1,12 @@
-"""Restore: read and verify parts of a snapshot. The mirror of `save`.
+"""Read and verify parts of a snapshot. The mirror of `shard_writer`.
 
-Nothing is handed on that was not verified: the header by the digest in the manifest, every block
-by its digest in the header, as it is read, or on its way to this host's memory (`vouched`).
-What a file refers to in an older one is read there, in the same way. The live objects are not
-touched here.
+Order: `read_header` checks a header against its digest in the manifest, `Reader.find` locates
+regions, `Reader.read` plans, reads and checks every block against its digest in the header.
+Blocks are verified as they are read.
+References to older shard files are followed and verified the same way.
+
+Live objects are not touched here: a `ReadDestination` supplies the memory. One thread uses a
+`Reader`.
 """
 
 from __future__ import annotations
@@ -20,71 +23,59 @@ from trainckpt.snapshot.blocks import (
     READ_BYTES,
     SCRATCH_BYTES,
     Batch,
-    Found,
-    Load,
+    BlockRead,
+    RegionLocation,
     hull,
-    is_verified,
     loads,
 )
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
-from trainckpt.tiers.direct import memory, populate
-from trainckpt.tiers.fresh_memory import is_fresh
-from trainckpt.tiers.large_pages import large_pages
-from trainckpt.tiers.workers import Workers
+from trainckpt.storage.direct_io import memory
+from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from trainckpt.format.digest import Verified
     from trainckpt.format.files import FileEntry
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
-    from trainckpt.snapshot.restore_plan import Read
-    from trainckpt.snapshot.shares import Share
-    from trainckpt.tiers.base import Readable
-    from trainckpt.tiers.other_memory import Place
+    from trainckpt.snapshot.restore_plan import RegionRead
+    from trainckpt.storage.base import Readable
 
     Lend = Callable[[str, int, int], memoryview | None]
 
 
-class Destination(Protocol):
-    """Where a restore puts what it reads: memory for the box that is wanted of each tensor."""
+class ReadDestination(Protocol):
+    """Memory supplied by the caller for the wanted box of each tensor."""
 
     def memory_for(self, region: Region, part: Box, first_byte: int) -> memoryview | None:
-        """The bytes that `part` fills, to be written at once; None: it is not one run of bytes.
+        """Return the memory for `part`, writable at once; None if `part` is not contiguous.
 
-        At best they lie in memory, to the byte inside a page, as they do in their file, where they
-        begin at `first_byte`.
+        `first_byte`: the offset of `part` in its file. Memory with the same offset inside a page is
+        fastest to read into.
         """
 
     def borrow(self, region: Region, part: Box, data: memoryview) -> bool:
-        """Take `data`, which holds `part`, for the memory itself; False: it has to be copied."""
-
-    def can_lie(self, region: Region) -> bool:
-        """As `shares.Lays`."""
-
-    def lie(self, region: Region, memory: memoryview) -> None:
-        """As `shares.Lays`."""
-
-    def fresh(self) -> Iterable[memoryview]:
-        """Memory that it has made since it was asked last, and that is worth large pages."""
+        """Adopt `data`, the bytes of `part`, as the tensor's memory; False: copy it instead."""
 
     def put(self, region: Region, part: Box, data: memoryview) -> None:
-        """Copy `part`: `data` begins with its first element and goes on as `region` does."""
-
-    def take(self, region: Region, part: Box, data: memoryview, into: memoryview) -> None:
-        """The elements of `part` alone, row-major, for another rank; `data` as for `put`."""
+        """Copy `part` from `data`: it begins at the first element and has the region's strides."""
 
 
 def read_header(tier: Readable, folder: str, file: FileEntry) -> ShardHeader:
-    """The verified header of one shard file."""
+    """Return the verified header of one shard file.
+
+    Raises:
+        UnusableSnapshot: the header is too long, malformed, or differs from its digest.
+        TierUnavailable: the tier refused.
+    """
     key = f"{folder}/{file.name}"
     return header_of(partial(tier.read_into, key), key, file)
 
 
 def header_of(read: Callable[[int, memoryview], None], key: str, file: FileEntry) -> ShardHeader:
-    """The same of a file that is open: `read` fills memory from a byte of it on."""
+    """Return the verified header of an open file; `read` fills memory from a byte on."""
     prefix = bytearray(8)
     read(0, memoryview(prefix))
     length = shard_file.header_length(prefix, key)
@@ -97,111 +88,72 @@ def header_of(read: Callable[[int, memoryview], None], key: str, file: FileEntry
     return shard_file.parse(bytes(head), key, file_bytes=file.content.num_bytes)
 
 
-BORROWED_FROM_BYTES = 64 << 10  # what is smaller is copied
+BORROWED_FROM_BYTES = 64 << 10  # smaller regions are copied
 
 
 class Reader:
-    """Reads parts of one snapshot, and of the older files it refers to; each header once.
+    """Reader of one snapshot and the older files it refers to. Reads each header once.
 
     Attributes:
-        manifest: Of the snapshot.
-        planner: Of this manifest.
-        verified: What it has verified where it lies now, of what is large.
-        share: What it reads of what other ranks of this host need too, and leaves to them; None:
-            it reads all of it.
+        manifest: The snapshot's.
+        verified: Large memory blocks verified at their present address.
     """
 
     def __init__(self, tier: Readable, manifest: Manifest, *, num_threads: int = 1) -> None:
-        """`num_threads`: that may verify at once what already lies in this host's memory."""
+        """`num_threads`: threads for verifying data already in this host's memory."""
         self._tier, self._num_threads = tier, num_threads
         self.manifest = manifest
-        self.planner = Planner(manifest)
-        self._files: dict[int, tuple[dict[str, Region], dict[str, Found]]] = {}
+        self._planner = Planner(manifest)
+        self._files: dict[int, tuple[dict[str, Region], dict[str, RegionLocation]]] = {}
         self._reached = {file.name: file for file in manifest.reached}
-        self._held: dict[str, dict[str, Found]] = {}  # of older files
+        self._held: dict[str, dict[str, RegionLocation]] = {}  # of older files
         self.verified: list[Verified] = []
-        self.share: Share | None = None
 
     def read(
-        self, wanted: Mapping[str, Box | None], destination: Destination, *, donor: int
+        self, wanted: Mapping[str, Box | None], destination: ReadDestination, *, donor: int
     ) -> None:
-        """Read the box that is wanted of each tensor, and verify it.
+        """Read and verify the wanted box of each tensor.
 
         Args:
-            wanted: Tensor -> box; None: the whole of it.
-            destination: Is asked for memory only once every part was found in a header.
+            wanted: Tensor -> box; None: the whole tensor.
+            destination: Supplies memory, and only after every part was found in a header.
             donor: The rank whose own tensors are read.
 
         Raises:
-            UnusableSnapshot: anything is missing or does not match its digest; names the file.
-            TierUnavailable: the tier refused to give it.
+            UnusableSnapshot: data is missing or does not match its digest; names the file.
+            TierUnavailable: the tier refused.
         """
-        reads = plan_restore(self.manifest, wanted, donor=donor, planner=self.planner)
+        reads = plan_restore(self.manifest, wanted, donor=donor, planner=self._planner)
         found = [
             (place, read)
             for _, of_file in groupby(reads, key=lambda read: read.file)
             for place, read in self._look_up(list(of_file))
         ]
-        if self.share is not None:
-            far = (each for each in found if not self._is_near(each[0]))
-            self.share.lay_out(far, destination)
-        lent: list[Load] = []
-        on_taken = self.share.there if self.share is not None else None
-        batch, mine, puts = Batch(self._tier, on_taken), list[Load](), list[Put]()
-        with Workers(1, "trainckpt-make") as making:
-            for place, read in found:
-                part = read.part or place.region.box
-                if borrowed := self._borrow(place, part, destination):
-                    lent += borrowed
-                    continue
-                near = self._is_near(place)
-                most = NEAR_BYTES if near else READ_BYTES
-                needed, put = _loads(place, part, destination, most)
-                for fresh in destination.fresh():
-                    making.submit(partial(large_pages().prepare, fresh))
-                stays = put is not None or self.share is None or near
-                for load in needed:
-                    into = load.into
-                    if stays or into is None or not self._puts_off(read, load):
-                        mine.append(load)
-                    elif not self._is_laid(read) and not is_fresh(into):
-                        making.submit(partial(populate, into))
-                puts += [put] if put is not None else []
-                if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
-                    _read(batch, mine, puts, destination)
-            if self.share is not None:
-                self.share.begin_taking()
-            _read(batch, mine, puts, destination)
-            if self.share is not None:
-                self.share.all_there()
+        lent: list[BlockRead] = []
+        batch, mine, puts = Batch(self._tier), list[BlockRead](), list[RegionTarget]()
+        for place, read in found:
+            part = read.part or place.region.box
+            if borrowed := self._borrow(place, part, destination):
+                lent += borrowed
+                continue
+            most = NEAR_BYTES if self._is_near(place) else READ_BYTES
+            needed, put = _loads(place, part, destination, most)
+            mine += needed
+            puts += [put] if put is not None else []
+            if sum(len(put.data) for put in puts) > SCRATCH_BYTES:
+                _read(batch, mine, puts, destination)
+        _read(batch, mine, puts, destination)
         self._verify(lent)
         self.verified += batch.verified
 
-    def take(self, told: Iterable[Place], *, agreed: bool = False) -> int:
-        """Take what was left to the other ranks of this host, who tell where it is; see `Share`.
-
-        Returns:
-            Bytes that were not there, and were read after all; errors as `read`.
-        """
-        if self.share is None:
-            return 0
-        taken = self.share.take(told, self._tier, self._num_threads, agreed=agreed)
-        self.verified += taken.verified
-        return taken.missed
-
-    def _puts_off(self, read: Read, load: Load) -> bool:
-        return self.share is not None and self.share.puts_off(read, load)
-
-    def _is_laid(self, read: Read) -> bool:
-        return self.share is not None and self.share.is_laid(read.tensor)
-
-    def _is_near(self, place: Found) -> bool:
-        """Whether it lies in this host's memory already."""
+    def _is_near(self, place: RegionLocation) -> bool:
         is_near: Callable[[str], bool] | None = getattr(self._tier, "is_near", None)
         return is_near is not None and is_near(place.key)
 
-    def _borrow(self, place: Found, part: Box, destination: Destination) -> list[Load]:
-        """Take a whole region where it lies in this host's memory; what is to be verified there."""
+    def _borrow(
+        self, place: RegionLocation, part: Box, destination: ReadDestination
+    ) -> list[BlockRead]:
+        """Lend a whole region from this host's memory; return the blocks still to be verified."""
         region = place.region
         lend: Lend | None = getattr(self._tier, "lend", None)
         if lend is None or part != region.box or region.num_bytes < BORROWED_FROM_BYTES:
@@ -211,78 +163,55 @@ class Reader:
             return []
         return list(loads(place, 0, region.num_bytes, lent))
 
-    def _verify(self, lent: Sequence[Load]) -> None:
-        """Errors as `read`."""
+    def _verify(self, lent: Sequence[BlockRead]) -> None:
         with Workers(self._num_threads, "trainckpt-verify") as workers:
             for load in lent:
                 assert load.into is not None
-                if is_verified(self._tier, load.place.key):
-                    continue
                 workers.submit(partial(load.take, load.into))
             workers.settle()
         self.verified += [load.verified for load in lent if load.verified is not None]
 
     def from_tier(self, tier: Readable) -> Reader:
-        """One that reads from another tier, and has the headers that this one has read."""
+        """Return a copy that reads from another tier and shares the headers read so far."""
         other = copy.copy(self)
         other._tier = tier
         return other
 
-    def find(self, read: Read) -> Found:
-        """Where the region of one read lies; errors as `read`."""
+    def find(self, read: RegionRead) -> RegionLocation:
+        """Return the location of the region of one read; errors as `read`."""
         regions, places = self._places_of(read.file)
         what = self.manifest.files[read.file].name
         return places[find(read, self.manifest.tensors[read.tensor], regions, what).key]
 
-    def places(self, file: int) -> Collection[Found]:
-        """Every region that one rank stored, and where it lies; errors as `read`."""
+    def places(self, file: int) -> Collection[RegionLocation]:
+        """Return the locations of all regions stored by one rank; errors as `read`."""
         return self._places_of(file)[1].values()
 
-    def read_blocks(
-        self, place: Found, begin: int, end: int, into: memoryview | None = None
-    ) -> tuple[int, memoryview]:
-        """Read and verify the blocks that hold bytes `begin` to `end` of a region.
-
-        Args:
-            place: The region.
-            begin, end: The first byte, and the one behind the last.
-            into: Where to read to, if it has the length of those blocks; else into fresh memory.
-
-        Returns:
-            The first byte read, and the bytes from there on; errors as `read`.
-        """
-        first, last = hull(place, begin, end)
-        if into is None or len(into) != last - first:
-            into = memory(last - first, place.first_byte + first)
-        batch = Batch(self._tier)
-        for load in loads(place, first, last, into):
-            batch.add(load)
-        batch.read()
-        return first, into
-
-    def _look_up(self, reads: Sequence[Read]) -> list[tuple[Found, Read]]:
-        """Where the regions of one file begin, in the order of the file."""
+    def _look_up(self, reads: Sequence[RegionRead]) -> list[tuple[RegionLocation, RegionRead]]:
+        """Return the regions of one file in file order."""
         found = [(self.find(read), read) for read in reads]
         return sorted(found, key=lambda each: each[0][:2])
 
-    def _places_of(self, file: int) -> tuple[dict[str, Region], dict[str, Found]]:
-        """What one rank stored, wherever it lies, by key; each header is read once."""
+    def _places_of(self, file: int) -> tuple[dict[str, Region], dict[str, RegionLocation]]:
+        """Return the regions of one rank by key, those in older files included."""
         if file not in self._files:
             if file >= len(self.manifest.files):
                 raise UnusableSnapshot(f"the snapshot has no file of rank {file}")
             entry = self.manifest.files[file]
             header = read_header(self._tier, self.manifest.name.folder, entry)
             key = f"{self.manifest.name.folder}/{entry.name}"
-            places = {r.key: Found(key, header.header_bytes + r.first_byte, r)
-                      for r in header.regions}  # fmt: skip
+            places = {
+                r.key: RegionLocation(key, header.header_bytes + r.first_byte, r)
+                for r in header.regions
+            }
             for referred, held in self._referred(header, key).items():
                 places.setdefault(referred, held)
             self._files[file] = {key: place.region for key, place in places.items()}, places
         return self._files[file]
 
-    def _referred(self, header: ShardHeader, what: str) -> dict[str, Found]:
-        """The regions that older files hold for this one."""
-        found: dict[str, Found] = {}
+    def _referred(self, header: ShardHeader, what: str) -> dict[str, RegionLocation]:
+        """Return the regions stored in older files and referred to by this header."""
+        found: dict[str, RegionLocation] = {}
         for region_key, name in header.references.items():
             if name not in self._reached:
                 raise UnusableSnapshot(f"{what} refers to {name}, which the manifest does not name")
@@ -290,7 +219,8 @@ class Reader:
                 older = read_header(self._tier, names.SNAPSHOTS, self._reached[name])
                 key = f"{names.SNAPSHOTS}/{name}"
                 self._held[name] = {
-                    r.key: Found(key, older.header_bytes + r.first_byte, r) for r in older.regions
+                    r.key: RegionLocation(key, older.header_bytes + r.first_byte, r)
+                    for r in older.regions
                 }
             if region_key not in self._held[name]:
                 raise UnusableSnapshot(f"{what} refers to {region_key[:100]}, not held by {name}")
@@ -298,8 +228,8 @@ class Reader:
         return found
 
 
-class Put(NamedTuple):
-    """A part that is no run of bytes, to be copied once `data` was read."""
+class RegionTarget(NamedTuple):
+    """A non-contiguous part, copied to its destination once `data` is read."""
 
     region: Region
     part: Box
@@ -307,11 +237,11 @@ class Put(NamedTuple):
 
 
 def _loads(
-    place: Found, part: Box, destination: Destination, most: int
-) -> tuple[Iterator[Load], Put | None]:
-    """What reads a part to where it belongs; or to memory from which it is then to be put.
+    place: RegionLocation, part: Box, destination: ReadDestination, most: int
+) -> tuple[Iterator[BlockRead], RegionTarget | None]:
+    """Return the blocks to read for a part: into its own memory, or into scratch for `put`.
 
-    `most`: bytes of one load.
+    `most`: bytes of one `BlockRead`.
     """
     region = place.region
     begin, end = span(region.box, part, region.dtype)
@@ -325,13 +255,15 @@ def _loads(
     if into is None:
         first, last = hull(place, begin, end)
         into = memory(last - first, place.first_byte + first)
-        put = Put(region, part, into[begin - first : end - first])
+        put = RegionTarget(region, part, into[begin - first : end - first])
         begin, end = first, last
     return loads(place, begin, end, into, most), put
 
 
-def _read(batch: Batch, mine: list[Load], puts: list[Put], destination: Destination) -> None:
-    """Read what is to be read, and put what is to be put: nothing is left of either."""
+def _read(
+    batch: Batch, mine: list[BlockRead], puts: list[RegionTarget], destination: ReadDestination
+) -> None:
+    """Read `mine`, put `puts`, and clear both."""
     for load in mine:
         batch.add(load)
     batch.read()

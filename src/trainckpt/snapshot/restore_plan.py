@@ -1,7 +1,7 @@
-"""The restore plan: which bytes of which file a rank reads. Pure; the mirror of `save_plan`.
+"""Plan a restore: the bytes of each file a rank reads. Pure; the mirror of `save_plan`.
 
-A rank asks for one box of each tensor, in whatever layout it has now. Which files hold parts of
-it follows from the layout the tensor was saved in: no list of regions is searched.
+A rank asks for one box of each tensor, in its present layout. The files with parts of the box
+follow from the layout the tensor was saved in: no list of regions is searched.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import Region
 
 
-class Read(NamedTuple):
+class RegionRead(NamedTuple):
     """One part to read.
 
     Attributes:
-        file: Number of the file, which is the rank that wrote it.
+        file: Number of the file, equal to the rank that wrote it.
         tensor: Its name.
-        region: The box that the file holds; None: whatever it holds of this tensor.
-        part: The elements wanted of it; None: all.
+        region: The box in the file; None: any box of this tensor.
+        part: The wanted elements of it; None: all.
     """
 
     file: int
@@ -42,26 +42,26 @@ def plan_restore(
     *,
     donor: int,
     planner: Planner | None = None,
-) -> tuple[Read, ...]:
-    """Decide what to read, sorted by file.
+) -> tuple[RegionRead, ...]:
+    """Return the reads, sorted by file.
 
     Args:
-        manifest: Of the snapshot.
+        manifest: The snapshot's.
         wanted: Tensor -> box; None: the whole tensor.
-        donor: The rank of the snapshot whose own tensors are read, where they are each rank's own.
-        planner: Of this manifest, for whoever asks more than once.
+        donor: The rank whose copy is read of tensors that are each rank's own.
+        planner: A planner of this manifest, to reuse over several calls.
 
     Raises:
         UnusableSnapshot: a tensor is not in the manifest, or the box does not lie in it.
     """
     planner = planner or Planner(manifest)
-    reads: list[Read] = []
+    reads: list[RegionRead] = []
     for name, asked in wanted.items():
         entry = manifest.tensors.get(name)
         if entry is None:
             raise UnusableSnapshot(f"{name[:100]} is not in the manifest")
         if entry.layout is None:
-            reads.append(Read(donor, name, None, asked))
+            reads.append(RegionRead(donor, name, None, asked))
         else:
             box = asked or whole(entry.shape)
             reads += planner.reads(name, entry, entry.layout, box)
@@ -69,11 +69,11 @@ def plan_restore(
     return tuple(reads)
 
 
-def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: str) -> Region:
-    """The region in a file's header that `read` reads from.
+def find(read: RegionRead, entry: TensorEntry, regions: Mapping[str, Region], what: str) -> Region:
+    """Return the region in a file's header for `read`.
 
     Raises:
-        UnusableSnapshot: it is not there, or is not what the manifest says of it.
+        UnusableSnapshot: it is missing, or differs from the manifest.
     """
     if read.region is None:
         held = regions.get(read.tensor)
@@ -82,7 +82,7 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
         held = regions.get(key)
     if held is None:
         raise UnusableSnapshot(f"{what} does not hold {read.tensor[:100]}")
-    if read.region is None:  # a rank's own: the manifest says of what type the first rank's is
+    if read.region is None:  # a rank's own tensor: the manifest has the first rank's type
         fits = held.is_whole
     else:
         said = (read.region, entry.shape, entry.dtype)
@@ -93,7 +93,7 @@ def find(read: Read, entry: TensorEntry, regions: Mapping[str, Region], what: st
 
 
 def span(region: Box, part: Box, dtype: str) -> tuple[int, int]:
-    """First byte of `part` in a region, and the one behind its last; the hull of its runs."""
+    """Return the bytes of `part` in a region: the first, and one past the last of its runs."""
     if part.is_empty:
         return 0, 0
     first = last = 0
@@ -105,7 +105,7 @@ def span(region: Box, part: Box, dtype: str) -> tuple[int, int]:
 
 
 class Planner:
-    """Finds where boxes lie; tensors of one shape and layout are looked up once."""
+    """Locates boxes in files; looks up tensors of one shape and layout once."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._met: dict[tuple[int, Counts, Box], list[tuple[int, Box, Box]]] = {}
@@ -115,11 +115,11 @@ class Planner:
             if entry.layout is not None and entry.layout.num_replicas > 1:
                 self._sizes.setdefault(entry.layout, {})[name] = entry.num_bytes
 
-    def reads(self, name: str, entry: TensorEntry, layout: Layout, wanted: Box) -> list[Read]:
-        """All parts of one tensor."""
+    def reads(self, name: str, entry: TensorEntry, layout: Layout, wanted: Box) -> list[RegionRead]:
+        """Return the reads for one tensor."""
         if 0 in entry.shape:
-            return [Read(layout.base, name, whole(entry.shape), whole(entry.shape))]
-        if wanted.is_empty and entry.dtype == "U8":  # a header knows what these bytes stand for
+            return [RegionRead(layout.base, name, whole(entry.shape), whole(entry.shape))]
+        if wanted.is_empty and entry.dtype == "U8":  # the header has their true type
             _check(name, entry, wanted)
             first = Box((0,) * len(entry.shape), (1,) * len(entry.shape))
             read = self.reads(name, entry, layout, first)[0]
@@ -133,11 +133,11 @@ class Planner:
                 (layout.rank_at(coordinate), box, box.common(wanted))
                 for coordinate, box in layout.overlapping(entry.shape, wanted)
             ]
-        return [Read(rank, name, box, part) for rank, box, part in self._met[key]]
+        return [RegionRead(rank, name, box, part) for rank, box, part in self._met[key]]
 
     def _from_replicas(
         self, name: str, entry: TensorEntry, layout: Layout, wanted: Box
-    ) -> Iterator[Read]:
+    ) -> Iterator[RegionRead]:
         _check(name, entry, wanted)
         if layout not in self._stretches:
             self._stretches[layout] = Stretch(self._sizes[layout], layout.num_replicas)
@@ -149,15 +149,14 @@ class Planner:
             for replica, first, last in stretch.holders(name, box, low, high):
                 rank = layout.with_replica(coordinate, replica)
                 if not box.shape:
-                    yield Read(rank, name, box, common)
+                    yield RegionRead(rank, name, box, common)
                     continue
                 offset = (box.offset[0] + first, *box.offset[1:])
                 held = Box(offset, (last - first, *box.shape[1:]))
-                yield Read(rank, name, held, held.common(common))
+                yield RegionRead(rank, name, held, held.common(common))
 
 
 def _check(name: str, entry: TensorEntry, wanted: Box) -> None:
-    """Refuse a box that does not lie in the tensor."""
     if len(wanted.shape) != len(entry.shape) or any(
         o + n > of for o, n, of in zip(wanted.offset, wanted.shape, entry.shape, strict=True)
     ):

@@ -1,8 +1,7 @@
-"""The save plan: which bytes of the state each rank stores. Pure; the same on every rank.
+"""Plan a save: the bytes each rank stores. Pure; equal on every rank.
 
-What ranks hold alike is divided over them as `format.layout.Stretch` says, so each byte is
-copied, kept and written once. A box that no other rank holds is stored by its rank, and so is
-everything that is a rank's own.
+Replicated tensors are divided over their ranks by `format.layout.Stretch`, so each byte is copied,
+stored and written once. A rank stores its unreplicated boxes and its own tensors whole.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 def plan_save(
     regions: Iterable[Region], layouts: Mapping[str, Layout], *, rank: int
 ) -> tuple[Region, ...]:
-    """Decide which regions `rank` stores.
+    """Return the regions `rank` stores.
 
     Args:
-        regions: What this rank holds of each tensor: one box.
-        layouts: Tensor name -> how it lies over the ranks, where its replicas are equal. What is
-            missing here is the rank's own.
-        rank: The one to plan for.
+        regions: This rank's box of each tensor.
+        layouts: Tensor name -> layout, where its replicas are equal. A tensor without one is the
+            rank's own.
+        rank: The rank to plan for.
 
     Returns:
         Regions sorted by key. Over all ranks they cover every tensor with a layout exactly once.
@@ -53,7 +52,7 @@ def plan_save(
 
 
 def equal_groups(reports: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
-    """Groups of tensors whose replicas are equal, in every set of replicas.
+    """Return the groups of tensors with equal replicas in every set of replicas.
 
     Args:
         reports: By rank: group -> (name of its set of replicas, ranks in it, digest).

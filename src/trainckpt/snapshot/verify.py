@@ -1,4 +1,4 @@
-"""Verify: read and check every byte of every copy of a snapshot, and say which file is bad."""
+"""Verify every byte of every copy of a snapshot, and name the bad files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format.checking import check_of
+from trainckpt.format.digest_check import check_of
 from trainckpt.format.names import MANIFEST, SNAPSHOTS
-from trainckpt.snapshot.opened import Opened, Opener, check_all
+from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing, check_all
 from trainckpt.snapshot.restore import Reader, read_header
 
 if TYPE_CHECKING:
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from trainckpt.format.files import FileEntry
     from trainckpt.format.manifest import Manifest
-    from trainckpt.tiers.base import Readable, Tier
+    from trainckpt.storage.base import Readable, Tier
 
     Checked = tuple[str, int, str, str]  # key, bytes, digest, header's digest
 
 CHUNK_BYTES = 8 << 20
-# Only the header is read; the reader for torch would import it, which takes seconds.
+# The header alone is read; framework "pt" would import torch, which takes seconds.
 _FRAMEWORK = "numpy" if find_spec("numpy") else "pt"
 
 
 @dataclass(frozen=True)
-class Copy:
-    """What was found of one file of one snapshot in one tier."""
+class VerifiedCopy:
+    """The result for one file of one snapshot in one tier."""
 
     snapshot: str
     tier: str
@@ -43,25 +43,24 @@ def verify(
     manifest: Manifest,
     progress: Callable[[int], None] = lambda num_bytes: None,
     known: dict[Checked, str] | None = None,
-    opener: Opener | None = None,
-) -> tuple[Copy, ...]:
-    """Read every file of a snapshot whole, and those of older ones that it refers to.
+    opener: KeyRing | None = None,
+) -> tuple[VerifiedCopy, ...]:
+    """Read every file of a snapshot, and the older ones it refers to.
 
     Args:
-        tier, manifest: Where it lies, and what it says.
-        progress: Is told the bytes of each chunk read.
-        known: What was found of files that were read before, and is added to: several snapshots
-            may refer to one file, which is read once.
-        opener: With an identity, what is encrypted is decrypted too; else only its digests are
-            compared.
+        tier, manifest: The tier, and the snapshot's manifest.
+        progress: Called with the bytes of each chunk read.
+        known: Results by file; updated. Several snapshots may refer to one file, read once.
+        opener: With identities, encrypted files are decrypted too; else only their stored
+            digests are compared.
     """
-    opened = Opened(tier, opener or Opener())
+    opened = DecryptingTier(tier, opener or KeyRing())
     if opener is not None and opener.identities:
         try:
             manifest = opened.admit(manifest)
         except UnusableSnapshot as error:
             return (_copy(tier, manifest, MANIFEST, error.message),)
-    found, known = list[Copy](), {} if known is None else known
+    found, known = list[VerifiedCopy](), {} if known is None else known
     for key, file in files_of(manifest):
         checked = key, file.num_bytes, file.digest, file.header_digest
         if checked not in known:
@@ -74,20 +73,20 @@ def verify(
     return tuple(found)
 
 
-def _copy(tier: Tier, manifest: Manifest, file: str, reason: str) -> Copy:
-    return Copy(str(manifest.name), tier.name, file, not reason, reason)
+def _copy(tier: Tier, manifest: Manifest, file: str, reason: str) -> VerifiedCopy:
+    return VerifiedCopy(str(manifest.name), tier.name, file, not reason, reason)
 
 
 def files_of(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
-    """Every file that a snapshot needs, by its key: its own, then older ones."""
+    """Yield every file a snapshot needs, with its key: its own, then older ones."""
     for file in manifest.files:
         yield f"{manifest.name.folder}/{file.name}", file
     for file in manifest.reached:
         yield f"{SNAPSHOTS}/{file.name}", file
 
 
-def _decrypted(tier: Opened, key: str, file: FileEntry) -> str:
-    """Why a file whose digest is right cannot be decrypted; "" if it can, or nobody has a key."""
+def _decrypted(tier: DecryptingTier, key: str, file: FileEntry) -> str:
+    """Return why a file cannot be decrypted; "" if it can, or if it has no plain facts."""
     if file.plain is None:
         return ""
     try:
@@ -99,7 +98,7 @@ def _decrypted(tier: Opened, key: str, file: FileEntry) -> str:
 
 
 def _referred(tier: Readable, manifest: Manifest) -> str:
-    """Why a file that is what it should be refers to what is not there; else ""."""
+    """Return why a reference of an intact file cannot be followed; else ""."""
     reader = Reader(tier, manifest)
     try:
         for rank in range(manifest.world):
@@ -115,7 +114,7 @@ def check_file(
     file: FileEntry,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> str:
-    """Why one copy of a shard file is not what the manifest says; "" if it is."""
+    """Return why one copy of a shard file differs from the manifest; "" if it does not."""
     try:
         size = tier.size(key)
         if size is None:
@@ -147,7 +146,7 @@ def _chunks(
 
 
 def _plain_reader(tier: Tier, key: str) -> str:
-    """That the plain safetensors library reads the file too is part of the format's promise."""
+    """Return why the plain safetensors library cannot read the file; the format promises it can."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(tier.url) / key

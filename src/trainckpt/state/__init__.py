@@ -1,1 +1,1 @@
-"""Live objects <-> bytes. The only room, beside the loader's, that touches tensors."""
+"""Convert live objects to bytes and back. Besides the loader's, the only room with tensors."""

@@ -1,9 +1,9 @@
-"""Apply: saved state -> live objects, in the one order that is exact. The mirror of `capture`.
+"""Apply saved state to live objects in the one exact order. The mirror of `capture`.
 
 The order is data (`STEPS`), because it is the promise: DDP's buckets first, since rebuilding
 them clears gradients; buffers after wrapping; gradients after anything that may zero them. The
 random generators come last of all and separately (`apply_rng`), right before the first batch.
-Nothing is applied before `check` found no difference, so a refused resume changes nothing.
+Nothing is applied before `check` finds no difference, so a refused resume changes nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
-from trainckpt.state import attributes
+from trainckpt.state import attributes, script_generators
+from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.capture import DDP, FSDP, LOADERS
-from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
-# Parts of the values that are no tracked object's.
-OWN = frozenset({DDP, FSDP, LOADERS, attributes.PART, gradients.PART, rng.PART,
-                 tracked_file.PART})  # fmt: skip
+# Parts of the values belonging to no tracked object.
+OWN = frozenset(
+    (
+        *(DDP, FSDP, LOADERS, attributes.PART, attributes.GENERATORS),
+        script_generators.PART,
+        *(gradients.PART, rng.PART, tracked_file.PART),
+    )
+)
 AS_IT_WAS = "run the script as it was, or start a new run in another place"
 OTHER_DATA = (
     "run the script with the loader as it was; to train on with other batches, start a new run in "
@@ -36,8 +41,8 @@ if TYPE_CHECKING:
 def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     """Raise `StateMismatch` with every difference between the script's objects and `saved`.
 
-    A saved loader that is not tracked yet is none: scripts may register it after resuming, and
-    `loaders_to_come` says which are still missing.
+    A saved loader not tracked yet is no difference: scripts may register it after the resume.
+    `loaders_to_come` returns those still missing.
     """
     live = {*registry.names(), *(m.name for m in registry.models)}
     implied = {optimizer.name for optimizer in registry.optimizers if optimizer.implied}
@@ -60,7 +65,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
 
 
 def differences(registry: Registry, saved: Saved) -> list[str]:
-    """Where an object and what is saved under its name differ, one sentence each."""
+    """Return the differences between objects and their saved state, one sentence each."""
     names = registry.parameter_names()
     found = _other_kinds(registry, saved)
     for model in registry.models:
@@ -76,7 +81,7 @@ def differences(registry: Registry, saved: Saved) -> list[str]:
 
 
 def _kind(saved: Saved, name: str) -> str:
-    """What the snapshot holds under `name`; "" if it holds nothing."""
+    """Return the kind of the state saved under `name`; "" if there is none."""
     tree = saved.values.get(name)
     if name in saved.values.get(LOADERS, ()):
         return LOADER
@@ -89,9 +94,11 @@ def _kind(saved: Saved, name: str) -> str:
 
 def _other_kinds(registry: Registry, saved: Saved) -> list[str]:
     live: dict[str, Sequence[Any]] = {
-        MODEL: registry.models, OPTIMIZER: registry.optimizers,
-        LOADER: registry.loaders, OBJECT: registry.generics,
-    }  # fmt: skip
+        MODEL: registry.models,
+        OPTIMIZER: registry.optimizers,
+        LOADER: registry.loaders,
+        OBJECT: registry.generics,
+    }
     return [
         f"{item.name} was {_kind(saved, item.name)}, is {kind}"
         for kind, items in live.items()
@@ -101,48 +108,44 @@ def _other_kinds(registry: Registry, saved: Saved) -> list[str]:
 
 
 def loaders_to_come(registry: Registry, saved: Saved) -> set[str]:
-    """Loaders of the snapshot that the script has not registered yet."""
+    """Return the snapshot's loaders not registered by the script yet."""
     return set(saved.values.get(LOADERS, ())) - set(registry.names())
 
 
 def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: bool = True) -> None:
-    """Put everything but the random generators back. Collective under DDP.
+    """Restore everything but the random generators. Collective under DDP.
 
     Args:
-        registry: Where to put it.
-        saved: What was read, and checked to fit.
+        registry: The live objects.
+        saved: The restored state, checked to fit.
         again: The same state was applied before in this process; each DDP gets its buckets once.
-        loaders: Whether to move the loaders too.
+        loaders: Restore the loaders too.
     """
     for model in registry.models:
         fsdp.rest(model.wrapped)
     saved.is_again = again
-    try:
-        if again and saved.given is not None:
-            saved.given.mend(saved.num_threads)
-        for name, step in STEPS:
-            left_out = name == LOADERS and not loaders
-            if not left_out and (saved.exact or name not in OF_THE_WINDOW):
-                step(registry, saved)
-    finally:
-        if again:
-            saved.proofs.untouched.end()
+    if again and saved.given is not None:
+        saved.given.mend(saved.num_threads)
+    for name, step in STEPS:
+        left_out = name == LOADERS and not loaders
+        if not left_out and (saved.exact or name not in OF_THE_WINDOW):
+            step(registry, saved)
 
 
 def hidden_in_ddp(saved: Saved) -> list[str]:
-    """Models whose DDP kept something that counts; they should train in one that has it again."""
+    """Return the models with saved DDP state relevant to the result; they need DDP again."""
     found = saved.values[DDP].items() if saved.exact else ()
     return [name for name, hidden in found if ddp.counts(hidden, saved.worlds[0])]
 
 
 def not_kept_of_ddp(saved: Saved) -> list[str]:
-    """What a snapshot says that it lacks of DDP, one sentence each."""
+    """Return the parts of DDP missing from the snapshot, one sentence each."""
     hidden = saved.values[DDP].values() if saved.exact else ()
     return [sentence for each in hidden for sentence in each.get("not_kept", ())]
 
 
 def in_another_ddp(registry: Registry, names: Container[str]) -> list[str]:
-    """Those of these models whose DDP is one that the saved state was not put back to."""
+    """Return those of these models with a DDP wrapper other than the restored one."""
     return [
         model.name
         for model in registry.models
@@ -151,24 +154,37 @@ def in_another_ddp(registry: Registry, names: Container[str]) -> list[str]:
 
 
 def settled(registry: Registry) -> None:
-    """The state has been put back for good."""
+    """Tell the optimizers: the restored state is final."""
     for optimizer in registry.optimizers:
         optimizer.settled()
 
 
 def apply_rng(registry: Registry, saved: Saved) -> None:
-    """Put the random generators back: the last act before the first batch.
+    """Restore the random generators: the last act before the first batch.
 
-    A rank that the saved run did not have keeps the generators that the script seeded; so do all
-    where others trained the same samples then.
+    A new rank, absent from the saved run, keeps the generators seeded by the script. So do all
+    ranks if others trained the same samples then.
     """
     if saved.is_own:
+        attributes.restore_generators(registry.watched, saved)
+        script_generators.restore(registry, saved)
         rng.apply(saved, registry.devices())
 
 
+def generators_not_restored(registry: Registry, saved: Saved) -> list[str]:
+    """Return the variables and attributes whose generator `apply_rng` could not restore."""
+    if not saved.is_own:
+        return []
+    others = attributes.other_generators(registry.watched, saved)
+    return others + script_generators.lost(registry, saved)
+
+
 def rng_not_put_back(registry: Registry, saved: Saved) -> list[str]:
-    """Return a sentence for each random generator that `apply_rng` cannot put back."""
-    return rng.not_put_back(saved, registry.devices()) if saved.is_own else []
+    """Return a sentence for each random generator not restorable by `apply_rng`."""
+    if not saved.is_own:
+        return []
+    lost = attributes.lost_generators(registry.watched, saved)
+    return lost + rng.not_put_back(saved, registry.devices())
 
 
 def _bucket_order(registry: Registry, saved: Saved) -> None:
@@ -176,7 +192,7 @@ def _bucket_order(registry: Registry, saved: Saved) -> None:
         hidden, wrapper = saved.values[DDP].get(model.name), model.reducing
         if wrapper in registry.as_saved or not ddp.fits(wrapper, hidden):
             continue
-        # What was so then may be so again: a hook can be registered after the resume.
+        # It may apply again as it did then: a hook can be registered after the resume.
         if ddp.rounds_by_buckets(wrapper) or hidden.get("own_way", True):
             ddp.apply_bucket_order(wrapper, hidden)
         registry.bucket_orders[wrapper] = hidden["bucket_order"]
@@ -184,7 +200,7 @@ def _bucket_order(registry: Registry, saved: Saved) -> None:
 
 
 def _hooks(registry: Registry, saved: Saved) -> None:
-    """After the buckets: to replay their order calls the hooks."""
+    """Restore the hooks, after the buckets: replaying the bucket order calls the hooks."""
     for model in registry.models:
         then = (saved.values[DDP].get(model.name) or {}).get("hooks")  # of an older release: None
         wrapper = model.reducing
@@ -244,16 +260,17 @@ def _loaders(registry: Registry, saved: Saved) -> None:
 
 
 BUCKETS, HOOKS = "DDP bucket order", "DDP communication hooks"
-# Not put back where the layout is another one: the window begins anew.
-OF_THE_WINDOW = frozenset({BUCKETS, HOOKS, "DDP forward sync", "DDP used parameters", "gradients",
-                           "FSDP2's gradients"})  # fmt: skip
+# Not restored under a changed layout: the window begins anew.
+OF_THE_WINDOW = frozenset(
+    {BUCKETS, HOOKS, "DDP forward sync", "DDP used parameters", "gradients", "FSDP2's gradients"}
+)
 STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     (BUCKETS, _bucket_order),
     (HOOKS, _hooks),
     ("parameters", _parameters),
     ("buffers", _buffers),
     ("DDP forward sync", _forward_sync),
-    ("objects", _generics),  # some load the optimizer that they hold, which casts its moments
+    ("objects", _generics),  # some load their own optimizer, and so cast its moments
     ("optimizers", _optimizers),
     ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),

@@ -5,53 +5,79 @@ resume. `Attributes` tracks such by name. What nobody tracks is watched: a snaps
 have changed since tracking began, so that a save and a resume can name them; they are not put back,
 since whether the script sets them itself cannot be known.
 
-Watched are bool, int and float of modules of the script's own classes, the same and tensors of one
-number of a trainer's callbacks that say no state, and every attribute of a tracked object whose
-state_dict is empty.
+Watched are bool, int, float and containers of them and of texts, of modules of the script's own
+classes; the same and tensors of a trainer's callbacks that say no state; and every attribute of a
+tracked object whose state_dict is empty. What a framework's own code assigns is its business.
+
+Random generators that such modules and callbacks hold are kept as the global ones are: stored in
+every snapshot, and put back last of all.
 """
 
 from __future__ import annotations
 
+import dis
+import os
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from trainckpt.data import dataset_generators
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.format import digest, strict
+from trainckpt.format import digest, json_io
+from trainckpt.state.adapters.fsdp import plain_path
 from trainckpt.state.captured import Captured
-from trainckpt.state.kinds.fsdp import plain_path
-from trainckpt.state.stage import tensor_digest
+from trainckpt.state.staging import tensor_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from trainckpt.state.captured import Saved
 
-PART = "plain attributes"  # no keyword can be spelled so
+PART, GENERATORS = "plain attributes", "own generators"  # no keyword can be spelled so
 HINT = 'track them: Checkpointer(..., counts=trainckpt.Attributes(model, "name", "part.name"))'
 HINT_OF_CALLBACKS = (
     'track them: TrainckptCallback(..., kept=trainckpt.Attributes(callback, "name")), or give the '
     "callback state_dict and load_state_dict"
 )
-_FRAMEWORKS = frozenset({"accelerate", "lightning", "lightning_fabric", "peft", "pytorch_lightning",
-                         "torch", "torchmetrics", "trainckpt", "transformers"})  # fmt: skip
+_FRAMEWORKS = frozenset(
+    {
+        "accelerate",
+        "lightning",
+        "lightning_fabric",
+        "peft",
+        "pytorch_lightning",
+        "torch",
+        "torchmetrics",
+        "trainckpt",
+        "transformers",
+        "trl",
+    }
+)
 _NUMBERS = (bool, int, float, type(None))
+_SETS, _MAPPINGS = (set, frozenset), (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, tuple, deque, *_SETS, *_MAPPINGS)
+_ITEMS = (256, 16, 8)  # compared of a container, of one in it, and of one in that
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
 
 
 class Attributes:
-    """Attributes of an object, tracked by name: what its own `state_dict` leaves out.
+    """Attributes of an object, tracked by name because its own `state_dict` leaves them out.
 
-    Example: `Checkpointer(run, model=model, counts=Attributes(model, "seen", "norm.initialized"))`.
+        Checkpointer(run, model=model, counts=Attributes(model, "seen", "norm.initialized"))
 
     Args:
         owner: A module, a callback, any object.
-        paths: Its attributes, with a dot for those of a part. Numbers, strings, tensors, and
-            containers of them. One that is not there yet need not be.
+        *paths: Names of its attributes, with dots for those of its parts. Their values are
+            numbers, strings, tensors, or containers of them. An attribute may appear later.
 
     Raises:
-        ConfigurationError: no path, or a part that is not there.
+        ConfigurationError: No name was given, or the object has no such part.
     """
 
     def __init__(self, owner: object, *paths: str) -> None:
@@ -105,13 +131,44 @@ def not_restored(watched: Watched, saved: Saved, *, of_callbacks: bool) -> list[
     return watched.not_restored(then, of_callbacks=of_callbacks)
 
 
+def capture_generators(watched: Watched, out: Captured) -> None:
+    """Add the states of the random generators that watched objects hold."""
+    if states := dataset_generators.capture(watched.generators()):
+        out.values[GENERATORS] = out.encode(states, GENERATORS)
+
+
+def restore_generators(watched: Watched, saved: Saved) -> None:
+    """Restore generators of the same name and kind; the two functions below name the others."""
+    dataset_generators.restore(watched.generators(), _saved_generators(saved), GENERATORS)
+
+
+def lost_generators(watched: Watched, saved: Saved) -> list[str]:
+    """Return which generators only the snapshot or only the script has, as one sentence."""
+    names = sorted(watched.generators().keys() ^ _saved_generators(saved).keys())
+    if not names:
+        return []
+    why = "the snapshot and the script do not both have a random generator of this name"
+    return [f"{', '.join(names)[:200]}: {why}"]
+
+
+def other_generators(watched: Watched, saved: Saved) -> list[str]:
+    """Return the saved names whose generator is of another kind now, after `restore_generators`."""
+    live, states = dataset_generators.capture(watched.generators()), _saved_generators(saved)
+    return sorted(name for name, state in states.items() if live.get(name, state) != state)
+
+
+def _saved_generators(saved: Saved) -> dict[str, bytes]:
+    tree = saved.values.get(GENERATORS)
+    return {} if tree is None else saved.decode(tree)
+
+
 class _Owner(NamedTuple):
     """An object whose attributes are watched.
 
     Attributes:
-        numbers_only: Of a module or callback; else all attributes.
-        skipped: Attributes that are tracked, or that every module has.
-        hides_private: A framework's class is among its own, and sets `_attributes` anew.
+        numbers_only: Numbers and containers of them, of a module or callback; else all attributes.
+        skipped: Attributes that are tracked, or that a framework's class assigns.
+        hides_private: A module of a framework's class, which sets its `_attributes` anew.
     """
 
     name: str
@@ -125,20 +182,28 @@ class _Owner(NamedTuple):
         found = {}
         # A class may have the number that its objects begin with.
         kinds = [kind for kind in reversed(_bases(self.value)) if not _is_framework(kind)]
-        defaults = {k: v for kind in kinds for k, v in vars(kind).items() if type(v) in _NUMBERS}
+        defaults = {
+            key: value
+            for kind in kinds
+            for key, value in vars(kind).items()
+            if type(value) in (*_NUMBERS, *_CONTAINERS) and not key.startswith("__")
+        }
+        of_module = isinstance(self.value, nn.Module)
         for key, value in (defaults | vars(self.value)).items():
             if key in self.skipped or (self.hides_private and key.startswith("_")):
                 continue
-            number = _number(value, of_module=isinstance(self.value, nn.Module))
+            number = _number(value, of_module=of_module)
             if type(number) in _NUMBERS:
                 found[f"{self.name}.{key}"] = number
             elif not self.numbers_only:
                 found[f"{self.name}.{key}"] = _digest(value)
+            elif brief := _brief(value, of_module=of_module):
+                found[f"{self.name}.{key}"] = brief
         return found
 
 
 class Watched:
-    """What the attributes of some objects were when watching began, and which have changed."""
+    """Remembers attributes of objects from when watching began, and names the changed ones."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], tracked: Iterable[Any]) -> None:
         """`modules`: named models. `tracked`: all other tracked objects."""
@@ -157,9 +222,11 @@ class Watched:
         self._begun = self._values()
 
     def _owner(self, name: str, value: object, *, numbers_only: bool) -> _Owner:
-        tracked = {key for at, key in self._tracked if at == id(value)}
-        hides = any(_is_framework(kind) and "__init__" in vars(kind) for kind in _bases(value))
-        return _Owner(name, value, numbers_only, frozenset({"training", *tracked}), hides)
+        skipped = {key for at, key in self._tracked if at == id(value)}
+        frameworks = [kind for kind in _bases(value) if _is_framework(kind)]
+        skipped.update(_OF_EVERY_MODULE, *map(_assigned, frameworks))
+        hides = isinstance(value, nn.Module) and any("__init__" in vars(k) for k in frameworks)
+        return _Owner(name, value, numbers_only, frozenset(skipped), hides)
 
     def watch(self, name: str, value: object, *, has_state: bool) -> None:
         """Watch a tracked object from now on, as long as its state_dict is empty."""
@@ -170,7 +237,7 @@ class Watched:
             self._begun |= owner.values()
 
     def watch_callback(self, value: object) -> None:
-        """Watch a trainer's callback that says no state, under the name of its class."""
+        """Watch a trainer, or a callback that says no state, under the name of its class."""
         if _is_own(value) and hasattr(value, "__dict__"):
             number = sum(type(owner.value) is type(value) for owner in self._callbacks)
             name = f"{type(value).__name__}{number or ''}"
@@ -192,8 +259,20 @@ class Watched:
 
     def changed_in_training(self) -> list[str]:
         """Return the names of those that changed, of callbacks since the first boundary."""
-        return [name for name, value in self.changed().items()
-                if name not in self._first or not _same(value, self._first[name])]  # fmt: skip
+        return [
+            name
+            for name, value in self.changed().items()
+            if name not in self._first or not _same(value, self._first[name])
+        ]
+
+    def generators(self) -> dict[str, Any]:
+        """Return full name -> random generator that a watched module or callback holds."""
+        return {
+            f"{owner.name}.{key}": value
+            for owner in (*self._modules, *self._callbacks)
+            for key, value in vars(owner.value).items()
+            if dataset_generators.is_generator(value) and key not in owner.skipped
+        }
 
     def hint(self, names: Iterable[str]) -> str:
         """Return what to do about these."""
@@ -211,8 +290,9 @@ class Watched:
                 others.
         """
         live = self._values_of_callbacks() if of_callbacks else self._values()
-        found = [name for name, value in saved.items()
-                 if name in live and not _same(value, live[name])]  # fmt: skip
+        found = [
+            name for name, value in saved.items() if name in live and not _same(value, live[name])
+        ]
         self._always.update(found)
         return [f"{name}{_how(saved[name], live[name])}" for name in sorted(found)]
 
@@ -253,6 +333,87 @@ def _number(value: Any, *, of_module: bool) -> Any:
     return "" if isinstance(value, float) and _CLOCK_S[0] < value < _CLOCK_S[1] else value
 
 
+@cache
+def _assigned(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that the methods of a class assign."""
+    methods = [getattr(each, "__wrapped__", each) for each in vars(kind).values()]
+    return frozenset(
+        step.argval
+        for method in methods
+        if isinstance(method, types.FunctionType)
+        for step in dis.get_instructions(method)
+        if step.opname == "STORE_ATTR"
+    )
+
+
+def _brief(value: Any, *, of_module: bool) -> str:
+    """Return a digest of a container of plain values; "" of anything else.
+
+    Of a long one its length and both ends are compared, of a tensor some elements: a save must not
+    wait for it. A module may keep tensors of its last micro-batch, so they are not compared there.
+    """
+    if type(value) not in _CONTAINERS and type(value) is not torch.Tensor:
+        return ""
+    try:
+        tree = _plain(value, _ITEMS, of_module=of_module)
+    except (_NotPlain, RuntimeError):  # a thread of the script changes it meanwhile
+        return ""
+    return digest.digest(repr(tree).encode(errors="replace"))
+
+
+class _NotPlain(Exception):
+    """A value that is not compared."""
+
+
+def _plain(value: Any, limits: tuple[int, ...], *, of_module: bool) -> Any:
+    kind = type(value)
+    if kind in _NUMBERS:
+        return _number(value, of_module=of_module)
+    if kind is str:
+        return "" if os.sep in value else value  # a path is another one in another folder
+    if kind is torch.Tensor and not of_module and value.device.type == "cpu":
+        return _elements(value.detach())
+    if hasattr(value, "dtype") and kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    if kind not in _CONTAINERS or not limits:
+        raise _NotPlain
+    most, length = limits[0], len(value)
+    if kind in _SETS:
+        whole = value if length <= most else ()
+        return (
+            kind.__name__,
+            length,
+            sorted(repr(_plain(each, limits[1:], of_module=of_module)) for each in whole),
+        )
+    items = value.items() if kind in _MAPPINGS else value
+    return (
+        kind.__name__,
+        length,
+        [
+            tuple(_plain(part, limits[1:], of_module=of_module) for part in each)
+            if kind in _MAPPINGS
+            else _plain(each, limits[1:], of_module=of_module)
+            for each in _ends(items, length, most)
+        ],
+    )
+
+
+def _ends(items: Any, length: int, most: int) -> Iterator[Any]:
+    if length <= most:
+        yield from items
+        return
+    yield from islice(items, most // 2)
+    yield from islice(reversed(items), most // 2)
+
+
+def _elements(tensor: torch.Tensor) -> Any:
+    """Return up to eight elements of a dense tensor, evenly spaced, and its shape."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise _NotPlain
+    flat = tensor.view(-1)
+    return tuple(tensor.shape), flat[:: max(1, flat.numel() // 8)].tolist()
+
+
 def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
@@ -269,4 +430,4 @@ def _digest(value: Any) -> str:
         tensors = [tensor_digest(tensor) for tensor in seen.tensors.values()]
     except (TrainckptError, RuntimeError):
         return ""
-    return digest.digest(strict.canonical([tree, tensors]))
+    return digest.digest(json_io.canonical([tree, tensors]))

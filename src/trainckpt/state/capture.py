@@ -1,7 +1,7 @@
-"""Capture: live objects -> names, tensors and values of this rank. The mirror of `apply`.
+"""Capture live objects as names, tensors and values of this rank. The mirror of `apply`.
 
-Call it at a boundary, on the training thread. What devices were asked for is done when it returns,
-on whatever stream (`side.finish`), so any thread may read. Copies nothing: `stage` does, before
+Call it at a boundary, on the training thread. On return all submitted device work is done, on any
+stream (`device_copy.finish`), so any thread may read. Copies nothing: `staging` does, before
 training goes on.
 """
 
@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.preemption.alarms import raised_by_handler
-from trainckpt.state import side
-from trainckpt.state.attributes import PART as ATTRIBUTES
+from trainckpt.preemption.signals import raised_by_handler
+from trainckpt.state import attributes, device_copy, script_generators
+from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.captured import Captured
-from trainckpt.state.kinds import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 
 if TYPE_CHECKING:
-    from trainckpt.state.kinds.generic import GenericState
-    from trainckpt.state.kinds.loader import LoaderState
+    from trainckpt.state.adapters.loader import LoaderState
+    from trainckpt.state.adapters.stateful import GenericState
     from trainckpt.state.registry import Registry
 
 DDP, FSDP = "ddp", "fsdp"
@@ -26,10 +25,10 @@ LOADERS = "loaders"  # names of the tracked loaders: a script may register them 
 
 
 def must_be_storable(registry: Registry) -> None:
-    """Refuse now what no save could store. No collective: ranks need not call it together.
+    """Refuse unstorable state before the first save. No collective.
 
     Raises:
-        ConfigurationError: something tracked has a state that cannot be stored; by name.
+        ConfigurationError: A tracked object has unstorable state; by name.
     """
     out, names = Captured(), registry.parameter_names()
     for optimizer in registry.optimizers:
@@ -50,13 +49,13 @@ def must_be_storable(registry: Registry) -> None:
 
 
 def capture(registry: Registry) -> Captured:
-    """Everything that a resume needs, of this rank, as it is now.
+    """Return everything a resume needs of this rank, as it is now.
 
     Raises:
-        values.UnknownValue: something tracked holds a value that cannot be stored; by path.
+        values.UnknownValue: A tracked object has an unstorable value; by path.
     """
     out = Captured()
-    # Collective, so before anything that may fail on one rank alone and leave the others waiting.
+    # Collective, so first: a later failure on one rank alone would leave the others waiting.
     out.values[DDP] = {}
     for model in registry.models:
         wrapper = model.reducing
@@ -66,8 +65,8 @@ def capture(registry: Registry) -> Captured:
             out.values[DDP][model.name] = hidden
     for model in registry.models:
         fsdp.rest(model.wrapped)
-    # A step may have been taken on any stream. From here on only this thread asks for anything.
-    finished = side.finish(registry.all_parameters())
+    # A step may have used any stream. From here on only this thread submits device work.
+    finished = device_copy.finish(registry.all_parameters())
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)
@@ -83,7 +82,7 @@ def capture(registry: Registry) -> Captured:
         generic.capture(out)
         registry.watched.watch(generic.name, generic.target, has_state=not generic.is_empty_in(out))
     if changed := registry.watched.changed():
-        out.values[ATTRIBUTES] = out.encode(changed, ATTRIBUTES)
+        out.values[attributes.PART] = out.encode(changed, attributes.PART)
     for loader in registry.loaders:
         loader.capture(out)
     out.values[LOADERS] = [loader.name for loader in registry.loaders]
@@ -94,7 +93,9 @@ def capture(registry: Registry) -> Captured:
         if outside is not None:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
+    attributes.capture_generators(registry.watched, out)
+    script_generators.capture(registry, out)
     rng.capture(out, registry.devices)
-    # Copies that were made for it, which any thread may read; and devices without parameters.
-    side.finish(out.tensors.values(), finished=finished)
+    # Any thread may read the copies made above. Also devices without parameters.
+    device_copy.finish(out.tensors.values(), finished=finished)
     return out

@@ -1,9 +1,9 @@
-"""Captured: what one rank's state is at a boundary, as names; and Saved: what was read back.
+"""Captured: one rank's state at a boundary, by name. Saved: the state read back from a snapshot.
 
-Capturing copies nothing yet: the tensors are the live ones, to be staged before training goes
-on. Names are paths of the state (`model/blocks.0.weight`, `optimizer/model/blocks.0.weight/
-exp_avg`, `gradients/model/blocks.0.weight`, `rng/torch`); the first part is the part of the
-state that people are told of when two runs differ.
+Capturing copies nothing: the tensors are the live ones, to be staged before training goes on.
+Names are paths of the state (`model/blocks.0.weight`, `optimizer/model/blocks.0.weight/exp_avg`,
+`gradients/model/blocks.0.weight`, `rng/torch`). The first part names the part of the state in
+reports of a difference between two runs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch.distributed
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import replicated
-from trainckpt.state import sharded, subclasses, values
-from trainckpt.state.copies import as_copied
-from trainckpt.state.given import Proofs, has_memory
+from trainckpt.state import dtensor, tensor_subclasses, values
+from trainckpt.state.parallel_copy import as_copied
 from trainckpt.state.pinned import can_upload, upload
+from trainckpt.state.zero_copy import Proofs, has_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from trainckpt.format.layout import Box, Layout
-    from trainckpt.state.copies import Copies
-    from trainckpt.state.given import Given
+    from trainckpt.state.parallel_copy import CopyBatch
+    from trainckpt.state.zero_copy import AdoptedTensors
 
 _LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
-VALUES = "values.json"  # the tensor (bytes) that holds all values of a rank
+VALUES = "values.json"  # the tensor (bytes) of all values of a rank
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the part of a sharded tensor that this rank holds lies in the whole."""
+    """The position of this rank's part in the whole of a sharded tensor."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -47,11 +47,11 @@ class Captured:
 
     Attributes:
         tensors: Live, dense tensors, on any device: this rank's part of sharded ones.
-        groups: Tensor name -> group. Ranks whose whole group has equal bytes keep one copy,
+        groups: Tensor name -> group. Ranks with equal bytes in the whole group store one copy,
             split over them; a tensor without a group is this rank's own.
-        placed: Tensor name -> how it lies over the ranks, of sharded ones. A sharded tensor that
-            is not here has no regular layout.
-        apart: Group -> number, of those whose tensors come and go; from 1.
+        placed: Name of a sharded tensor -> its position. A sharded tensor without an entry has no
+            regular layout.
+        apart: Group of tensors present only at some boundaries -> its number, from 1.
         values: Part of the state -> encoded values.
     """
 
@@ -62,15 +62,15 @@ class Captured:
     values: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, tensor: torch.Tensor, group: str = "") -> dict[str, Any]:
-        """Take note of a tensor; returns the JSON that stands for it.
+        """Add a tensor, and return its JSON node.
 
         Raises:
-            values.UnknownValue: the tensor is of a kind that cannot be captured, by name.
+            values.UnknownValue: The tensor is of a kind not supported; by name.
         """
-        if type(tensor) not in sharded.PLAIN:
-            if sharded.is_sharded(tensor):
+        if type(tensor) not in dtensor.PLAIN:
+            if dtensor.is_sharded(tensor):
                 return self._add_sharded(name, tensor, group)
-            if (flat := subclasses.flatten(tensor)) is not None:
+            if (flat := tensor_subclasses.flatten(tensor)) is not None:
                 return self._add_subclass(name, tensor, flat, group)
         if tensor.layout is torch.sparse_coo and type(tensor) is torch.Tensor:
             indices = self.add(f"{name}/indices", tensor._indices(), group)
@@ -89,11 +89,11 @@ class Captured:
         return {**node, "order": order} if order else node
 
     def layouts(self, world: int) -> dict[str, Layout]:
-        """Tensor -> layout, of those that may be no rank's own: their replicas may be equal.
+        """Return tensor -> layout, for tensors in a group: their replicas may be equal.
 
-        What replicas hold alike is divided layout by layout, so what comes and goes is spelled as
-        a layout of its own: a window's gradients do not move the cuts through the parameters, whose
-        parts stay what an older file holds.
+        Equal replicas are divided layout by layout. Tensors present only at some boundaries get a
+        layout of their own. So a window's gradients do not move the cuts through the parameters,
+        and the parameters' parts still match those in an older file.
         """
         plain = replicated(world)
         met: dict[tuple[Layout, int], Layout] = {}
@@ -107,43 +107,47 @@ class Captured:
         return found
 
     def _add_subclass(
-        self, name: str, tensor: torch.Tensor, flat: subclasses.Flat, group: str
+        self, name: str, tensor: torch.Tensor, flat: tensor_subclasses.Flat, group: str
     ) -> dict[str, Any]:
         kind = type(tensor)
-        if not hasattr(kind, subclasses.UNFLATTEN):
+        if not hasattr(kind, tensor_subclasses.UNFLATTEN):
             raise values.UnknownValue(
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that cannot "
                 "be put together again",
-                hint=f"give the class {subclasses.UNFLATTEN}",
+                hint=f"give the class {tensor_subclasses.UNFLATTEN}",
             )
         for attribute, part in flat.inner.items():
-            if sharded.is_sharded(part):
+            if dtensor.is_sharded(part):
                 raise values.UnknownValue(f"{name}#{attribute} is a DTensor inside another tensor")
         inner = {key: self.add(f"{name}#{key}", each, group) for key, each in flat.inner.items()}
         return {
             "$tensor": name,
-            "subclass": subclasses.name_of(kind),
+            "subclass": tensor_subclasses.name_of(kind),
             "inner": inner,
             "parts": [part for node in inner.values() for part in parts_of(node)],
-            "context": values.encode(flat.context, f"{name}#context", subclasses.refuse_tensor),
-            "size": values.encode(list(tensor.shape), f"{name}#size", subclasses.refuse_tensor),
+            "context": values.encode(
+                flat.context, f"{name}#context", tensor_subclasses.refuse_tensor
+            ),
+            "size": values.encode(
+                list(tensor.shape), f"{name}#size", tensor_subclasses.refuse_tensor
+            ),
             "stride": values.encode(
-                list(tensor.stride()), f"{name}#stride", subclasses.refuse_tensor
+                list(tensor.stride()), f"{name}#stride", tensor_subclasses.refuse_tensor
             ),
         }
 
     def _add_sharded(self, name: str, tensor: torch.Tensor, group: str) -> dict[str, Any]:
-        if subclasses.flatten(sharded.local(tensor)) is not None:
+        if tensor_subclasses.flatten(dtensor.local(tensor)) is not None:
             raise values.UnknownValue(
                 f"{name} is a DTensor whose local part is a tensor subclass, which cannot be stored"
             )
-        layout = sharded.layout_of(tensor)
-        node = self.add(name, sharded.local(tensor), group if layout else "")
+        layout = dtensor.layout_of(tensor)
+        node = self.add(name, dtensor.local(tensor), group if layout else "")
         if layout is not None:
             shape, rank = tuple(tensor.shape), torch.distributed.get_rank()
             box = layout.box(shape, layout.coordinate(rank))
             self.placed[node["$tensor"]] = Placed(layout, shape, box)
-        return {**node, "sharded": sharded.describe(tensor)}
+        return {**node, "sharded": dtensor.describe(tensor)}
 
     def encode(self, value: Any, path: str, group: str = "") -> Any:
         """Encode any value under `path`; its tensors are added to this capture."""
@@ -155,19 +159,19 @@ class Saved:
     """State of one rank as read from a snapshot: CPU tensors, all verified, and values.
 
     Attributes:
-        tensors: This rank's part of what is sharded now.
-        values: As captured, of the donor.
+        tensors: This rank's part of tensors sharded now; others whole.
+        values: The donor's captured values.
         shapes: Tensor name -> shape of the whole, of every tensor of the snapshot.
-        wraps: Tensor name -> makes the sharded tensor of this rank's part.
-        exact: Every tensor lies as it did, so the open window can go on; else it begins anew.
-        is_own: The values are those that this very rank saved, for the same place in the data.
-        worlds: Ranks of the snapshot, and now.
-        elsewhere: Names that this rank's donor had not, only other ranks.
-        left: Live tensors that were excluded from it, and stay as the script made them.
-        proofs: Of what was read straight to its place.
-        given: Those of `tensors` that are live themselves; None: each is copied.
-        is_again: It was applied before, so most of it is there.
-        num_threads: That may copy at once.
+        wraps: Tensor name -> function from this rank's part to the sharded tensor.
+        exact: Every tensor has its saved layout, so the open window can go on; else it begins anew.
+        is_own: This very rank saved the values, for the same position in the data.
+        worlds: Number of ranks of the snapshot, and now.
+        elsewhere: Names missing on this rank's donor, but present on other ranks.
+        left: Excluded live tensors; they stay as the script made them.
+        proofs: Proofs of tensors read to their final memory.
+        given: Those of `tensors` adopted as live; None: each is copied.
+        is_again: The state was applied before, so most of it is in place.
+        num_threads: Number of threads for copies.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -180,56 +184,56 @@ class Saved:
     elsewhere: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     proofs: Proofs = field(default_factory=Proofs)
-    given: Given | None = None
+    given: AdoptedTensors | None = None
     is_again: bool = False
     num_threads: int = 1
 
     def without_state(self) -> Saved:
-        """What is still to be known of it when it has been applied."""
+        """Return a copy without tensors and values, for use after it was applied."""
         return replace(
             self, tensors={}, values={}, shapes={}, wraps={}, proofs=Proofs(), given=None
-        )  # fmt: skip
+        )
 
-    def copy(self, name: str, live: torch.Tensor, copies: Copies) -> None:
-        """Let a live tensor become what was saved under a name; of the same shape."""
+    def copy(self, name: str, live: torch.Tensor, copies: CopyBatch) -> None:
+        """Copy the saved tensor of this name into a live one of the same shape, by `copies`."""
         found = self.tensors[name]
         copies.add(live, found, self.proofs.of(found) if self.is_again else None)
 
-    def copied(self, names: Mapping[str, torch.Tensor]) -> None:
-        """All that `copy` was asked for was copied, to these."""
-        if not self.is_again:
-            for name, live in names.items():
-                self.proofs.made(live, self.tensors[name])
-
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
-        """Decode a tree; what was not on the CPU goes to `device`. Tensors are fresh copies."""
+        """Decode a tree; tensors not on the CPU then go to `device`. Tensors are fresh copies."""
         return values.decode(tree, lambda node: self.tensor(node, device))
 
     def tensor(self, node: Any, device: torch.device | None = None) -> torch.Tensor:
-        """The tensor that a `{"$tensor": ...}` node stands for, as a fresh copy."""
+        """Return the tensor of a `{"$tensor": ...}` node, as a fresh copy."""
         target = device if device is not None and node.get("device") != "cpu" else None
         if "subclass" in node:
             inner = {key: self.tensor(each, device) for key, each in node["inner"].items()}
             context = values.decode(node["context"], values.no_tensor)
-            return subclasses.rebuild(
+            return tensor_subclasses.rebuild(
                 node["subclass"], inner, context, node["size"], node["stride"]
             )
         if "sparse" in node:
             shape, coalesced = node["sparse"]
             parts = [self._fresh(name, target) for name in node["parts"]]
             return torch.sparse_coo_tensor(
-                parts[0], parts[1], tuple(shape), device=parts[1].device, is_coalesced=coalesced,
+                parts[0],
+                parts[1],
+                tuple(shape),
+                device=parts[1].device,
+                is_coalesced=coalesced,
                 check_invariants=True,
-            )  # fmt: skip
+            )
         fresh = self._fresh(node["$tensor"], target)
         fresh = in_memory_order(fresh, node["order"]) if "order" in node else fresh
         wrap = self.wraps.get(node["$tensor"])
         return fresh if wrap is None else wrap(fresh)
 
-    def make(self, tree: Any, device: torch.device, copies: Copies, *, gives: bool = True) -> Any:
-        """Decode a tree; a tensor alone is what was read itself, or made complete by `copies`.
+    def make(
+        self, tree: Any, device: torch.device, copies: CopyBatch, *, gives: bool = True
+    ) -> Any:
+        """Decode a tree. A lone tensor is adopted, or completed by `copies`.
 
-        `gives`: whether it may be what was read: memory of which torch cannot change the size.
+        `gives`: allow adoption. Torch cannot resize adopted memory.
         """
         name = self._plain(tree)
         if name is None:
@@ -245,10 +249,10 @@ class Saved:
         copies.add(fresh, found)
         return fresh
 
-    def put_again(self, tree: Any, live: torch.Tensor, copies: Copies) -> bool:
-        """Make what `make` made for a tree what it was again; False if it cannot be.
+    def put_again(self, tree: Any, live: torch.Tensor, copies: CopyBatch) -> bool:
+        """Reset the result of `make` for this tree to its saved value; False if impossible.
 
-        What was given was mended before.
+        Adopted tensors were mended before.
         """
         name = self._plain(tree)
         if name is None:
@@ -264,7 +268,7 @@ class Saved:
         return True
 
     def _plain(self, tree: Any) -> str | None:
-        """The name of the tensor that a tree stands for, if nothing is to be done to it."""
+        """Return the tensor's name if a tree is a tensor in no need of conversion."""
         name = tree.get("$tensor") if isinstance(tree, dict) else None
         if (
             not isinstance(name, str)
@@ -291,11 +295,11 @@ class Saved:
 
 
 def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor`, detached, if bytes are what it is made of; else `UnknownValue`.
+    """Return `tensor`, detached, if it consists of plain bytes; else raise `UnknownValue`.
 
-    Its own memory, to which a restore copies: also where what lies there is conjugated or negated.
+    The result shares its memory, as a restore needs, even if conjugated or negated.
     """
-    if type(tensor) not in sharded.PLAIN:
+    if type(tensor) not in dtensor.PLAIN:
         if isinstance(tensor, _LAZY):
             raise values.UnknownValue(
                 f"{name} is a lazy parameter without a shape",
@@ -314,15 +318,15 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, a copy where what lies in memory is conjugated or negated."""
+    """Return the same values, a copy if the memory is conjugated or negated."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Dimensions from the slowest in memory to the fastest; [] where row-major will do.
+    """Return the dimensions from slowest to fastest in memory; [] for row-major, gaps or overlaps.
 
-    Kept because fused optimizers walk parameter, gradient and moments as they lie in memory: in
-    a channels_last model a row-major moment would be paired with other elements.
+    Fused optimizers walk parameter, gradient and moments in memory order: in a channels_last model
+    a row-major moment would be paired with other elements.
     """
     if tensor.is_contiguous():
         return []
@@ -330,22 +334,22 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     stride = 1
     for d in reversed(order):
         if tensor.shape[d] != 1 and tensor.stride(d) != stride:
-            return []  # with gaps or overlaps: nothing may rely on that
+            return []  # with gaps or overlaps
         stride *= tensor.shape[d]
     return order
 
 
 def in_memory_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """The same elements, lying in memory as `memory_order` said."""
+    """Return the same elements in the order given by `memory_order`."""
     back = sorted(range(len(order)), key=order.__getitem__)
     return tensor.permute(order).contiguous().permute(back)
 
 
 def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-    """The tensors that make up `tensor`: itself, sharded or not, or those inside a subclass."""
-    if sharded.is_sharded(tensor):
+    """Return the tensors inside `tensor`: itself, sharded or not, or those of a subclass."""
+    if dtensor.is_sharded(tensor):
         return {name: tensor.detach()}
-    flat = subclasses.flatten(tensor)
+    flat = tensor_subclasses.flatten(tensor)
     if flat is None:
         return {name: dense(tensor, name)}
     found: dict[str, torch.Tensor] = {}
@@ -355,6 +359,6 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
 
 
 def parts_of(node: dict[str, Any]) -> list[str]:
-    """The names of the stored tensors that a node stands for."""
+    """Return the names of the stored tensors of a node."""
     parts: list[str] = node.get("parts", [node["$tensor"]])
     return parts

@@ -1,8 +1,8 @@
-"""The calls of CUDA with which bytes get from a GPU to the host beside training (`side`).
+"""Call CUDA to copy from a GPU to the host during training (`device_copy`).
 
-A thread that calls CUDA for a device makes that device its own first: else the runtime would set up
-the first one of the host, and take memory there. And each of ours says that it means no harm to a
-graph that another thread may be recording: else that recording would fail.
+Each thread makes a device current before it calls CUDA for it: else the runtime would set up the
+first device of the host and take memory there. Each call also uses the relaxed capture mode: else
+it would fail a graph recording of another thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.state.packed_copies import RUN_BYTES, as_bytes, pack
-from trainckpt.tiers.direct import at_address
+from trainckpt.storage.direct_io import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,22 +29,22 @@ RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class CudaCalls:
-    """A `Platform`: one stream beside those that train, for each device."""
+    """The `DeviceBackend` of CUDA: one copy stream per device, besides those of training."""
 
     kind = "cuda"
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._buffers: dict[torch.device, torch.Tensor] = {}  # in which small tensors are packed
+        self._buffers: dict[torch.device, torch.Tensor] = {}  # for packing small tensors
 
     @property
     def is_used(self) -> bool:
-        """Whether there may be tensors on such a device."""
+        """Return True if CUDA is initialized: tensors may exist on it."""
         return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """This thread calls CUDA for a device, whatever others record meanwhile."""
+        """Make the device current for this thread, without disturbing graph captures of others."""
         driver, mode = _driver(), ctypes.c_int(RELAXED)
         with torch.cuda.device(device):
             if driver is not None:
@@ -56,18 +56,18 @@ class CudaCalls:
                     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def finish(self, device: torch.device) -> None:
-        """Return when all that was asked of it by now is done, on whatever stream."""
+        """Wait for all work submitted to the device so far, on any stream."""
         with self.on(device):
             torch.cuda.synchronize(device)
 
     def finish_own(self, device: torch.device) -> None:
-        """Return when all that this thread's current stream was asked for is done."""
+        """Wait for the work submitted to this thread's current stream."""
         with self.on(device):
             torch.cuda.current_stream(device).synchronize()
 
     @contextlib.contextmanager
     def apart(self, devices: Iterable[torch.device]) -> Iterator[None]:
-        """Have what this thread asks of devices wait for nothing that others asked for."""
+        """Return a context with new streams, so that this thread's work waits for no other."""
         with contextlib.ExitStack() as stack:
             for device in devices:
                 stack.enter_context(self.on(device))
@@ -76,7 +76,7 @@ class CudaCalls:
             yield
 
     def register(self, address: int, num_bytes: int, device: torch.device) -> str:
-        """Lock memory; why not, or ""."""
+        """Page-lock memory. Return the reason for a refusal, or ""."""
 
         def call() -> str:
             with self.on(device):
@@ -87,7 +87,7 @@ class CudaCalls:
         return _alone(call)
 
     def unregister(self, address: int, device: torch.device) -> None:
-        """Let it go."""
+        """Unlock memory registered at this address."""
 
         def call() -> str:
             with self.on(device):
@@ -99,9 +99,9 @@ class CudaCalls:
 
     @torch.no_grad()
     def start(self, device: torch.device, runs: Sequence[Run]) -> torch.cuda.Event:
-        """Begin these copies once what this thread's stream was asked for is done.
+        """Begin the copies after the work on this thread's current stream, and return an event.
 
-        If it raises, some of them may have begun: `finish` waits for those.
+        After an exception some copies may have begun: `finish` waits for those.
         """
         with torch.cuda.device(device):
             if device not in self._streams:
@@ -118,10 +118,10 @@ class CudaCalls:
     def _packed(
         self, device: torch.device, runs: Sequence[Run]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Give address and bytes of each copy; the next only once this one was asked for."""
+        """Yield address and bytes of each copy, which must be submitted before the next one."""
         if any(len(run.sources) > 1 for run in runs) and device not in self._buffers:
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                # Made on the stream that uses it, so each use comes behind the one before.
+                # Made on the copy stream, so each use is ordered after the one before.
                 self._buffers[device] = torch.empty(RUN_BYTES, dtype=torch.uint8, device=device)
         buffer = self._buffers.get(device)
         for run in runs:
@@ -134,26 +134,26 @@ class CudaCalls:
                 target += source.nbytes
 
     def wait(self, device: torch.device, copies: torch.cuda.Event) -> None:
-        """Return when what `start` gave is done; any thread."""
+        """Wait for the copies of an event from `start`; any thread."""
         with self.on(device):
             copies.synchronize()
 
     def is_over(self, copies: torch.cuda.Event) -> bool:
-        """Whether it is done."""
+        """Return True if the copies of an event from `start` are complete."""
         return bool(copies.query())  # type: ignore[no-untyped-call]
 
     def hold(self, device: torch.device, copies: torch.cuda.Event) -> None:
-        """What is asked of the device from now on begins when it is done."""
+        """Delay later work on this thread's current stream until the copies are complete."""
         torch.cuda.current_stream(device).wait_event(copies)
 
     @property
     def is_recording(self) -> bool:
-        """Whether what is asked now is recorded, to be done again and again."""
+        """Return True if the current stream is recording a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     @property
     def has_recorded(self) -> bool:
-        """Whether there is anything recorded, which may be done again."""
+        """Return True if any CUDA graph exists: it may be replayed."""
         graph = torch.cuda.CUDAGraph
         return any(issubclass(type(each), graph) for each in gc.get_objects())
 
@@ -163,17 +163,17 @@ def _at(address: int, num_bytes: int) -> torch.Tensor:
 
 
 def _alone(call: Callable[[], str]) -> str:
-    """What it says, in a thread of its own.
+    """Return the result of `call` in a thread of its own.
 
-    CUDA remembers a call's failure for the thread that made it, and torch would report it at the
-    next kernel that this thread launches.
+    CUDA remembers a failure for the calling thread, and torch would report it at that thread's
+    next kernel launch.
     """
     said: list[str] = []
 
     def run() -> None:
         try:
             said.append(call())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is copied as ever then
+        except Exception as error:  # noqa: BLE001 - on any failure torch copies instead
             said.append(str(error) or repr(error))
 
     thread = threading.Thread(target=run, name="trainckpt-lock")

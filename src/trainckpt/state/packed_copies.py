@@ -1,10 +1,10 @@
-"""Packed copies: small tensors that lie side by side in a shard file are copied there together.
+"""Copy small tensors together if they are adjacent in a shard file.
 
-To ask a GPU for one copy takes some 30 us of Python, and a model has thousands of small tensors. So
-those that follow each other in the file are put end to end into a buffer on the GPU, and one copy
-brings that to the file. The layout of shard files puts small tensors together for this.
+One copy call for a GPU takes some 30 us of Python, and a model has thousands of small tensors. So
+tensors adjacent in the file are concatenated in a buffer on the GPU, and one copy brings the buffer
+to the file. The layout of shard files puts small tensors together for this.
 
-A run lies within one range of memory that is locked for the GPU: a copy across two is an error.
+A run lies within one range of page-locked memory: a copy across two is an error.
 """
 
 from __future__ import annotations
@@ -20,23 +20,29 @@ from trainckpt.format.shard_file import SMALL_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-RUN_BYTES = 16 << 20  # of the buffer; a link of 25 GB/s takes 0.7 ms for it
+RUN_BYTES = 16 << 20  # size of the buffer; a link of 25 GB/s takes 0.7 ms for it
 # Packed as they are, not as bytes: half the Python, and fewer elements for the GPU.
 _PACKED_AS_THEY_ARE = frozenset(
     (
-        torch.float32, torch.bfloat16, torch.float16, torch.float64,
-        torch.int64, torch.int32, torch.uint8, torch.bool,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
     )
-)  # fmt: skip
+)
 
 
 class Run(NamedTuple):
-    """Copies whose places follow each other.
+    """Copies with adjacent targets.
 
     Attributes:
         target: Address of the first byte.
         sources: Contiguous, one after the other; a large one is alone.
-        num_bytes: Of all of them.
+        num_bytes: Sum of their sizes.
     """
 
     target: int
@@ -45,16 +51,16 @@ class Run(NamedTuple):
 
 
 def as_runs(copies: Iterable[tuple[int, torch.Tensor]], ends: Iterable[int] = ()) -> list[Run]:
-    """Return the runs of these copies to addresses, whose sources are contiguous.
+    """Return the runs of these copies to addresses, with contiguous sources.
 
     Args:
         copies: Address and source of each, by address.
-        ends: Addresses at which a run has to end: those of ranges of locked memory.
+        ends: Addresses no run may cross: the ends of ranges of locked memory.
     """
     runs: list[Run] = []
-    small: list[torch.Tensor] = []  # of the run that goes on
+    small: list[torch.Tensor] = []  # the open run
     begin = end = 0
-    low, high = 0.0, 0.0  # the range in which the last copy was
+    low, high = 0.0, 0.0  # the range of the last copy
     cuts = sorted(ends)
     for target, source in copies:
         size = source.nbytes
@@ -80,9 +86,9 @@ def as_runs(copies: Iterable[tuple[int, torch.Tensor]], ends: Iterable[int] = ()
 
 @torch.no_grad()
 def pack(run: Run, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a run's bytes, in the buffer if they are of several tensors.
+    """Return a run's bytes, in the buffer if there are several tensors.
 
-    Whatever reads them must have been asked for on this stream before the buffer is used again.
+    A reader must be submitted on this stream before the buffer is used again.
     """
     if len(run.sources) == 1:
         return as_bytes(run.sources[0])
@@ -96,18 +102,18 @@ def pack(run: Run, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(source: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, where they are."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return source.detach().view(-1).view(torch.uint8)
 
 
 def _range(cuts: Sequence[int], address: int) -> tuple[float, float]:
-    """Return the last cut that is not behind an address, and the next."""
+    """Return the last cut at or below an address, and the next."""
     next_one = bisect.bisect_right(cuts, address)
     return cuts[next_one - 1] if next_one else 0, [*cuts, math.inf][next_one]
 
 
 def _cut(target: int, source: torch.Tensor, cuts: Sequence[int]) -> Iterator[Run]:
-    """Give a copy in parts, each in one range."""
+    """Yield a copy in parts, each in one range."""
     flat, behind = as_bytes(source), target + source.nbytes
     ends = [cut for cut in cuts if target < cut < behind]
     for begin, end in zip([target, *ends], [*ends, behind], strict=True):

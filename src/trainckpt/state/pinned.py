@@ -1,11 +1,11 @@
-"""Pinned: bytes between devices and ordinary memory, through two buffers that a GPU reaches itself.
+"""Copy between devices and ordinary memory through two pinned buffers.
 
     brought_back    device -> host: the GPU fills one buffer while the caller reads the other
     upload          host -> device: this thread fills one buffer while the GPU reads the other
 
-Without them the driver copies through a small buffer of its own, at a fraction of the link, while
-this thread waits. Of other devices than CUDA's, and where no pinned memory can be had, the same
-copies are made one after the other.
+Without them the driver copies through a small buffer of its own, at a fraction of the link's rate,
+while this thread waits. On devices other than CUDA, or without pinned memory, the same copies are
+made one after the other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainckpt.format.shard_file import LINE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-PART_BYTES = 16 << 20  # of one buffer
+PART_BYTES = 16 << 20  # size of one buffer
 
 
 def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Give bytes of a contiguous tensor, in parts on the CPU, each with its first byte's number.
+    """Yield bytes of a contiguous tensor, in parts on the CPU, each with its first byte's number.
 
-    A part is gone when the next is taken.
+    A part is invalid when the next is taken.
     """
     flat = source.detach().reshape(-1).view(torch.uint8)
     num_parts = -(-(end - first) // PART_BYTES)
@@ -44,7 +44,7 @@ def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[i
     for number in range(num_parts):
         assert following is not None
         at, part, done = following
-        # Into the buffer of the part before, which the caller has given back.
+        # Into the buffer of the part before: the caller no longer uses it.
         following = fetch(number + 1) if number + 1 < num_parts else None
         _wait(done, source)
         yield at, part
@@ -65,18 +65,22 @@ def on_host(source: torch.Tensor) -> torch.Tensor:
 def can_upload(into: torch.Tensor, data: torch.Tensor) -> bool:
     """Return True if `upload` makes this copy: all bytes of `data`, from the CPU to a GPU."""
     return (
-        into.is_cuda and data.is_cpu and into.dtype == data.dtype and into.shape == data.shape
-        and into.is_contiguous() and data.is_contiguous()
+        into.is_cuda
+        and data.is_cpu
+        and into.dtype == data.dtype
+        and into.shape == data.shape
+        and into.is_contiguous()
+        and data.is_contiguous()
         and not (into.is_conj() or into.is_neg() or data.is_conj() or data.is_neg())
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
 def upload(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, on this thread's stream; return when all are there.
+    """Copy each second tensor into the first, on this thread's stream; return when all are copied.
 
-    Both are contiguous, of one type and shape. Each tensor is one copy, or one for each buffer that
-    it fills.
+    Both are contiguous, of one type and shape. Each tensor is one copy, or one for each buffer it
+    fills.
     """
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for into, data in copies:
@@ -105,11 +109,11 @@ def _upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 part = buffers[turn][filled : filled + step].copy_(source[done : done + step])
                 target[done : done + step].copy_(part, non_blocking=True)
                 done, filled = done + step, filled + -(-step // LINE_BYTES) * LINE_BYTES
-        _wait(_asked(some), some)  # whatever stream the script reads it on
+        _wait(_asked(some), some)  # the script may read it on any stream
 
 
 def new_buffer(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return fresh bytes on the CPU, which a GPU reaches itself if `pinned`, and it can be had."""
+    """Return fresh bytes on the CPU; `pinned`: page-locked for the GPU, if the driver allows it."""
     if pinned:
         with contextlib.suppress(RuntimeError):
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -121,7 +125,7 @@ def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def _asked(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """What is done once all that this thread's stream was asked for by now is."""
+    """Return an event after all work of this thread's stream so far; None without CUDA."""
     if not tensor.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

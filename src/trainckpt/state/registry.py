@@ -1,4 +1,4 @@
-"""The registry: what the user asked to be tracked, by name, sorted into kinds."""
+"""The tracked objects, by name, sorted into kinds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
-from trainckpt.state.attributes import PART as ATTRIBUTES
+from trainckpt.state import attributes, script_generators
+from trainckpt.state.adapters import ddp, ddp_hooks, fsdp
+from trainckpt.state.adapters.ddp_wrappers import inner_optimizer, unwrap, unwrap_optimizer
+from trainckpt.state.adapters.loader import LoaderState
+from trainckpt.state.adapters.model import ModelState, keeps_own_state
+from trainckpt.state.adapters.optimizer import OptimizerState, inner_optimizers
+from trainckpt.state.adapters.stateful import (
+    GenericState,
+    MetricState,
+    is_metric,
+    live_objects,
+    metrics_in,
+)
+from trainckpt.state.adapters.tracked_file import PART as FILES
+from trainckpt.state.adapters.tracked_file import TrackedFile
+from trainckpt.state.adapters.unsupported import refuse
 from trainckpt.state.attributes import Watched
-from trainckpt.state.kinds import ddp, ddp_hooks, fsdp
-from trainckpt.state.kinds.generic import GenericState, live_objects
-from trainckpt.state.kinds.loader import LoaderState
-from trainckpt.state.kinds.metric import MetricState, is_metric, metrics_in
-from trainckpt.state.kinds.model import ModelState, keeps_own_state
-from trainckpt.state.kinds.optimizer import OptimizerState, inner_optimizers
-from trainckpt.state.kinds.refused import refuse
-from trainckpt.state.kinds.tracked_file import PART as FILES
-from trainckpt.state.kinds.tracked_file import TrackedFile
-from trainckpt.state.kinds.wrappers import inner_optimizer, unwrap, unwrap_optimizer
-from trainckpt.state.sharded import training_device
+from trainckpt.state.dtensor import training_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,7 +39,10 @@ if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
 
 RESERVED = frozenset(
-    {"gradients", "rng", "ddp", "fsdp", "loaders", "values.json", FILES, ATTRIBUTES}
+    (
+        *("gradients", "rng", "ddp", "fsdp", "loaders", "values.json"),
+        *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART),
+    )
 )
 
 
@@ -64,7 +72,7 @@ class Registry:
         """Track `value` under `name`; the items of a list become `name.0`, `name.1`, ...
 
         Raises:
-            ConfigurationError: no `state_dict`, tracked twice, or of a kind that is refused.
+            ConfigurationError: No `state_dict`, tracked twice, or an unsupported kind.
         """
         if isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
@@ -93,12 +101,13 @@ class Registry:
             raise ConfigurationError(
                 f"{name} is a {type(value).__name__}: neither an option of Checkpointer nor an "
                 "object with state_dict and load_state_dict",
-                hint=f"loader={name}" if is_loader
+                hint=f"loader={name}"
+                if is_loader
                 else "check the keyword's spelling, or give the object both methods",
-            )  # fmt: skip
+            )
 
     def add_implied(self) -> None:
-        """Track metrics in models, and optimizers in objects, that the script did not name."""
+        """Track unnamed metrics in models, and unnamed optimizers in objects."""
         for model in self.models:
             tracked = [g.target for g in self.generics if isinstance(g.target, MetricState)]
             metrics = metrics_in(model.module)
@@ -110,15 +119,15 @@ class Registry:
 
     @cached_property
     def watched(self) -> Watched:
-        """Attributes that no state_dict holds, watched from the first use on."""
+        """Return the watch on attributes missing from every state_dict, since its first use."""
         objects = [generic.target for generic in self.generics]
         return Watched(((model.name, model.module) for model in self.models), objects)
 
     def _add_inner_optimizers(self) -> None:
-        """Track what tracked objects step by, as `<name>.<attribute>`.
+        """Track the optimizers inside tracked objects, as `<name>.<attribute>`.
 
-        SAM and Lookahead hold an optimizer, and so do objects of a script's own whose
-        `load_state_dict` casts its moments: those are put back after.
+        SAM and Lookahead have one, and so do objects of a script's own. If their
+        `load_state_dict` casts its moments, the implied optimizer restores them afterwards.
         """
         for generic in self.generics:
             inner = inner_optimizer(generic.target)
@@ -127,7 +136,7 @@ class Registry:
             for key, value in live_objects(generic.target.state_dict()).items():
                 if isinstance(value, torch.optim.Optimizer):
                     self._imply(f"{generic.name}.{key}", value)
-        for outer in self.optimizers:  # those that are added meanwhile too
+        for outer in self.optimizers:  # including those added meanwhile
             for attribute, inner in inner_optimizers(outer.optimizer):
                 if inner.state is not outer.optimizer.state:
                     self._imply(f"{outer.name}.{attribute}", inner)
@@ -139,7 +148,7 @@ class Registry:
             self.optimizers.append(OptimizerState(name, inner, implied=True))
 
     def problems(self) -> list[Restored]:
-        """Return what of the models and optimizers cannot be put back as it was."""
+        """Return the state of models and optimizers not restorable exactly."""
         found = {model.name: model.problems() for model in self.models}
         for model in self.models:
             found[model.name] += ddp_hooks.problems(model.reducing, model.name, self.tracks)
@@ -151,7 +160,7 @@ class Registry:
         ]
 
     def lacks(self) -> str:
-        """One sentence where neither weights nor anything like them would be saved, or ""."""
+        """Return a sentence if no weights or other state would be saved, or ""."""
         if self.models or self.optimizers or self.generics:
             return ""
         return (
@@ -165,7 +174,7 @@ class Registry:
         self.loaders.append(LoaderState(name, loader))
 
     def add_file(self, file: Any) -> TrackedFile:
-        """Track a file, by its path or as an open file; the same one for the same path."""
+        """Track a file, by its path or as an open file; the same path gives the same object."""
         tracked = TrackedFile(file)
         for known in self.files:
             if known.path == tracked.path:
@@ -179,10 +188,10 @@ class Registry:
         return tracked
 
     def exclude(self, globs: Iterable[str]) -> None:
-        """Leave these tensors of the models out of what is captured; see `format.globs`.
+        """Exclude these tensors of the models from captures; see `format.globs`.
 
         Raises:
-            ConfigurationError: a glob means no tensor of any model; names what is near.
+            ConfigurationError: A glob matches no tensor of any model; names similar ones.
         """
         models = [model.name for model in self.models]
         known = {name for model in self.models for name in model.names()}
@@ -192,27 +201,30 @@ class Registry:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """No model gets or loses a tensor meanwhile: at one boundary, say. Training thread."""
+        """Return a context in which no model gains or loses a tensor, such as one boundary.
+
+        Training thread.
+        """
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.unchanged())
             yield
 
     def parameter_names(self) -> dict[int, str]:
-        """id(parameter) -> full name, for the parameters of all tracked models."""
+        """Return id(parameter) -> full name, for the parameters of all tracked models."""
         return {id(p): name for model in self.models for name, p in model.parameters()}
 
     def model_parameters(self) -> dict[str, torch.Tensor]:
-        """Full name -> every parameter of a tracked model."""
+        """Return full name -> parameter, for all tracked models."""
         return {name: p for model in self.models for name, p in model.parameters()}
 
     def stepped_parameters(self) -> dict[str, torch.Tensor]:
-        """Full name -> every parameter of a tracked model that a tracked optimizer steps."""
+        """Return full name -> model parameter, for those stepped by a tracked optimizer."""
         stepped = {id(p) for optimizer in self.optimizers for p in optimizer.parameters()}
         return {name: p for name, p in self.model_parameters().items() if id(p) in stepped}
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> every tensor that may hold a gradient: of models, and else of optimizers."""
+        """Return name -> tensor, for all parameters of models, and else of optimizers."""
         found = self.model_parameters()
         seen = {id(p) for p in found.values()}
         for optimizer in self.optimizers:
@@ -224,31 +236,37 @@ class Registry:
         return found
 
     def all_parameters(self) -> Iterator[torch.Tensor]:
-        """Of all models and optimizers; some more than once."""
+        """Yield the parameters of all models and optimizers; some more than once."""
         for model in self.models:
             yield from (parameter for _, parameter in model.parameters())
         for optimizer in self.optimizers:
             yield from optimizer.parameters()
 
     def devices(self) -> list[torch.device]:
-        """Return the devices that compute with parameters, in the order of the first on each."""
+        """Return the devices of the computation, in the order of the first parameter on each."""
         found = dict.fromkeys(parameter.device for parameter in self.all_parameters())
         if any(device.type == "cpu" for device in found):  # some may be offloaded shards
             found = dict.fromkeys(map(training_device, self.all_parameters()))
         return list(found)
 
     def names(self) -> Iterator[str]:
-        """Names of everything tracked."""
+        """Yield the names of all models, optimizers, objects and loaders."""
         for kind in (self.models, self.optimizers, self.generics, self.loaders):
             for item in kind:
                 yield item.name
 
     def tracks(self, value: object) -> bool:
-        """True if `value` itself, or the module it wraps, is tracked."""
+        """Return True if `value` itself, or the module it wraps, is tracked."""
         return self._identity(value) in self._owners
 
     def _claim(self, name: str, value: object) -> None:
-        if name in RESERVED or "/" in name or name in self.names():
+        if name in RESERVED:
+            keywords = ", ".join(sorted(filter(str.isidentifier, RESERVED)))
+            raise ConfigurationError(
+                f"the name {name!r} is reserved, for a part of each snapshot",
+                hint=f"choose another keyword; reserved are {keywords}",
+            )
+        if "/" in name or name in self.names():
             raise ConfigurationError(f"the name {name!r} is taken", hint="choose another keyword")
         owner = self._owners.setdefault(self._identity(value), name)
         if owner != name:
@@ -267,5 +285,5 @@ def _named(model: ModelState) -> dict[str, nn.Module]:
 
 
 def _is_like_a_metric(module: nn.Module) -> bool:
-    """A module without parameters that decides itself what its state is, such as a metric."""
+    """Return True for a module without parameters and with its own state methods, as a metric."""
     return keeps_own_state(module) and next(module.parameters(), None) is None

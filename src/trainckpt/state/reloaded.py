@@ -1,13 +1,13 @@
-"""What a tracked object made of the state it was given: its state_dict once more, compared.
+"""Compare a tracked object's state_dict after loading with the loaded state.
 
-A `load_state_dict` may drop a part, cast it, or keep it for later. The state that the object gives
-after it has loaded is compared with the one that was saved, value by value and tensors by every
-byte. The order of a dict does not count, nor does list or tuple, nor a clock that has run on.
+A `load_state_dict` may drop a part, cast it, or defer it. The object's state after loading is
+compared with the saved one, value by value and tensors by every byte. The order of a dict, list
+versus tuple, and a clock's advance do not count.
 
-Objects of integrations that load in several steps, or whose state_dict follows from what is still
-to be registered, say so (`__trainckpt_loads_in_steps__`), and are not compared.
+Objects of integrations may load in several steps, or derive their state_dict from later
+registrations. They declare it (`__trainckpt_loads_in_steps__`), and are not compared.
 
-Used by: lifecycle, right after a snapshot was applied.
+Used right after a snapshot was applied.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TrainckptError
-from trainckpt.format import strict
+from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
 from trainckpt.state.captured import Captured
-from trainckpt.state.stage import tensor_digest
+from trainckpt.state.staging import tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from trainckpt.state.adapters.stateful import GenericState
     from trainckpt.state.captured import Saved
-    from trainckpt.state.kinds.generic import GenericState
 
     Spell = Callable[[dict[str, Any]], str]
 
-_NAMED = 3  # paths that a reason names
+_NAMED = 3  # most paths named in a reason
 _CLOCK = re.compile(r"(?:^|[._])(?:time|seconds|elapsed|duration|runtime)(?:$|[._])")
 
 
 def compare(generic: GenericState, saved: Saved) -> list[Restored]:
-    """Return what an object that has loaded its saved state does not have of it, as one part."""
+    """Return the saved state missing from an object after loading, as one part."""
     if generic.name not in saved.values:
         return []
     if getattr(type(generic.target), "__trainckpt_loads_in_steps__", False):
@@ -75,7 +75,7 @@ def _spell(tensors: dict[str, torch.Tensor]) -> Spell:
 
 
 def _leaves(tree: Any, path: str, spell: Spell) -> dict[str, Any]:
-    """Return path -> value of an encoded tree; of a container without items the path alone."""
+    """Return path -> value of an encoded tree; for an empty container the path alone."""
     if isinstance(tree, dict) and "$tensor" in tree:
         return {path: spell(tree)}
     if isinstance(tree, dict) and tree.get("$") == "numpy" and isinstance(tree["of"], dict):
@@ -85,7 +85,7 @@ def _leaves(tree: Any, path: str, spell: Spell) -> dict[str, Any]:
         pairs = [(str(number), item) for number, item in enumerate(tree)]
     elif isinstance(tree, dict) and tree.get("$") == "dict":
         pairs = [
-            (key if isinstance(key, str) else strict.canonical(key).decode(), item)
+            (key if isinstance(key, str) else json_io.canonical(key).decode(), item)
             for key, item in tree["of"]
         ]
     elif isinstance(tree, dict) and "$" not in tree:  # live objects in a state_dict
@@ -101,6 +101,6 @@ def _leaves(tree: Any, path: str, spell: Spell) -> dict[str, Any]:
 
 
 def _ran_on(path: str, then: Any, now: Any) -> bool:
-    """Return True for a time, by its name, that has gone on since it was saved."""
+    """Return True for a time value, by its name, if it has advanced since the save."""
     are_times = type(then) is float and type(now) is float and _CLOCK.search(path) is not None
     return are_times and now >= then

@@ -1,8 +1,18 @@
-"""Replicas: which tensors all ranks that should hold them alike do hold alike.
+"""Find the tensors equal on all their replicas.
 
-Under DDP and HSDP several ranks hold equal bytes, and each byte is saved once, split over them.
-That they are equal is checked, never taken for granted: a buffer may be a rank's own, and so is a
-gradient inside a window. What is not equal on all is saved by each.
+Under DDP and HSDP several ranks have equal bytes, and each byte is saved once, split over them.
+Equality is checked, never assumed: a buffer may be a rank's own, and so is a gradient inside a
+window. Unequal tensors are saved by each rank.
+
+Tensors on a device are compared by checksums computed there: a GPU reads its memory at a hundred
+times the rate of its link to the host. Replicas of several ranks, and frozen weights since an
+earlier save, need only a comparison, so their bytes never leave the device. Each tensor becomes two
+64-bit sums, and one copy brings the sums of all tensors to the host.
+
+Each 8 bytes are mixed with their position by a bijection, and the results are added up. So a change
+within 8 bytes always changes the first sum. Any other change leaves both sums equal with a
+probability of about 2**-128. The arithmetic is of integers modulo 2**64: the order of additions
+does not matter, and every device gives the same sums.
 """
 
 from __future__ import annotations
@@ -13,18 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from trainckpt.state.device_checksum import checksums
-from trainckpt.state.stage import bytes_of
-
-PAGE_BYTES = 4096
-PARTS = 64  # a sample holds one of so many parts, in turn
-MOST_NAMES = 1 << 16  # whose spelling is kept from save to save
+from trainckpt.state.staging import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from trainckpt.format.layout import Layout
     from trainckpt.state.captured import Captured
+
+
+PAGE_BYTES = 4096
+PARTS = 64  # a sample has one of so many parts, in turn
+MOST_NAMES = 1 << 16  # cached from save to save
 
 
 def group_digests(
@@ -35,18 +45,17 @@ def group_digests(
     sampled: Collection[str] = (),
     number: int = 0,
 ) -> dict[str, tuple[str, int, str]]:
-    """Group -> set of replicas, ranks in it, digest of the group's tensors, sorted by name.
+    """Return group -> (set of replicas, ranks in it, digest of the group's tensors by name).
 
-    Only of tensors that other ranks should hold alike. The digest is over name, type, shape and
-    bytes, or over the checksum of what lies on a device. `snapshot.save_plan.equal_groups` compares
-    them.
+    Only tensors with replicas on other ranks count. The digest is over name, type, shape and bytes,
+    or over the checksum of tensors on a device. `snapshot.save_plan.equal_groups` compares them.
 
     Args:
         captured: State of this rank.
-        rank, world: Of this process.
-        sampled: Tensors of which only a part is looked at: the first page, and a part that moves on
-            with `number`. To digest them all costs training as much as to copy them.
-        number: Of the save.
+        rank, world: This rank, and the number of ranks.
+        sampled: Tensors compared by a sample only: the first page, and a part advancing with
+            `number`. Digesting them all costs training as much as copying them.
+        number: Number of the save.
     """
     states: dict[str, tuple[str, int, Any]] = {}
     met: dict[tuple[str, int], Any] = {}  # layouts are few, and long to spell
@@ -94,25 +103,86 @@ def _sample_there(tensor: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _part(tensor: torch.Tensor, number: int) -> tuple[int, int]:
-    """Return the first byte of the part whose turn it is, and the one behind its last."""
+    """Return the first and end byte of the part in turn."""
     first = number % PARTS * tensor.nbytes // PARTS
     return first, first + -(-tensor.nbytes // PARTS)
 
 
 def group_of(captured: Captured, name: str, layout: Layout) -> str:
-    """Tensors are compared together if they belong together and lie alike."""
+    """Return the group of a tensor: tensors of one group and layout are compared together."""
     return f"{captured.groups[name]} over {layout.mesh} {layout.base} {layout.dims}"
 
 
 def kind_of(group: str) -> str:
-    """What belongs together in a group, however it lies."""
+    """Return the group's name without its layout."""
     return group.rpartition(" over ")[0]
 
 
 def split_layouts(captured: Captured, equal: Collection[str], world: int) -> dict[str, Layout]:
-    """Tensor -> layout, of those whose replicas are equal or that have none."""
+    """Return tensor -> layout, for tensors with equal replicas or none."""
     return {
         name: layout
         for name, layout in captured.layouts(world).items()
         if layout.num_replicas == 1 or group_of(captured, name, layout) in equal
     }
+
+
+LANE_BYTES = 8
+CHUNK_BYTES = 16 << 20  # mixed at a time, in three buffers of this size
+# Odd numbers of 64 bits with about as many ones as zeros, as signed integers.
+_POSITION, _FIRST, _SECOND = (
+    number - (1 << 64)
+    for number in (
+        0x9E6D_62D0_6F6A_9A9B,
+        0xC3A5_C85C_97CB_3127,
+        0xB492_B66F_BE98_F273,
+    )
+)
+
+
+@torch.no_grad()
+def checksums(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return 16 bytes for each tensor, determined by its bytes in row-major order alone."""
+    sums = [_sums(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    found = [b""] * len(tensors)
+    for numbers in by_device.values():
+        on_host = torch.stack([sums[number] for number in numbers]).cpu()
+        for number, row in zip(numbers, on_host.tolist(), strict=True):
+            found[number] = b"".join(each.to_bytes(8, "little", signed=True) for each in row)
+    return found
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    sums = torch.full((2,), flat.numel(), dtype=torch.int64, device=tensor.device)
+    for first in range(0, flat.numel(), CHUNK_BYTES):
+        mixed = _lanes(flat[first : first + CHUNK_BYTES])
+        begin = first // LANE_BYTES
+        position = torch.arange(begin, begin + mixed.numel(), device=tensor.device)
+        mixed ^= position.mul_(_POSITION)
+        scratch = position  # the same memory
+        _fold(mixed, 32, scratch)
+        mixed *= _FIRST
+        _fold(mixed, 29, scratch)
+        sums[0] += mixed.sum()
+        mixed *= _SECOND
+        _fold(mixed, 32, scratch)
+        sums[1] += mixed.sum()
+    return sums
+
+
+def _lanes(chunk: torch.Tensor) -> torch.Tensor:
+    """Return a copy of bytes as 64-bit integers; the last one is padded with zeros."""
+    missing = -chunk.numel() % LANE_BYTES
+    copied = torch.nn.functional.pad(chunk, (0, missing)) if missing else chunk.clone()
+    return copied.view(torch.int64)
+
+
+def _fold(lanes: torch.Tensor, by: int, scratch: torch.Tensor) -> None:
+    """Combine each integer with its own bits shifted down by `by`: a bijection, in place."""
+    torch.bitwise_right_shift(lanes, by, out=scratch)
+    scratch &= (1 << (64 - by)) - 1  # zeros from the left, whatever the sign
+    lanes ^= scratch

@@ -1,6 +1,6 @@
-"""What a rank's values are stored as: one more tensor, of JSON's bytes.
+"""Store a rank's values as one more tensor, of JSON bytes.
 
-Used by: stage.py, and whoever reads a snapshot.
+Used by staging, and by every reader of a snapshot.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import strict
+from trainckpt.format import json_io
 from trainckpt.state.captured import VALUES
 from trainckpt.state.values import UnknownValue
-from trainckpt.tiers.direct import at_address
+from trainckpt.storage.direct_io import at_address
 
 if TYPE_CHECKING:
     from trainckpt.state.captured import Captured
@@ -23,15 +23,15 @@ VALUES_STEP_BYTES = 1024  # values are padded, so that the layout seldom differs
 
 
 def add_values(captured: Captured) -> None:
-    """Make all its values one more tensor.
+    """Add all values as one more tensor.
 
     Raises:
-        UnknownValue: they are more than a resume reads.
+        UnknownValue: They exceed the limit of a resume.
     """
-    text = strict.canonical(captured.values)
+    text = json_io.canonical(captured.values)
     text += b" " * (-len(text) % VALUES_STEP_BYTES)
     if len(text) > MAX_VALUES_BYTES:
-        sizes = {part: len(strict.canonical(tree)) for part, tree in captured.values.items()}
+        sizes = {part: len(json_io.canonical(tree)) for part, tree in captured.values.items()}
         most = max(sizes, key=sizes.__getitem__)
         raise UnknownValue(
             f"what is no tensor takes {len(text)} bytes, of which {most} takes {sizes[most]}; a "
@@ -42,14 +42,14 @@ def add_values(captured: Captured) -> None:
 
 
 def parse_values(raw: torch.Tensor) -> dict[str, Any]:
-    """The values of one rank, from the bytes in which they were stored.
+    """Return the values of one rank from their stored bytes.
 
     Raises:
-        UnusableSnapshot: they are not such bytes.
+        UnusableSnapshot: The bytes are not valid.
     """
     plain = raw.contiguous()
     data = at_address(plain.data_ptr(), plain.nbytes, plain) if plain.nbytes else memoryview(b"")
-    parsed = strict.parse(data, "the values", max_bytes=MAX_VALUES_BYTES)
+    parsed = json_io.parse(data, "the values", max_bytes=MAX_VALUES_BYTES)
     if not isinstance(parsed, dict):
         raise UnusableSnapshot("the values are not an object")
     return parsed

@@ -1,14 +1,14 @@
-"""Values: state that is not a tensor, as JSON with a tag wherever JSON has no word for it.
+"""Encode state other than tensors as JSON, with a tag for each type unknown to JSON.
 
-A value is None, bool, int, float, str, or one of the tagged forms
+A value is None, bool, int, float, str, a list, or one of the tagged forms
 
     {"$tensor": name}        a tensor, stored in the shard file under that name
     {"$": "tuple", "of": []} and likewise for list-like, mapping, bytes, complex, dtype, device,
                              size, and NumPy values
 
-An unknown type is refused with the path to it, and nothing is ever built by a name that was
-read from a file: that is what keeps a snapshot from running code. Encoding and decoding are
-mirrored: each `_encode_x` has its `_decode` branch.
+An unknown type is refused with the path to it. Nothing is ever built by a name read from a file,
+so a snapshot cannot run code. Encoding and decoding are mirrored: each encoder has its
+`_decode` branch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _NUMBERS = re.compile(r"[<>=|]?[biufc][0-9]{1,2}")
 
 
 class UnknownValue(ConfigurationError):
-    """A value that cannot be stored without pickling it."""
+    """The value can only be stored by pickling it."""
 
 
 def encode(
     value: Any, path: str, store: Callable[[str, torch.Tensor], JSON], depth: int = 0
 ) -> JSON:
-    """Turn `value` into JSON; tensors go to `store(path, tensor)`, which returns their JSON.
+    """Return `value` as JSON; tensors go to `store(path, tensor)`, which returns their JSON.
 
     Raises:
-        UnknownValue: names the path to the first value of an unknown type.
+        UnknownValue: Names the path to the first value of an unknown type.
     """
     if depth > MAX_DEPTH:
         raise UnknownValue(f"{path[:200]} is more than {MAX_DEPTH} containers deep")
@@ -70,10 +70,12 @@ def encode(
 
 
 def decode(tree: JSON, tensor: Callable[[JSON], torch.Tensor], depth: int = 0) -> Any:
-    """The inverse of `encode`; `tensor` returns the tensor for a `{"$tensor": ...}` node.
+    """Return the value of a tree: the inverse of `encode`.
+
+    `tensor` returns the tensor for a `{"$tensor": ...}` node.
 
     Raises:
-        UnusableSnapshot: the tree is not one that `encode` writes.
+        UnusableSnapshot: The tree is not written by `encode`.
     """
     if depth > MAX_DEPTH:
         raise UnusableSnapshot(f"a stored value is more than {MAX_DEPTH} containers deep")
@@ -86,13 +88,19 @@ def decode(tree: JSON, tensor: Callable[[JSON], torch.Tensor], depth: int = 0) -
     tag = tree.get("$")
     try:
         return _DECODERS[tag](tree["of"], tree, lambda item: decode(item, tensor, depth + 1))
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
-            RuntimeError) as error:  # fmt: skip
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise UnusableSnapshot(f"a stored value is not readable: {str(tree)[:100]}") from error
 
 
 def leaves(tree: JSON, path: str = "") -> Mapping[str, str]:
-    """Flat view of an encoded tree: path -> spelling, to say where two of them differ.
+    """Return path -> spelling of an encoded tree, to report differences.
 
     Tensors are left out: they are parts of their own.
     """
@@ -126,7 +134,7 @@ def no_tensor(_: JSON) -> torch.Tensor:
 
 
 def _must_be(value: Any, path: str, *kinds: type) -> None:
-    """Another class that builds on one of these would come back as that one."""
+    """Refuse subclasses of these: they would come back as the base class."""
     if type(value) not in kinds:
         what = next(kind.__name__ for kind in kinds if isinstance(value, kind))
         raise UnknownValue(f"{path} is a {type(value).__qualname__}, an unknown {what}")
@@ -211,7 +219,7 @@ def _encode_numpy(value: Any, path: str, store: Any) -> JSON | None:
         "shape": list(value.shape),
     }
     by_columns = value.flags.f_contiguous and not value.flags.c_contiguous
-    return {**tree, "order": "F"} if by_columns else tree  # sums round by how it lies in memory
+    return {**tree, "order": "F"} if by_columns else tree  # sums round by memory order
 
 
 def _decode_numpy(of: Any, tree: JSON, inner: Any) -> Any:
@@ -229,8 +237,13 @@ def _decode_mapping(of: Any, tree: JSON, inner: Any) -> Any:
     pairs = [(inner(k), inner(v)) for k, v in of]
     kind = tree.get("kind", "")
     if kind.startswith("default "):
-        factories: dict[str, Any] = {"none": None, "list": list, "dict": dict, "int": int,
-                                     "float": float}  # fmt: skip
+        factories: dict[str, Any] = {
+            "none": None,
+            "list": list,
+            "dict": dict,
+            "int": int,
+            "float": float,
+        }
         return defaultdict(factories[kind.removeprefix("default ")], pairs)
     if kind == "counter":
         return Counter(dict(pairs))

@@ -90,5 +90,6 @@ class StateMachine:
 
 def running(number: int = 3) -> StateMachine:
     """So many processes, RUNNING; none of them exists."""
-    return StateMachine(dict.fromkeys(range(os.getpid() + 10**7, os.getpid() + 10**7 + number),
-                                      "RUNNING"))  # fmt: skip
+    return StateMachine(
+        dict.fromkeys(range(os.getpid() + 10**7, os.getpid() + 10**7 + number), "RUNNING")
+    )

@@ -1,0 +1,182 @@
+"""Tell whether an attempt, or a process of this host, is alive.
+
+    RUN/attempts/<n>.heartbeat    rewritten every 5 s by rank 0, removed at the attempt's end
+
+Its last write counts, by the clock of the file system that holds it: hosts' clocks differ. A reader
+makes a file of its own beside it and compares the two times.
+
+Threads: one of its own writes and removes the file, so storage that hangs delays no other thread. A
+write that fails is ignored: the run goes on, and looks dead to `pause` if they all fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.log import logger
+from trainckpt.errors import TrainckptError
+from trainckpt.format import names
+from trainckpt.storage.local import LocalTier
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainckpt.storage.base import Place
+
+
+def is_alive(pid: int) -> bool:
+    """Return True if the process is alive, or if that cannot be decided.
+
+    A process that has ended and was not waited for is not alive.
+
+    Args:
+        pid: Process id, above 0.
+    """
+    import psutil
+
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):  # or no number of a process
+        return False
+    except OSError:
+        pass  # another user's
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:  # hidden from this user
+        return True
+
+
+BEAT_EVERY_S = 5.0
+ALIVE_S = 15.0
+STOP_WITHIN_S = 2.0
+SUFFIX = ".heartbeat"
+_PRIVATE = 0o600
+# A pipe in place of the file must not block.
+_NO_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+)
+
+
+class Heartbeat:
+    """Sequence of calls: `start`, then `stop` at the attempt's end, in the same process."""
+
+    def __init__(self, tier: Place, attempt: int, *, every_s: float = BEAT_EVERY_S) -> None:
+        self._tier, self._key = tier, key_of(attempt)
+        self._every_s = every_s
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._logged = self._keep = False
+
+    def start(self) -> None:
+        """Write it now and from now on, from another thread. Never blocks, never fails."""
+        if self._thread is not None:
+            return
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="trainckpt-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, keep: bool = False) -> None:
+        """Remove the file at the attempt's end, unless another process writes it too (`keep`).
+
+        Waits 2 s at most; may be repeated.
+
+        A forked child has the object but not the thread: nothing happens there.
+        """
+        self._keep = keep
+        self._stopping.set()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join(STOP_WITHIN_S)
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._stopping.is_set():
+            beats += 1
+            try:
+                self._beat(f"{beats}\n".encode())
+            except (OSError, TrainckptError) as error:
+                self._warn_once(error)
+            self._stopping.wait(self._every_s)
+        with contextlib.suppress(OSError, TrainckptError):
+            if not self._keep:
+                self._tier.remove(self._key)
+
+    def _beat(self, data: bytes) -> None:
+        if isinstance(self._tier, LocalTier):
+            _write(self._tier.root / self._key, data)
+        else:
+            self._tier.replace(self._key, data)
+
+    def _warn_once(self, error: OSError | TrainckptError) -> None:
+        if not self._logged:
+            self._logged = True
+            logger.warning(
+                "the heartbeat cannot be written, so `trainckpt pause` may not find this run: %s",
+                getattr(error, "message", error),
+            )
+
+
+def key_of(attempt: int) -> str:
+    """Return the key of an attempt's heartbeat."""
+    return f"{names.ATTEMPTS}/{attempt}{SUFFIX}"
+
+
+def path_of(tier: LocalTier, attempt: int) -> Path:
+    """Return the path of an attempt's heartbeat."""
+    return tier.root / key_of(attempt)
+
+
+def age_s(tier: Place, attempt: int) -> float | None:
+    """Return the seconds since the last beat, by the file system's clock; None if there is no file.
+
+    On a read-only mount this host's clock has to do. An object store sends its time with every
+    answer.
+    """
+    if not isinstance(tier, LocalTier):
+        return tier.age_s(key_of(attempt))
+    now_s = _place_clock_s(tier)
+    try:
+        # Opened, not only looked at: a network file system asks its server then.
+        descriptor = os.open(path_of(tier, attempt), os.O_RDONLY | _NO_FOLLOW)
+    except OSError:
+        return None
+    try:
+        return max(0.0, now_s - os.fstat(descriptor).st_mtime)
+    finally:
+        os.close(descriptor)
+
+
+def attempt_is_alive(tier: Place, attempt: int) -> bool:
+    """Return True if the attempt's heartbeat is less than 15 s old."""
+    age = age_s(tier, attempt)
+    return age is not None and age < ALIVE_S
+
+
+def _write(path: Path, data: bytes) -> None:
+    # In place: its content is never read, and no name appears or disappears.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW, _PRIVATE)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def _place_clock_s(tier: LocalTier) -> float:
+    path = tier.root / names.ATTEMPTS / f".tmp-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, _PRIVATE)
+    except OSError:
+        return time.time()
+    try:
+        with contextlib.suppress(OSError):  # a full disk; that it was made has a time as well
+            os.write(descriptor, b"\n")
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,0 +1,244 @@
+"""The progress counter: counts steps, micro-batches and epochs, and gives the cursor at boundaries.
+
+    step      counted by a hook on the first optimizer (or by the scaler's updates, since a
+              scaler may skip a step); with neither, every `accumulate` micro-batches
+    batches   read from the loader at each boundary, so batches fetched ahead never count
+    epoch     set by `epochs()`; in loops of the user's own, each new pass of the loader
+
+Pure counting; one rank; the training thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainckpt.format.cursor import Cursor
+from trainckpt.state.adapters.optimizer import counted_optimizer
+from trainckpt.state.dynamo import untraced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.state.registry import Registry
+
+
+class ProgressCounter:
+    """Progress of this rank.
+
+    Attributes:
+        between_batches: As of the last boundary: no loop body was left half-way, so a resume can
+            begin there even if it is the entry of an evaluation.
+        step: Completed steps, as of now.
+        micro: Micro-batches of the open window, as of the last boundary.
+        window: Micro-batches of the last window that ended; None before.
+        epochs_are_ours: Passes of the loader do not count them.
+        on_step: Called after each step that is counted by a hook, if set.
+    """
+
+    def __init__(self, accumulate: int | None = None) -> None:
+        self.between_batches = True
+        self.step = 0
+        self.micro = 0
+        self.window: int | None = None
+        self.on_step: Callable[[], None] | None = None
+        self._counts_steps_itself = accumulate  # cleared once something is watched for steps
+        self._step_at_boundary = 0
+        self._epoch = self._batches = self._evaluations = 0
+        self._micro_batches = self._samples = 0
+        self._loader: TrackedLoader | None = None  # the first one
+        self._loaders: list[TrackedLoader] = []
+        self._seen_batches = self._seen_samples = self._seen_passes = 0
+        self._outside = False  # a micro-batch begun by `ckpt.boundary()`, without a loader
+        self._window = (0, 0, 0, 0, 0, 0)  # where the open window began
+        self.epochs_are_ours = False
+        self._epoch_is_fresh = False  # entered, and the loader's pass for it not yet begun
+
+    @property
+    def cursor(self) -> Cursor:
+        """The cursor; inside a loop body, of the micro-batch being trained."""
+        return Cursor(
+            epoch=self._epoch,
+            step=self.step,
+            micro=self.micro if self.step == self._step_at_boundary else 0,
+            batches=self._batches,
+            micro_batches=self._micro_batches,
+            samples=self._samples,
+            evaluations=self._evaluations,
+        )
+
+    def window_start(self) -> Cursor:
+        """The cursor at the beginning of the open window."""
+        epoch, step, batches, micro_batches, samples, evaluations = self._window
+        return Cursor(
+            epoch=epoch,
+            step=step,
+            micro=0,
+            batches=batches,
+            micro_batches=micro_batches,
+            samples=samples,
+            evaluations=evaluations,
+        )
+
+    def watch_steps(self, registry: Registry) -> str:
+        """Count the updates of the first scaler, if enabled, else the first optimizer's steps.
+
+        Returns why they cannot be counted, or "".
+        """
+        for generic in registry.generics:
+            scaler = generic.target
+            # a disabled one is asked for no update where a script steps past it
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                self.watch_scaler(scaler)
+                return ""
+        for first in registry.optimizers[:1]:
+            counted = counted_optimizer(first.optimizer)
+            if counted is not None:
+                self.watch_optimizer(counted)
+            elif not self._counts_steps_itself:
+                kind = type(first.optimizer).__name__
+                return (
+                    f"steps are not counted, so nothing is saved by their number: {first.name} (a "
+                    f"{kind}) never calls Optimizer.__init__, so its hooks are not called; let it, "
+                    "or track the optimizer inside it first, or say accumulate="
+                )
+        return ""
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count this optimizer's completed steps."""
+        self._counts_steps_itself = None
+        optimizer.register_step_post_hook(untraced(lambda *_: self._count_step()))
+
+    def watch_scaler(self, scaler: Any) -> None:
+        """Count this GradScaler's updates instead: it may skip an optimizer's step."""
+        self._counts_steps_itself = None
+        update = scaler.update
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = update(*args, **kwargs)
+            self._count_step()
+            return result
+
+        scaler.update = counted
+
+    def watch_loader(self, loader: TrackedLoader) -> None:
+        """Read batches and samples from the first loader; tell all where a window begins."""
+        self._loaders.append(loader)
+        if self._loader is None:
+            self._loader = loader
+            self._mark_seen()
+
+    def restore(
+        self, cursor: Cursor, *, window: Cursor | None = None, arrived: bool = False
+    ) -> None:
+        """Go on counting from a saved cursor; the loader has been restored before.
+
+        `window` is where the open window began. Until its boundary has `arrived`, evaluations
+        are counted from 0 to the cursor's.
+        """
+        self._epoch, self._batches = cursor.epoch, cursor.batches
+        self._evaluations = cursor.evaluations if arrived else 0
+        self._micro_batches, self._samples = cursor.micro_batches, cursor.samples
+        if self._loader is not None:  # the cursor is rank 0's, and ranks may differ
+            self._samples = self._loader.run_samples(cursor.samples)
+        self.step = self._step_at_boundary = cursor.step
+        self.micro = cursor.micro
+        self._epoch_is_fresh = not cursor.batches  # the loader may still show the epoch before
+        self._mark_seen()
+        if window is not None:
+            self._window = (
+                window.epoch,
+                window.step,
+                window.batches,
+                window.micro_batches,
+                window.samples,
+                window.evaluations,
+            )
+
+    def manage_epochs(self) -> None:
+        """From now on `enter_epoch` alone counts epochs, not the passes of the loader."""
+        self.epochs_are_ours = True
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the loader's next pass belongs to it."""
+        self._epoch, self._batches = epoch, 0
+        self._epoch_is_fresh = True
+        if self._loader is not None:
+            self._loader.abandon_pass()
+
+    @property
+    def pass_is_over(self) -> bool:
+        """True if the loader's pass for the cursor's epoch has ended."""
+        return self._loader is not None and self._loader.exhausted and self._batches > 0
+
+    # At every boundary of the run: no object is made here, the cursor only when it is wanted.
+    def reach_boundary(self, *, evaluation: bool = False) -> None:
+        """Count the micro-batches trained since the last boundary.
+
+        An evaluation entered in a loop body counts nothing: its micro-batch goes on after it.
+        """
+        loader = self._loader
+        self.between_batches = not (self._outside or (loader is not None and loader.in_pass))
+        if evaluation and not self.between_batches:
+            self._evaluations += 1
+            return
+        trained, self._outside = int(self._outside), False
+        if loader is None:
+            self._batches += trained
+        else:
+            returned = loader.total_batches - self._seen_batches
+            trained = returned or trained
+            self._seen_batches += returned
+            self._samples += loader.total_samples - self._seen_samples
+            self._seen_samples = loader.total_samples
+            self._count_epoch(loader)
+        self._micro_batches += trained
+        self.micro += trained
+        if self._counts_steps_itself and self.micro >= self._counts_steps_itself:
+            self.step += 1
+        if self.step != self._step_at_boundary:
+            self._step_at_boundary = self.step
+            self.window, self.micro = self.micro, 0
+        self._evaluations = self._evaluations + 1 if evaluation else 0
+        if not self.micro:
+            self._mark_window()
+
+    def begin_outside_batch(self) -> None:
+        """Note that the caller trains one micro-batch of its own, after `ckpt.boundary()`."""
+        self._outside = True
+
+    def begin_loader_batch(self) -> None:
+        """Note that the boundary is inside the tracked loader, which counts its own batches."""
+        self._outside = False
+
+    def _count_epoch(self, loader: TrackedLoader) -> None:
+        if not self.epochs_are_ours and loader.passes_started > self._seen_passes:
+            self._epoch += loader.passes_started - self._seen_passes
+            self._seen_passes = loader.passes_started
+        self._epoch_is_fresh = self._epoch_is_fresh and not loader.in_pass
+        self._batches = 0 if self._epoch_is_fresh else loader.batches
+
+    def _mark_window(self) -> None:
+        self._window = (
+            self._epoch,
+            self.step,
+            self._batches,
+            self._micro_batches,
+            self._samples,
+            self._evaluations,
+        )
+        for loader in self._loaders:
+            loader.record_window_start()
+
+    def _mark_seen(self) -> None:
+        if self._loader is not None:
+            self._seen_batches = self._loader.total_batches
+            self._seen_samples = self._loader.total_samples
+            self._seen_passes = max(self._loader.passes_started, 1)
+
+    def _count_step(self) -> None:
+        self.step += 1
+        if self.on_step is not None:
+            self.on_step()

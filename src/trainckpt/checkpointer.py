@@ -1,0 +1,487 @@
+"""The Checkpointer: the public object of a training script.
+
+    with Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader=loader) as ckpt:
+        for epoch in ckpt.epochs(3):
+            for batch in ckpt.batches():
+                ...
+
+Order of events:
+
+    construct   read options, register objects, start to listen for notices
+    resume      claim the attempt, choose and read a snapshot, apply it        (on entering)
+    boundary    at each request for the next batch: count, save if due, act on the ranks'
+                decisions. Without a notice it costs a flag test
+    close       a counted boundary, the final snapshot, a barrier               (on leaving)
+
+All public methods are called on the training thread, by all ranks alike; `save` also by one alone.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.data_world import pop_data_world
+from trainckpt.attempt.log import logger, prepare
+from trainckpt.attempt.loop_checks import LoopChecks
+from trainckpt.attempt.options import TABLE, read_options
+from trainckpt.attempt.progress_counter import ProgressCounter
+from trainckpt.attempt.rank_status import RankStatusWriter
+from trainckpt.attempt.save_handle import SaveHandle
+from trainckpt.attempt.script_hooks import Hooked, Hooks
+from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.sampler import set_epoch
+from trainckpt.data.untracked_loaders import shield_all_loaders
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.attempt_record import RUNNING
+from trainckpt.format.exactness import Restored
+from trainckpt.format.names import check_tag
+from trainckpt.inspect import proof_recorder
+from trainckpt.inspect.proof_files import tracked_files
+from trainckpt.notice import Notice
+from trainckpt.ranks.boundary_gate import BoundaryGate
+from trainckpt.ranks.world import current_world
+from trainckpt.resume.apply_phases import PhasedRestore
+from trainckpt.resume.crash_marker import CrashMarker
+from trainckpt.run_directory import run_url
+from trainckpt.run_directory.tier_config import open_slower
+from trainckpt.save.estimates import SaveEstimator, Timings
+from trainckpt.save.requests import SaveRequests
+from trainckpt.start_attempt import Attempt, RankContext, seen_since, set_out
+from trainckpt.state.registry import Registry
+from trainckpt.stop.listener import NoticeListener
+from trainckpt.stop.shutdown import HardExit
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator
+
+    from trainckpt.format.cursor import Cursor
+
+
+class CheckpointerProperties:
+    """The public attributes of a Checkpointer."""
+
+    _attempt: Attempt | None
+    _position: ProgressCounter
+    _slips: LoopChecks
+
+    @property
+    def cursor(self) -> Cursor:
+        """Position of the run; inside the loop, that of the micro-batch being trained."""
+        self._slips.knows_epoch = True
+        return self._position.cursor
+
+    @property
+    def resumed_from(self) -> Cursor | None:
+        """Position at which this attempt resumed, or None if it began at step 0."""
+        self._slips.knows_epoch = True
+        return self._attempt.resumed_from if self._attempt else None
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt; the first start of a run is 1."""
+        return self._must_have_resumed().number
+
+    def _must_have_resumed(self) -> Attempt:
+        raise NotImplementedError
+
+
+class Checkpointer(CheckpointerProperties, Hooked):
+    """Save and resume one training run, exactly, at any micro-batch.
+
+    Args:
+        run: Directory of the run, visible to all hosts, or a URL such as `s3://bucket/run`. By
+            default the one given to `trainckpt run --run`.
+        loader: The training data loader, or a list of loaders; the batches of the first are the
+            micro-batches.
+        **keywords: Objects to track, each under a name of your choice: modules, optimizers,
+            anything with `state_dict` and `load_state_dict`, or lists of them. Options
+            (docs/options.md). Where ranks share their data, `mesh` and `data_dims`: the device
+            mesh and the names of its dimensions along which the data differ.
+
+    Raises:
+        ConfigurationError: An option or an object cannot work; the message names it.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str] | None = None, *, loader: Any = None, **keywords: Any
+    ) -> None:
+        prepare()
+        self._teller = RankStatusWriter(run or "")
+        with self._teller.refusals():
+            self._set_up(run, loader, keywords)
+
+    def _set_up(self, run: Any, loader: Any, keywords: dict[str, Any]) -> None:
+        self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
+        shield_all_loaders()
+        self._tier = run_url.open_place(run)
+        slower = open_slower(self.options.tiers, self.options.durable, self._tier)
+        self._world = current_world()
+        data_world = pop_data_world(keywords)
+        self._position = ProgressCounter(self.options.accumulate)
+        self._slips = LoopChecks(self._position)
+        has_peers = data_world is not None and data_world.size < self._world.size
+        self._registry = registry = Registry(has_peers=has_peers)
+        self._hooks, self._pace, self._requests = Hooks(), Timings(), SaveRequests()
+        self._outlook = SaveEstimator(self.options, registry, self._position, self._pace)
+        self._files, self._arrival = (
+            tracked_files(registry, run),
+            PhasedRestore(registry, self._position),
+        )
+        self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
+        self._first = self._to_prove = True
+        self._problems = list[Restored]()
+        self._attempt: Attempt | None = None
+        self._loaders: list[tuple[Any, TrackedLoader]] = []
+        for name, value in keywords.items():
+            registry.add(name, value)
+        registry.add_implied()
+        self._note(registry.problems())
+        for told in (self._position.watch_steps(registry), registry.lacks()):
+            if told:
+                logger.warning("%s", told)
+        for item in loader if isinstance(loader, (list, tuple)) else [loader]:
+            if item is not None:
+                self.loader(item)
+        self._agreement, hard_exit = BoundaryGate(), HardExit()
+        self._watch = NoticeListener(
+            agreement=self._agreement,
+            tier=self._tier,
+            outlook=self._outlook,
+            options=self.options,
+            teller=self._teller,
+            hard_exit=hard_exit,
+        )
+        self._teller.update(
+            rank=self._world.rank,
+            host=self._world.host,
+            run=self._tier.url,
+            grace_s=self._watch.grace_s,
+        )
+        self._crew = RankContext(
+            options=self.options,
+            tier=self._tier,
+            world=self._world,
+            registry=self._registry,
+            position=self._position,
+            pace=self._pace,
+            outlook=self._outlook,
+            arrival=self._arrival,
+            watch=self._watch,
+            hard_exit=hard_exit,
+            teller=self._teller,
+            requests=self._requests,
+            loaders=self._loaders,
+            problems=self._problems,
+            last_words=CrashMarker(self._tier, self._world.rank),
+            files=self._files,
+            hooks=self._hooks,
+            slower=slower,
+            data_world=data_world,
+        )
+
+    # ---- life cycle
+
+    def __enter__(self) -> Checkpointer:
+        if self._attempt is None:
+            self.resume()
+            self._slips.knows_epoch = False  # the script has not read the epoch yet
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._attempt is not None:
+            self._attempt.departure.abandon(error, self._position.cursor)
+
+    def resume(self, mode: str | None = None) -> Cursor:
+        """Resume from the newest usable snapshot, or begin at step 0. Called once.
+
+        Args:
+            mode: "auto", "required" or "never"; by default the option `resume`.
+
+        Returns:
+            The position to continue from.
+
+        Raises:
+            NothingToResume: A resume is required, and there is no record of the run.
+            NoUsableSnapshot: Snapshots were committed, and each is refused; lists the reasons.
+            StateMismatch: The script's objects differ from the snapshot; lists every difference.
+            TierUnavailable: The run directory did not answer or denied access.
+        """
+        if self._attempt is not None:
+            raise ConfigurationError("this Checkpointer has resumed already")
+        self._attempt = attempt = set_out(self._crew, mode or self.options.resume)
+        self._slips.begin(attempt.resumed_from)
+        if attempt.resumed_from is not None:
+            try:
+                self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
+            except BaseException as error:
+                attempt.departure.abandon(error, self._position.cursor)
+                raise
+        return self.cursor
+
+    def close(self) -> None:
+        """Finish the run: commit the final snapshot and wait for the other ranks.
+
+        The end of the `with` statement calls it.
+
+        Raises:
+            SaveFailed: The final snapshot could not be committed.
+            ConfigurationError: A resumed run was trained past the snapshot's boundary.
+            Stopped: The ranks had agreed on a stop at this boundary.
+        """
+        if self._attempt is None or self._attempt.departure.left:
+            return
+        self._end_training()
+        if self._boundary(closing=True):
+            cursor = self._position.cursor
+            self._requests.take_deferred(self._attempt.saver, cursor, waits=True)
+            self._attempt.departure.finish(cursor)
+
+    # ---- loops
+
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yield the numbers of the epochs left of `number`, from the current one.
+
+        Calls `set_epoch` of the loaders' samplers at each epoch, where they have one.
+        """
+        self._must_have_resumed()
+        self._position.manage_epochs()
+        self._slips.enter_epochs(has_any=self._position.cursor.epoch < number)
+        while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
+            for original, _ in self._loaders:
+                set_epoch(original, epoch)
+            yield epoch
+            if not self._has_returned():
+                self._position.enter_epoch(epoch + 1)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the batches of the next pass, or the rest of the pass in which the run stopped."""
+        self._must_have_resumed()
+        if not self._loaders:
+            raise ConfigurationError(
+                "there is no loader to take batches from",
+                hint="pass loader=, or call ckpt.boundary() before fetching each micro-batch",
+            )
+        return iter(self._loaders[0][1])
+
+    def loader(self, loader: Iterable[Any]) -> TrackedLoader:
+        """Return a loader with the batches of `loader` and a boundary before each of them.
+
+        A second call with the same loader, or with the result, returns the same object.
+        """
+        for original, tracked in self._loaders:
+            if loader is original or loader is tracked:
+                return tracked
+        if not self._first:
+            raise ConfigurationError(
+                "a loader cannot be registered after training has begun: nothing would know its "
+                "position",
+                hint="make each loader once, and pass it as loader= or wrap it before the loop. "
+                "For another order in each epoch, give it a sampler with set_epoch(), which "
+                "ckpt.epochs() calls, or one that shuffles by seed + epoch",
+            )
+        leader = self._loaders[0][1] if self._loaders else None
+        first, name = leader is None, "loader" if leader is None else f"loader.{len(self._loaders)}"
+        tracked = TrackedLoader(
+            loader,
+            name=name,
+            leader=leader,
+            on_boundary=self._loader_boundary if first else None,
+            before_first_fetch=self._arrival.before_first_fetch if first else None,
+            report=self._report,
+        )
+        if first and self._recorder is not None:
+            tracked.after_fetch = self._recorder.batch
+        self._registry.add_loader(name, tracked, loader)
+        self._loaders.append((loader, tracked))
+        self._note(tracked.problems())
+        self._position.watch_loader(tracked)
+        self._arrival.register_late(self._registry.loaders[-1], tracked if first else None)
+        return tracked
+
+    def track_file(self, file: Any) -> None:
+        """Track a file to which this rank alone appends.
+
+        Snapshots store its length. A resume cuts the file back to it, and keeps the rest beside it
+        as `<file>.after-<attempt>`. A file that is missing or shorter is refused.
+
+        Args:
+            file: Its path, or the file object of `open(path, "a")`.
+        """
+        self._files.track(file)
+
+    def boundary(self) -> bool:
+        """Save or stop here if due; for loops without a tracked loader, before each micro-batch.
+
+        Returns:
+            True to continue; False after a stop with `on_stop="return"`.
+        """
+        self._must_have_resumed()
+        goes_on = self._boundary()
+        self._position.begin_outside_batch()
+        return goes_on
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Return a context manager for an evaluation; entering it is a boundary.
+
+        A resume from there repeats the evaluation, not the epoch. In the middle of an epoch,
+        saves and stops wait for the next training batch.
+        """
+        self._must_have_resumed()
+        self._boundary(evaluation=True)
+        yield
+
+    def save(self, tag: str | None = None, wait: str | None = None) -> SaveHandle:
+        """Request a snapshot at the next boundary on which all ranks agree; training continues.
+
+        All ranks may call it, or one: the n-th call of any rank requests the same save. While an
+        older save is stuck, the save is taken at a later boundary.
+
+        Args:
+            tag: A name for the snapshot; tagged snapshots are never pruned.
+            wait: Moment to wait for, as in `SaveHandle.wait`; an error on the training thread,
+                which has to reach the boundary first.
+
+        Returns:
+            A handle to wait for the save and to ask how it went.
+        """
+        attempt = self._must_have_resumed()
+        tag = check_tag(tag) if tag else None
+        number, pending = self._requests.add(tag)
+        if not pending.ended:  # else all have taken it before this rank asked
+            self._watch.watcher.request_save(number, tag)
+        if attempt.departure.left or self._watch.watcher.lost:
+            self._requests.fail_waiting("ended" if attempt.departure.left else "lost its store")
+        return pending.wait(wait) if wait else pending
+
+    # ---- the boundary
+
+    def _boundary(self, *, evaluation: bool = False, closing: bool = False) -> bool:
+        """Count, save if due, act on decisions. Return True if training goes on."""
+        attempt = self._attempt
+        if attempt is None or attempt.departure.left:
+            return self._boundary_after_leaving()
+        position, policy, now_s = self._position, attempt.policy, time.monotonic()
+        self._pace.on_boundary(now_s)
+        position.reach_boundary(evaluation=evaluation)
+        if self._to_prove or self._arrival.under_way or self._recorder is not None:
+            self._seldom(evaluation=evaluation, closing=closing)
+        resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
+        attempt.begin_window(position, resumable=resumable and not evaluation)
+        if resumable and self._requests.deferred:
+            self._requests.take_deferred(attempt.saver, position.cursor)
+            self._after_save(attempt)
+        if resumable and policy.due_by_steps(position.step, position.micro):
+            attempt.saver.save(
+                position.cursor, policy.reason, (), SaveHandle(), **policy.save_arguments
+            )
+            self._after_save(attempt)
+        self._watch.check()
+        if policy.due_by_time(now_s) and self._world.rank == 0:
+            self._watch.watcher.request(Notice(policy.reason, action="save"))
+        while (
+            due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
+        ) is not None:
+            if not due.stops:
+                self._requests.take(attempt.saver, position.cursor, due)
+                self._agreement.close_round(due.round)
+            elif not attempt.departure.stop(position.cursor, due):
+                return False
+            self._after_save(attempt)
+        if self._agreement.has_skipped():
+            self._requests.fail_skipped(self._agreement.skipped())
+        return True
+
+    def _after_save(self, attempt: Attempt) -> None:
+        attempt.departure.read_findings()
+        self._pace.after_boundary(time.monotonic())
+
+    def _seldom(self, *, evaluation: bool, closing: bool) -> None:
+        """Do the rare work of the first boundaries, an unfinished resume, or a proof."""
+        attempt = self._must_have_resumed()
+        if self._first or (self._to_prove and self._slips.trained):
+            self._to_prove = self._first  # an optimizer makes its state in the first step
+            self._must_be_able_to_save(attempt, at_first=self._first)
+        if self._first:
+            self._first = False
+            self._registry.watched.training_begins()
+            self._slips.on_first_boundary(asks=not (evaluation or closing or self._hooks.on_resume))
+            self._files.warn_uncut(attempt.number)
+            attempt.log.change_soon(state=RUNNING)
+            self._crew.last_words.stop()
+        if self._arrival.under_way:
+            entered = self._position.cursor.evaluations
+            found = self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
+            attempt.departure.note(seen_since(found))
+        cursor = self._position.cursor
+        if self._recorder is not None:
+            self._recorder.boundary(cursor, evaluation=evaluation)
+            self._recorder.strike(cursor, self._agreement.has_open_round)
+
+    def _must_be_able_to_save(self, attempt: Attempt, *, at_first: bool) -> None:
+        try:
+            with self._teller.refusals():
+                attempt.must_be_able_to_save(self._crew, at_first=at_first)
+        except ConfigurationError as error:
+            attempt.departure.abandon(error, self._position.cursor)
+            raise
+
+    def _end_training(self) -> None:
+        self._slips.end()
+        try:
+            with self._teller.refusals():
+                self._arrival.must_not_undo(self._slips.trained)
+        except ConfigurationError as error:
+            self._must_have_resumed().departure.abandon(error, self._position.cursor)
+            raise
+
+    def _loader_boundary(self) -> None:
+        self._must_have_resumed()
+        self._position.begin_loader_batch()
+        if not self._boundary():
+            raise StopIteration  # on_stop="return": the loop simply ends
+
+    def _boundary_after_leaving(self) -> bool:
+        """Handle a boundary after the attempt's end: an error only after a stop."""
+        if self._attempt is not None and self._attempt.departure.stopped:
+            if not self._has_returned():
+                self._attempt.departure.exit_now()
+            return False
+        return True
+
+    # ---- small things
+
+    def _note(self, problems: list[Restored]) -> None:
+        """Warn of inexact parts; a resume logs and records them again."""
+        self._problems += problems
+        if self._attempt is not None and self._attempt.resumed_from is not None:
+            self._attempt.departure.note(problems)
+            return
+        for problem in problems:
+            logger.warning("not exact: %s", problem.reason)
+
+    def _report(self, part: Restored) -> None:
+        """Take how a loader goes on, as it turns out while it does."""
+        if self._attempt is None:
+            self._note([part])  # as its state is loaded
+        else:
+            self._attempt.departure.note([part])
+
+    def _has_returned(self) -> bool:
+        stopped = self._attempt is not None and self._attempt.departure.stopped
+        return stopped and self.options.on_stop == "return"
+
+    def _must_have_resumed(self) -> Attempt:
+        if self._attempt is None:
+            raise ConfigurationError(
+                "this Checkpointer has not resumed yet",
+                hint="use it in a with statement, or call ckpt.resume() first",
+            )
+        return self._attempt

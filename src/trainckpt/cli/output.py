@@ -1,0 +1,106 @@
+"""Print: tables for people, one JSON document for programs, progress and notes on stderr.
+
+Notes on stderr never end the work: in `trainckpt run ... 2>&1 | tee log`, Ctrl-C ends `tee` first,
+and the closed pipe changes no exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+NAMES = ("id", "name", "snapshot", "tensor", "attempt")  # what people type or look for
+MOST_WIDE = 220  # columns of a table
+LITTLE = 1.1  # what is wider by so little fits if some words go to a second line
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def count(text: str) -> int:
+    """A number from 1 on, as an option's value."""
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return number
+
+
+def document(value: Any) -> None:
+    """Print one JSON document on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
+    """Print a table on stdout, as wide as it needs to be: a narrow terminal breaks its lines.
+
+    Columns of a few letters each, or names that are cut, would say less.
+    """
+    console = _Output()
+    rich_table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        rich_table.add_column(column, overflow="fold", no_wrap=column in NAMES)
+    for row in rows:
+        rich_table.add_row(*map(escape, row))  # a name may hold what rich takes for its markup
+    if not console.is_terminal:
+        console = _Output(width=MOST_WIDE)
+    elif _width(console, rich_table) > console.width:
+        rich_table.pad_edge, rich_table.collapse_padding = False, True
+        width = _width(console, rich_table)
+        if width > LITTLE * console.width:
+            console = _Output(width=width, height=console.height)
+    console.print(rich_table)
+
+
+def _width(console: Console, drawn: Table) -> int:
+    wide_options = console.options.update(max_width=MOST_WIDE)
+    return console.measure(drawn, options=wide_options).maximum
+
+
+def progress() -> Progress:
+    """A bar on stderr, gone when it is over."""
+    return Progress(console=_Aside(stderr=True), transient=True)
+
+
+class _Output(Console):
+    """Console of a verb's output; on a broken pipe the verb decides, where rich exits with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class _Aside(Console):
+    """Console beside a verb's output; a broken pipe does not end the work."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the largest unit that leaves a number of at least one: `1.2 GB`."""
+    value, unit = float(num_bytes), 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} {UNITS[unit]}" if unit == 0 else f"{value:.1f} {UNITS[unit]}"
+
+
+def when(created: float) -> str:
+    """A time, as the people here write it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+
+
+def tell(line: str) -> None:
+    """One line; the reader may be gone, the terminal hung up, the disk of the log full."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""Compare saved loader states: reasons against loading one, and the exactness of a resume.
+
+Pure functions over the dicts returned by `TrackedLoader.state`; nothing is loaded or changed.
+Used by: loader.py, to refuse a resume or to name its exactness.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainckpt.format.exactness import How, Restored
+
+
+def differences(name: str, saved: dict[str, Any], kind: str, facts: dict[str, Any]) -> list[str]:
+    """Return each mismatch of a saved state, such as "train: num_workers was 2, is 4"."""
+    if saved["kind"] != kind:
+        return [f"{name}: the loader was of kind {saved['kind']}, is {kind}"]
+    return [
+        f"{name}: {key} was {saved_value}, is {facts.get(key)}"
+        for key, saved_value in saved["facts"].items()
+        if saved_value != facts.get(key)
+    ]
+
+
+def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restored]:
+    """Return the parts of a loader that a saved state does not restore exactly and checked.
+
+    Another order, for example, shows only during the resume and is reported then.
+
+    Args:
+        name: The loader's name in messages.
+        saved: The loader's state.
+        in_place: The pass resumes at its batch, in the same data-parallel world.
+    """
+    parts = []
+    if paths := saved.get("under", saved).get("changing", []):
+        reason = f"{name}: {', '.join(paths)[:200]} changed as it was read, and was not kept"
+        parts.append(Restored(name, How.NOT_KEPT, reason))
+    if not in_place:
+        return parts
+    if saved["kind"] == "stateful":
+        if saved["own"] is not None:
+            whose = f"{saved['facts']['class']}'s own state"
+            parts.append(Restored(name, How.OWN_STATE, whose))
+        return parts
+    under = saved.get("under", saved)
+    is_stream = saved["kind"] == "iterable" or under.get("passed")
+    if not is_stream or not under["position"] or under["before"] is None:
+        return parts  # its order is compared; or it resumes between passes, checked by a trial
+    if under["own"] is None:
+        reason = f"{name}: {under['batches']} batches are loaded again"
+        parts.append(Restored(name, How.REPLAYED, reason))
+    elif under.get("trial") is None and not under.get("ran_out"):
+        parts.append(Restored(name, How.OWN_STATE, "its dataset's own state"))
+    return parts

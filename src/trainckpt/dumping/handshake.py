@@ -1,0 +1,84 @@
+"""Exchange messages between a supervisor and the ranks that pause at a boundary for a dump.
+
+    <supervisor's folder>/rest.json        {"id", "pid", "refused"}       the supervisor's
+    <supervisor's folder>/rest<rank>.json  {"id", "snapshot", "dropped"}  of each pausing rank
+
+The first is written before the ranks are told to stop, so at the stop all of them find it, or none.
+It comes back with the dump, so the current number (`AttemptId`) decides if it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.heartbeat import is_alive
+from trainckpt.attempt.rank_status import ByteCount, Pid, read_status, read_statuses, write_status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ORDER = "rest.json"
+
+
+@dataclass(frozen=True)
+class DumpRequest:
+    """Request that the ranks pause at the next stop and are dumped there.
+
+    Attributes:
+        id: Id of this request; each is obeyed once.
+        pid: Process id of the requesting supervisor.
+        refused: Reason that no dump follows after all, or "".
+    """
+
+    id: str
+    pid: Pid
+    refused: str = ""
+
+    @property
+    def is_alone(self) -> bool:
+        """Return True if the requesting supervisor is gone, so no dump follows."""
+        return not is_alive(self.pid)
+
+
+def give(folder: Path, order: DumpRequest) -> None:
+    """Write the request. Raise `OSError` if that is not possible."""
+    write_status(folder / ORDER, order)
+
+
+def refuse(folder: Path, order: DumpRequest, why: str) -> None:
+    """Let the ranks leave. An unwritable folder has no reader either."""
+    with contextlib.suppress(OSError):
+        give(folder, replace(order, refused=why or "no reason was given"))
+
+
+def given(folder: Path) -> DumpRequest | None:
+    """Return the current request, or None."""
+    return read_status(folder / ORDER, DumpRequest)
+
+
+@dataclass(frozen=True)
+class RankQuiesced:
+    """One rank's pause: it changes nothing before it is restored, or may leave.
+
+    Attributes:
+        id: Id of the request it obeys.
+        snapshot: The snapshot of the dropped memory, or "".
+        dropped: Number of bytes dropped.
+    """
+
+    id: str
+    snapshot: str = ""
+    dropped: ByteCount = 0
+
+
+def rests(folder: Path, rank: int, told: RankQuiesced) -> None:
+    """Report that a rank pauses. Raise `OSError` if that is not possible."""
+    write_status(folder / f"rest{rank}.json", told)
+
+
+def resting(folder: Path, order: DumpRequest) -> list[RankQuiesced]:
+    """Return the ranks that pause for this request."""
+    statuses = read_statuses(folder, "rest[0-9]*.json", RankQuiesced)
+    return [status for status, _ in statuses if status.id == order.id]

@@ -1,0 +1,242 @@
+"""Encrypt and decrypt a shard file in chunks, each bound to its position.
+
+    body     the data after the header: encrypted chunk by chunk, same lengths
+    head     the header, encrypted the same way. It comes last since it has the digests of the data:
+             so the file is written once, from its first byte to its last
+    tags     16 bytes of each chunk, in their order
+    footer   64 bytes: magic, version, length of chunk, head and body, salt
+
+AES-256-GCM. The file's key derives from the snapshot's key and the random salt: no key ever
+encrypts two files, nor one file twice, so the chunk's number is its nonce. Authenticated with each
+chunk are run, snapshot and file, the chunk's number, whether it is the last, and both lengths. So
+data cut, swapped, or brought from another file is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainckpt.encryption.envelope import SALT_BYTES, new_key
+from trainckpt.encryption.keys import derive, must_be_there
+from trainckpt.errors import UnusableSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHUNK_BYTES = 1 << 20
+TAG_BYTES = 16
+MAGIC = b"trainckpt sealed"
+VERSION = 1
+_FOOTER = struct.Struct(f"<{len(MAGIC)}sIIQQ{SALT_BYTES}s")
+FOOTER_BYTES = _FOOTER.size
+PROBE_CHUNKS = 32
+_BOUND = struct.Struct("<32sQBQQ")
+
+
+class ChunkPosition(NamedTuple):
+    """The identity of a file: `rank00000.safetensors` of a snapshot of a run."""
+
+    run: str
+    snapshot: str
+    file: str
+
+    @property
+    def digest(self) -> bytes:
+        """Return a digest of 32 bytes."""
+        parts = (part.encode() for part in self)
+        return sha256(b"".join(struct.pack("<Q", len(p)) + p for p in parts)).digest()
+
+
+class Chunk(NamedTuple):
+    """Bytes of the file encrypted together.
+
+    Attributes:
+        number: From 0, in the stored order.
+        first_byte: In the plain file.
+        stored_at: In the encrypted file.
+        num_bytes: In both.
+    """
+
+    number: int
+    first_byte: int
+    stored_at: int
+    num_bytes: int
+
+
+class EncryptedLayout(NamedTuple):
+    """The offsets in an encrypted file, from the lengths of header and data."""
+
+    head_bytes: int
+    body_bytes: int
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def plain_bytes(self) -> int:
+        """Return the length of the plain file."""
+        return self.head_bytes + self.body_bytes
+
+    @property
+    def num_body_chunks(self) -> int:
+        """Return the number of body chunks; the head's chunks are numbered after them."""
+        return -(-self.body_bytes // self.chunk_bytes)
+
+    @property
+    def num_chunks(self) -> int:
+        """Return the number of all chunks."""
+        return self.num_body_chunks - (-self.head_bytes // self.chunk_bytes)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Return the length of tags and footer."""
+        return self.num_chunks * TAG_BYTES + FOOTER_BYTES
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the length of the encrypted file."""
+        return self.plain_bytes + self.tail_bytes
+
+    def chunk(self, number: int) -> Chunk:
+        """Return the chunk of this number."""
+        at = number * self.chunk_bytes
+        if number < self.num_body_chunks:
+            size = min(self.chunk_bytes, self.body_bytes - at)
+            return Chunk(number, self.head_bytes + at, at, size)
+        at = (number - self.num_body_chunks) * self.chunk_bytes
+        size = min(self.chunk_bytes, self.head_bytes - at)
+        return Chunk(number, at, self.body_bytes + at, size)
+
+    def chunks(self, first_byte: int, num_bytes: int) -> Iterator[Chunk]:
+        """Yield the chunks of these bytes of the plain file, in its order."""
+        at, end = first_byte, first_byte + num_bytes
+        while at < end:
+            if at < self.head_bytes:
+                number = self.num_body_chunks + at // self.chunk_bytes
+            else:
+                number = (at - self.head_bytes) // self.chunk_bytes
+            found = self.chunk(number)
+            yield found
+            at = found.first_byte + found.num_bytes
+
+
+class Encryptor:
+    """Encrypts one file, once. Any threads; each chunk by one."""
+
+    def __init__(self, key: bytes, place: ChunkPosition, layout: EncryptedLayout) -> None:
+        """Create the cipher of a file. `key`: the snapshot's."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self.layout = layout
+        self._salt = os.urandom(SALT_BYTES)
+        self._place = place.digest
+        self._cipher = AESGCM(_file_key(key, self._place, self._salt))
+        self._tags: list[bytes | None] = [None] * layout.num_chunks
+
+    def seal(self, number: int, plain: memoryview, into: memoryview) -> None:
+        """Encrypt one chunk into memory `TAG_BYTES` longer than it; only `tail` stores the tag.
+
+        Raises:
+            ValueError: It was encrypted before, or has another size: a nonce is used only once.
+        """
+        if self._tags[number] is not None or len(plain) != self.layout.chunk(number).num_bytes:
+            raise ValueError(f"chunk {number} is encrypted once, and whole")
+        self._tags[number] = b""
+        bound = _bound(self._place, self.layout, number)
+        self._cipher.encrypt_into(_nonce(number), plain, bound, into)
+        self._tags[number] = bytes(into[-TAG_BYTES:])
+
+    def tail(self) -> bytes:
+        """Return tags and footer, after all chunks are encrypted."""
+        if not all(self._tags):
+            raise ValueError("not every chunk was encrypted")
+        layout = self.layout
+        return b"".join(tag or b"" for tag in self._tags) + _FOOTER.pack(
+            MAGIC, VERSION, layout.chunk_bytes, layout.head_bytes, layout.body_bytes, self._salt
+        )
+
+
+class Decryptor:
+    """Decrypts chunks of one file, in any order, on any thread."""
+
+    def __init__(self, key: bytes, place: ChunkPosition, footer: bytes, stored_bytes: int) -> None:
+        """Read the footer. `key`: the snapshot's; `footer`: the file's last bytes.
+
+        Raises:
+            UnusableSnapshot: It is no footer of a file of this length.
+        """
+        must_be_there()
+        self.layout, salt = read_footer(footer, stored_bytes, place.file)
+        self._what = f"{place.snapshot}/{place.file}"
+        self._place = place.digest
+        self._key = _file_key(key, self._place, salt)
+        self._tags = b""
+
+    def learn(self, tags: bytes) -> None:
+        """Set the file's tags; call it before `open`."""
+        self._tags = tags
+
+    def open(self, number: int, data: memoryview) -> None:
+        """Decrypt one chunk in place.
+
+        Raises:
+            UnusableSnapshot: It was not encrypted for this position with this key. The memory then
+                has no valid contents.
+        """
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+        tag = self._tags[number * TAG_BYTES : (number + 1) * TAG_BYTES]
+        mode = modes.GCM(_nonce(number), tag)
+        cipher = Cipher(algorithms.AES(self._key), mode).decryptor()
+        cipher.authenticate_additional_data(_bound(self._place, self.layout, number))
+        try:
+            cipher.update_into(data, data)
+            cipher.finalize()
+        except InvalidTag:
+            chunk = self.layout.chunk(number)
+            raise UnusableSnapshot(
+                f"{self._what}: bytes {chunk.stored_at} to {chunk.stored_at + chunk.num_bytes} are "
+                "not what was encrypted for this place: damaged, changed, or of another file"
+            ) from None
+
+
+def bytes_per_s() -> int:
+    """Measure the encryption rate of this thread, as in a save."""
+    sealer = Encryptor(
+        new_key(), ChunkPosition("", "", ""), EncryptedLayout(0, PROBE_CHUNKS * CHUNK_BYTES)
+    )
+    plain = memoryview(bytearray(CHUNK_BYTES))
+    into = memoryview(bytearray(CHUNK_BYTES + TAG_BYTES))
+    begun_s = time.perf_counter()
+    for number in range(PROBE_CHUNKS):
+        sealer.seal(number, plain, into)
+    return int(PROBE_CHUNKS * CHUNK_BYTES / (time.perf_counter() - begun_s))
+
+
+def read_footer(footer: bytes, stored_bytes: int, what: str) -> tuple[EncryptedLayout, bytes]:
+    """Return layout and salt; raise `UnusableSnapshot` unless they fit a file of this length."""
+    if len(footer) != FOOTER_BYTES:
+        raise UnusableSnapshot(f"{what} is too short for an encrypted file")
+    magic, version, chunk, head, body, salt = _FOOTER.unpack(footer)
+    layout = EncryptedLayout(head, body, chunk)
+    if magic != MAGIC or version != VERSION:
+        raise UnusableSnapshot(f"{what} does not end as an encrypted file does")
+    if not chunk or layout.stored_bytes != stored_bytes:
+        raise UnusableSnapshot(f"{what} was cut, or is not the file that its end says")
+    return layout, salt
+
+
+def _file_key(key: bytes, place: bytes, salt: bytes) -> bytes:
+    return derive(key, b"trainckpt/file" + place, salt)
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "big")
+
+
+def _bound(place: bytes, layout: EncryptedLayout, number: int) -> bytes:
+    is_last = number == layout.num_chunks - 1
+    return _BOUND.pack(place, number, is_last, layout.head_bytes, layout.body_bytes)

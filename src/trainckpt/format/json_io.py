@@ -1,0 +1,121 @@
+"""Read and write JSON strictly: untrusted input is bounded and typed, with one kind of error."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.format.digest import digest
+
+MAX_NESTING = 64
+MAX_DEPTH = 300  # of any JSON; a value of 64 containers takes three levels for each
+
+
+def canonical(value: Any) -> bytes:
+    """Return the one JSON spelling of `value`: sorted keys, no spaces, ASCII."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """Return canonical JSON of `body`, with the digest of everything else in it under `digest`."""
+    rest = {key: value for key, value in body.items() if key != "digest"}
+    return canonical({**rest, "digest": digest(canonical(rest))})
+
+
+def unsealed(body: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return `body` without its digest; raise `UnusableSnapshot` if the digest is wrong."""
+    rest = {key: value for key, value in body.items() if key != "digest"}
+    try:
+        fits = body.get("digest") == digest(canonical(rest))
+    except (ValueError, RecursionError):
+        fits = False
+    if not fits:
+        raise UnusableSnapshot(f"{what} does not match its own digest")
+    return rest
+
+
+def parse(data: bytes | bytearray | memoryview, what: str, *, max_bytes: int) -> Any:
+    """Parse JSON of at most `max_bytes`; raise `UnusableSnapshot` naming `what`."""
+    if len(data) > max_bytes:
+        raise UnusableSnapshot(f"{what} is {len(data)} bytes, more than {max_bytes}")
+    try:
+        raw = bytes(data)
+        text = raw.decode(json.detect_encoding(raw))
+        value = json.loads(
+            text,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            object_pairs_hook=_no_twins,
+        )
+    except (ValueError, RecursionError) as error:
+        raise UnusableSnapshot(f"{what} is not valid JSON: {str(error)[:200]}") from None
+    if _is_too_deep(value):
+        raise UnusableSnapshot(f"{what} is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def field(data: Any, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+    """Return `data[key]` if it is of `kind` (a bool is never an int); else `UnusableSnapshot`."""
+    if not isinstance(data, dict) or key not in data:
+        raise UnusableSnapshot(f"{what} lacks {key!r}")
+    value = data[key]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds:
+        raise UnusableSnapshot(f"{what}: {key!r} is {str(value)[:60]!r}, not {kinds[0].__name__}")
+    return value
+
+
+def count(data: Any, key: str, what: str) -> int:
+    """Return a field that must be an integer >= 0 and below 2**63."""
+    value = field(data, key, int, what)
+    if not 0 <= value < 2**63:
+        raise UnusableSnapshot(f"{what}: {key!r} is {value}, out of range")
+    return int(value)
+
+
+def counts(values: Any, what: str) -> tuple[int, ...]:
+    """Return a list of at most 64 integers >= 0, as a tuple."""
+    if (
+        not isinstance(values, list)
+        or len(values) > MAX_NESTING
+        or any(type(v) is not int or not 0 <= v < 2**63 for v in values)
+    ):
+        raise UnusableSnapshot(f"{what}: {str(values)[:60]!r} is not a list of sizes")
+    return tuple(values)
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) in (dict, list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """Refuse a number too large for a float: infinity has no canonical JSON."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result

@@ -1,0 +1,1 @@
+"""Inspect, export or load snapshots without resuming their run."""

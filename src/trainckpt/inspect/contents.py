@@ -1,0 +1,84 @@
+"""Read one snapshot's tensors, whole, one at a time, from any tier. On the CPU.
+
+For reading a snapshot without resuming it: `load`, `export`, `diff`. Every byte is verified as it
+is read; only the requested tensors are read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.options import read_options
+from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
+from trainckpt.snapshot.restore import Reader
+from trainckpt.state.captured import VALUES
+from trainckpt.state.destination import Destination
+from trainckpt.state.stored_values import parse_values
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from trainckpt.run_directory.open_snapshot import SnapshotSource
+
+
+class Contents:
+    """Reader of one snapshot.
+
+    Attributes:
+        source: The snapshot.
+        manifest: Its manifest.
+        reader: For callers that read boxes.
+    """
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self.source = source
+        tier = DecryptingTier(source.tier, KeyRing(read_options({}).identity))
+        self.manifest = tier.admit(source.manifest)
+        self.reader = Reader(tier, self.manifest)
+        self._owners: dict[str, dict[int, tuple[int, ...]]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted, without the values."""
+        return sorted(name for name in self.manifest.tensors if name != VALUES)
+
+    def read(self, name: str, rank: int = 0) -> torch.Tensor:
+        """Read one whole tensor; the one of `rank` if each rank has its own."""
+        wanted = {name: None}
+        destination = Destination(wanted)
+        self.reader.read(wanted, destination, donor=rank)
+        return destination.finish({name: self.manifest.tensors[name].dtype})[name]
+
+    def values(self, rank: int = 0) -> dict[str, Any]:
+        """Return a rank's state besides tensors: part of the state -> encoded values."""
+        return parse_values(self.read(VALUES, rank))
+
+    def owners(self, name: str) -> Mapping[int, tuple[int, ...]]:
+        """Return rank -> stored shape if the ranks have their own tensors; empty if there is one
+        for all."""
+        if self.manifest.tensors[name].layout is not None:
+            return {}
+        if self._owners is None:
+            self._owners = self._find_owners()
+        return self._owners.get(name, {})
+
+    def _find_owners(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        tensors = self.manifest.tensors
+        for rank in range(self.manifest.world):
+            for region in (place.region for place in self.reader.places(rank)):
+                entry = tensors.get(region.tensor)
+                if entry is not None and entry.layout is None:
+                    found.setdefault(region.tensor, {})[rank] = region.shape
+        return found
+
+
+def models_in(values: dict[str, Any]) -> list[str]:
+    """Return the names of a snapshot's models."""
+    return [
+        name
+        for name, tree in values.items()
+        if isinstance(tree, dict) and tree.keys() >= {"tied", "extra"}
+    ]

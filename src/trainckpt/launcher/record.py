@@ -1,0 +1,325 @@
+"""The attempt's record, where the ranks cannot write it themselves.
+
+Two cases: the attempt died without a word, or the command has no Checkpointer and was given a
+place by `--run`. What a rank has written stands, unless it was only the consequence of another
+rank's failure: then that failure is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt import heartbeat, launch
+from trainckpt.attempt.heartbeat import Heartbeat
+from trainckpt.attempt.rank_status import LEFT, REFUSED, RankStatus
+from trainckpt.errors import TrainckptError
+from trainckpt.format.attempt_record import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    KILLED,
+    RUNNING,
+    STOPPED,
+    UNDECIDED,
+    AttemptRecord,
+)
+from trainckpt.format.dump import KIND as DUMP
+from trainckpt.format.exactness import BITWISE
+from trainckpt.launcher.outcome import CONSEQUENCES, NOTICE
+from trainckpt.launcher.processes import children, environment
+from trainckpt.launcher.torchrun_command import is_silent
+from trainckpt.resume.candidate_order import DIED_WHILE
+from trainckpt.run_directory import run_url
+from trainckpt.snapshot import attempt_history, catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainckpt.launcher.outcome import Outcome
+    from trainckpt.storage.base import Place
+
+CLAIM_AFTER_S = 30.0
+CLAIM_SILENT_AFTER_S = 3.0  # of a script that does not speak of trainckpt, as far as can be seen
+NAME_VARIABLE = run_url.NAME_VARIABLE
+BY_SUPERVISOR = "supervisor"
+
+
+def recorded_word(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]:
+    """Return rank 0's status from the attempt's record, if rank 0 did not report to this
+    supervisor.
+
+    Rank 0 may be on another host. Empty, or one word with the time it was said at.
+    """
+    claimed = _attempt_of(ranks)
+    if claimed is None or any(status.rank == 0 and status.how for status in ranks):
+        return []
+    try:
+        record = attempt_history.read_attempts(run_url.open_other_place(claimed.run)).get(
+            claimed.attempt or 0
+        )
+    except TrainckptError:
+        return []
+    outcome = (record.outcome or {}) if record is not None else {}
+    ending, code, seconds = (outcome.get(key) for key in ("outcome", "exit_code", "seconds"))
+    if record is None or not isinstance(ending, str) or type(code) is not int:
+        return []
+    started, ended_at = record.facts.get("started"), -math.inf
+    if isinstance(started, (int, float)) and isinstance(seconds, (int, float)):
+        ended_at = started + seconds
+    return [
+        (
+            RankStatus(
+                rank=0,
+                pid=-1,
+                host="",
+                run=claimed.run,
+                attempt=claimed.attempt,
+                state=LEFT,
+                how=ending,
+                exit_code=code,
+            ),
+            ended_at,
+        )
+    ]
+
+
+def _attempt_of(ranks: Sequence[RankStatus]) -> RankStatus | None:
+    """The lowest rank that belongs to an attempt."""
+    claimed = (told for told in ranks if told.attempt is not None)
+    return min(claimed, key=lambda told: told.rank, default=None)
+
+
+def settle(
+    ranks: Sequence[RankStatus], verdict: Outcome, *, asked: bool = False
+) -> AttemptRecord | None:
+    """The record of the attempt these ranks belong to, its outcome written if nobody did.
+
+    None where they claimed no attempt, or its record cannot be read.
+
+    Args:
+        ranks: What they told.
+        verdict: How the launch ended.
+        asked: Somebody wanted it to end, so that says nothing against its snapshot.
+    """
+    claimed = _attempt_of(ranks)
+    if claimed is None:
+        return None
+    try:
+        tier = run_url.open_other_place(claimed.run)
+        record = attempt_history.read_attempts(tier).get(claimed.attempt or 0)
+        if record is None:
+            return None
+        failed = verdict.how in (FAILED, KILLED)
+        by_itself = failed and not asked and not verdict.on_purpose
+        outcome = record.outcome
+        if outcome is None and (failed or claimed.rank == 0):
+            outcome = _unsaid(record, verdict, _newest_commit(tier, record))
+        elif outcome is not None and failed and _is_consequence(outcome, verdict):
+            outcome = {**outcome, **_words(verdict, verdict.how)}
+        if outcome is not record.outcome and outcome is not None:
+            outcome[DIED_WHILE] = record.state if by_itself else None
+            record = _with_outcome(record, outcome)
+            attempt_history.replace(tier, record)
+        if verdict.dump:
+            tier.remove(heartbeat.key_of(record.attempt))
+        return record
+    except TrainckptError:
+        return None
+
+
+def _with_outcome(record: AttemptRecord, outcome: dict[str, Any]) -> AttemptRecord:
+    # As the ranks do: only an attempt that failed by itself may count as one that its snapshot,
+    # if it never passed a boundary, is to blame for.
+    state = record.state if outcome["outcome"] == FAILED else ENDED
+    return record.with_(state=state, outcome=outcome)
+
+
+def _is_consequence(outcome: Mapping[str, Any], verdict: Outcome) -> bool:
+    """Return True if rank 0's recorded outcome is a consequence of another rank's failure.
+
+    It took torchrun's SIGTERM for a notice and stopped, or a connection broke under it.
+    """
+    recorded_ending, code = outcome.get("outcome"), outcome.get("exit_code")
+    is_broken = (
+        recorded_ending in (FAILED, KILLED) and code in CONSEQUENCES and code != verdict.exit_code
+    )
+    return recorded_ending == STOPPED or is_broken
+
+
+def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
+    """The newest snapshot of this attempt; its record may not have got round to saying so."""
+    run = attempt_history.run_id(tier)
+    candidates = catalog.read_catalog(tier, run, attempt_history.read_attempts(tier)) if run else ()
+    own_names = [c.name for c in candidates if c.usable and c.name.attempt == record.attempt]
+    return str(max(own_names)) if own_names else record.newest_commit
+
+
+def _unsaid(record: AttemptRecord, verdict: Outcome, commit: str | None) -> dict[str, Any]:
+    """The outcome of an attempt that did not say how it ended."""
+    parent = record.parent if record.parent != UNDECIDED else None
+    snapshot = commit or parent
+    started = record.facts.get("started")
+    ending = verdict.how if verdict.how in (FAILED, KILLED) else KILLED
+    outcome = {
+        **_outcome(snapshot, started if isinstance(started, (int, float)) else None),
+        **_words(verdict, ending),
+    }
+    outcome |= _of_dump(verdict)
+    if verdict.exit_code == 0:
+        outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
+    return outcome
+
+
+def _words(verdict: Outcome, how: str) -> dict[str, Any]:
+    return {"outcome": how, "exit_code": verdict.exit_code, "reason": verdict.why}
+
+
+def _of_dump(verdict: Outcome) -> dict[str, Any]:
+    """Return the fields of an outcome that differ after a dump; no micro-batch is lost."""
+    if not verdict.dump:
+        return {}
+    return {
+        "outcome": STOPPED,
+        "snapshot": verdict.dump,
+        "kind": DUMP,
+        "tiers": ["local"],
+        "exactness": BITWISE,
+        "lost_micro_batches": 0,
+    }
+
+
+def _outcome(snapshot: str | None, started: float | None) -> dict[str, Any]:
+    return {
+        "outcome": None,
+        "snapshot": snapshot,
+        "kind": "snapshot",
+        "exactness": None,
+        "lost_micro_batches": None,
+        "tiers": ["local"] if snapshot else [],
+        "seconds": round(time.time() - started, 3) if started is not None else None,
+        "exit_code": None,
+    }
+
+
+class NamedRun:
+    """`--run`: the run of a command that has no Checkpointer, so that it can be launched again.
+
+    Its environment is this process's, unless one is given: of a command that is launched again.
+
+    Its attempt is claimed when it is clear that no rank will: after 30 s without trainckpt being
+    imported (3 s, where the script does not speak of it), or at the end.
+
+    Attributes:
+        record: The attempt claimed here, or None.
+        problem: Why nothing could be written, or "": the command goes on all the same.
+        tier: Where the run lies.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        command: Sequence[str],
+        cwd: str | None,
+        nproc: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.record: AttemptRecord | None = None
+        self.problem = ""
+        self.tier = run_url.open_place(run)
+        self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
+        self._environment = dict(os.environ if environment is None else environment)
+        self._begun, self._pids = time.time(), list[int]()
+        silent = is_silent(self._command, self._cwd)
+        self._claim_after_s = CLAIM_SILENT_AFTER_S if silent else CLAIM_AFTER_S
+        self._heartbeat: Heartbeat | None = None
+        self._facts: dict[str, Any] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the run directory."""
+        return self.tier.url
+
+    def claim_from(self, parent: str, facts: Mapping[str, Any]) -> AttemptRecord | None:
+        """Claim at once: what runs goes on from `parent`. None, and `problem`, if it cannot be.
+
+        Args:
+            parent: A snapshot or a dump.
+            facts: Of the attempt from which it goes on.
+        """
+        self._facts = {**facts, "started": self._begun}
+        self._claim((), parent)
+        return self.record
+
+    def look(self, parent: int, ranks: Sequence[RankStatus], *, imported: bool) -> None:
+        """While the command runs: note the ranks' processes, claim when it is time."""
+        if self.record is not None:
+            return
+        if len(self._pids) < self._nproc:
+            rank_by_pid = {pid: environment(pid).get("RANK", "") for pid in children(parent)}
+            ranks_of = {pid: int(rank) for pid, rank in rank_by_pid.items() if rank.isdecimal()}
+            self._pids = sorted(ranks_of, key=ranks_of.__getitem__) or self._pids
+        if time.time() - self._begun >= self._claim_after_s and not imported:
+            self._claim(ranks)
+
+    def end(
+        self, ranks: Sequence[RankStatus], verdict: Outcome, *, ours: bool = False
+    ) -> AttemptRecord | None:
+        """The command has ended: write how, unless a rank claimed an attempt.
+
+        Where nothing was begun, nothing is founded: the next start of a run whose place was
+        mistyped, or not mounted, would take it for one that has saved nothing yet.
+
+        Args:
+            ranks: What they told.
+            verdict: How it ended.
+            ours: The command uses trainckpt: it claims attempts itself, once it gets that far.
+        """
+        by_itself = verdict.how == FINISHED or verdict.dump or not ours
+        if verdict.how not in (NOTICE, REFUSED) and by_itself:
+            self._claim(ranks)
+        if self.record is None:
+            return None
+        ending = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
+        outcome = {**_outcome(None, self._begun), **_words(verdict, ending), **_of_dump(verdict)}
+        self.record = self.record.with_(state=ENDED, outcome=outcome)
+        try:
+            attempt_history.replace(self.tier, self.record)
+        except TrainckptError as error:
+            self.problem = error.message
+        self.close()
+        return self.record
+
+    def close(self) -> None:
+        """Give no more signs of life. May be repeated."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+
+    def _claim(self, ranks: Sequence[RankStatus], parent: str = UNDECIDED) -> None:
+        if self.record is not None or self.problem or any(status.attempt for status in ranks):
+            return
+        try:
+            attempt_history.found_run(self.tier)
+            self.record = attempt_history.claim(self.tier, partial(self._new_record, parent=parent))
+        except TrainckptError as error:
+            self.problem = error.message
+            return
+        self._heartbeat = Heartbeat(self.tier, self.record.attempt)
+        self._heartbeat.start()
+
+    def _new_record(self, attempt: int, parent: str) -> AttemptRecord:
+        facts = {
+            "argv": launch.redact_arguments(self._command),
+            "cwd": self._cwd,
+            "env": launch.redact_environment(self._environment),
+            "launch": {"kind": "torchrun", "nproc": self._nproc, "by": BY_SUPERVISOR},
+            "world": self._nproc,
+            "hosts": [socket.gethostname()] * self._nproc,
+            "pids": self._pids,
+            "started": self._begun,
+        }
+        return AttemptRecord(attempt, parent, RUNNING, facts=self._facts or facts)

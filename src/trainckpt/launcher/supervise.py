@@ -1,0 +1,356 @@
+"""The supervisor: launches a command, delivers signals, and knows how the attempt ended.
+
+    launch     in a session of its own, told by TRAINCKPT_SUPERVISOR where to leave its words
+    watch      signals, deadlines, ranks that are lost (`monitor`)
+    judge      the exit code and why, from all status files (`outcome`); the record (`record`)
+    again      after a failure, as often as is allowed; not after a stop on purpose
+
+After an end that was not in order nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt import rank_status
+from trainckpt.attempt.launch import AT_VARIABLE, COMMAND_VARIABLE, DUMPS_VARIABLE
+from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.attempt_record import UNDECIDED
+from trainckpt.launcher import record as records
+from trainckpt.launcher import recorded_options
+from trainckpt.launcher.dump_launch import Dumpable, outputs
+from trainckpt.launcher.finish_uploads import flush_left
+from trainckpt.launcher.monitor import LaunchMonitor
+from trainckpt.launcher.nested import LONGEST_WHY, ParentReporter
+from trainckpt.launcher.outcome import INTERRUPTED, NOTICE, START_AGAIN, judge
+from trainckpt.launcher.prefetch import beside
+from trainckpt.launcher.processes import kill_session
+from trainckpt.launcher.signal_policy import starts_again
+from trainckpt.launcher.signals import Inbox
+from trainckpt.launcher.torchrun_command import (
+    RESTARTS_VARIABLE,
+    is_torchrun,
+    likely_run,
+    mentions_us,
+    split_torchrun_options,
+    take_max_restarts,
+    torchrun_command,
+)
+from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.launcher.outcome import LaunchHistory, Outcome
+    from trainckpt.launcher.output_relay import OutputRelay
+    from trainckpt.launcher.record import NamedRun
+
+    Process = subprocess.Popen[bytes]
+
+__all__ = [
+    "RunResult",
+    "kill_session",
+    "split_torchrun_options",
+    "supervise",
+    "take_max_restarts",
+    "torchrun_command",
+]
+
+RESTART_VARIABLE = "TRAINCKPT_RESTART"
+TOO_EARLY = "a signal came before the command was started"
+TORCHRUN_GRACE_S = "600"  # torchrun's own 30 s would cut a save short; the deadline is not its
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a supervised command.
+
+    Attributes:
+        exit_code: What to return to whoever launched us.
+        record: The newest attempt's record, or None if the command claimed none.
+        restarts: How often it was started again.
+        why: What it ended of, one sentence for people.
+        again: It was not launched here, and may be started again.
+        begun: A rank has spoken, in any of its launches: there may be a run.
+        within: A supervisor that it launched has answered for it, to Slurm too.
+        start_again: The exit code that says so.
+    """
+
+    exit_code: int
+    record: AttemptRecord | None
+    restarts: int = 0
+    why: str = ""
+    again: bool = False
+    begun: bool = False
+    within: bool = False
+    start_again: int = START_AGAIN
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Inputs of one launch."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    cwd: str | None
+    output: Any
+    watch: Callable[[Process], None] | None
+    ours: bool
+    word: ParentReporter
+    start_again: int
+    run: str | None = None
+    dumpable: Dumpable | None = None
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    output: Any = None,
+    watch: Callable[[Process], None] | None = None,
+    max_restarts: int = 0,
+    ours: bool = False,
+    name: Callable[[], NamedRun] | None = None,
+    say: Callable[[str], None] | None = None,
+    inbox: Inbox | None = None,
+    run: str | None = None,
+    dumpable: Dumpable | None = None,
+    before: AttemptRecord | None = None,
+) -> RunResult:
+    """Run `command` to its end, and again where it failed. Main thread.
+
+    Args:
+        command: What to execute.
+        environment: Variables on top of this process's.
+        cwd: Working directory.
+        output: Where its stdout goes (and stderr, if it is a file of ours); None: inherited.
+        watch: Called with the process, in a thread of its own; what it raises is raised here.
+        max_restarts: How often a command that failed by itself is started again.
+        ours: The command is known to use trainckpt; it may show so itself.
+        name: Makes the run of a command that has none, for each launch.
+        say: Told of restarts, a line at a time.
+        inbox: An entered one, where signals are heard already.
+        run: Directory of the run that will most likely go on; its snapshot is read ahead.
+        dumpable: Launch it so that its processes can be dumped, and do so when asked.
+        before: The attempt before, if its processes ended under this supervisor.
+
+    Raises:
+        ConfigurationError: the command cannot be started.
+    """
+    variables = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": TORCHRUN_GRACE_S,
+        **os.environ,
+        COMMAND_VARIABLE: "",
+        **(environment or {}),
+        STARTED_VARIABLE: str(process_start_s()),
+    }
+    variables.pop(RESTARTS_VARIABLE, None)
+    variables.pop(DUMPS_VARIABLE, None)
+    ours = ours or mentions_us(command, cwd)
+    run = run or likely_run(command, cwd)
+    with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
+        reporter = ParentReporter()  # from now on signals may be handed on to us
+        start = _Start(
+            command=command,
+            variables=variables,
+            cwd=cwd,
+            output=output,
+            watch=watch,
+            ours=ours,
+            word=reporter,
+            start_again=recorded_options.start_again(variables, cwd),
+            run=run,
+            dumpable=dumpable,
+        )
+        newest = _Newest(before, (), run)
+        try:
+            result = _launches(
+                start, signals, newest=newest, max_restarts=max_restarts, name=name, say=say
+            )
+        finally:  # whatever ended it, also before the last launch claimed an attempt
+            newest.flush(signals, start.variables, say)
+        start.word.tell(exit_code=result.exit_code)
+        return replace(result, record=newest.record, start_again=start.start_again)
+
+
+@dataclass
+class _Newest:
+    """The newest attempt of all launches.
+
+    Attributes:
+        record: Its own; None: none was claimed.
+        ranks: What its ranks told.
+        url: Its run's place, where no rank has told.
+    """
+
+    record: AttemptRecord | None = None
+    ranks: Sequence[RankStatus] = ()
+    url: str | None = None
+
+    def note(
+        self, found: AttemptRecord | None, ranks: Sequence[RankStatus], named: NamedRun | None
+    ) -> None:
+        """Record the end of a launch; one that claimed no attempt leaves the record before it in
+        place.
+        """
+        if found is not None:
+            self.record, self.ranks = found, ranks
+            self.url = named.url if named is not None else None
+
+    def flush(
+        self, inbox: Inbox, variables: Mapping[str, str], say: Callable[[str], None] | None
+    ) -> None:
+        """No other attempt is started here."""
+        self.record = flush_left(
+            self.record, self.ranks, inbox=inbox, variables=variables, say=say, run=self.url
+        )
+
+
+def _launches(
+    start: _Start,
+    signals: Inbox,
+    *,
+    newest: _Newest,
+    max_restarts: int,
+    name: Callable[[], NamedRun] | None,
+    say: Callable[[str], None] | None,
+) -> RunResult:
+    """One after the other, until one is not followed by another."""
+    has_begun, restarts = False, 0
+    while True:
+        if signals.signalled and start.ours:
+            code = INTERRUPTED if signals.interrupts > 1 else start.start_again
+            start.word.tell(how=NOTICE, why=TOO_EARLY, on_purpose=True)
+            return RunResult(code, None, restarts, TOO_EARLY, begun=has_begun)
+        named_run = name() if name is not None else None
+        verdict, record, ranks, was_signalled = _launch(start, signals, named_run)
+        newest.note(record, ranks, named_run)
+        has_begun = has_begun or bool(ranks)
+        if say is not None and named_run is not None and named_run.problem:
+            say(f"--run: {named_run.problem}")
+        start.word.tell(
+            how=verdict.how, why=verdict.why[:LONGEST_WHY], on_purpose=verdict.on_purpose
+        )
+        if not starts_again(verdict, done=restarts, most=max_restarts, signalled=was_signalled):
+            code, reason = verdict.exit_code, verdict.why
+            return RunResult(code, None, restarts, reason, begun=has_begun, within=verdict.within)
+        restarts += 1
+        if say is not None:
+            say(f"{verdict.why}; restart {restarts} of {max_restarts}")
+        claimed = [status for status in ranks if status.attempt is not None]
+        if claimed:
+            start = replace(_again(start, restarts, record), run=claimed[0].run)
+
+
+def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
+    """The next start, after one that claimed an attempt."""
+    variables = {**start.variables, RESTART_VARIABLE: str(restart)}
+    if found is not None and found.parent != UNDECIDED:
+        variables.pop(AT_VARIABLE, None)  # `--at` is where that attempt began; this one goes on
+    return replace(start, variables=variables, ours=True)
+
+
+def _launch(
+    start: _Start, inbox: Inbox, named: NamedRun | None
+) -> tuple[Outcome, AttemptRecord | None, Sequence[RankStatus], bool]:
+    """One launch: how it ended, its record; what its ranks told, and whether it was to stop."""
+    with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
+        variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
+        with contextlib.suppress(OSError):  # then nobody notices if this process is killed
+            rank_status.write_status(Path(folder, rank_status.FILE), rank_status.this_supervisor())
+        start.word.tell(folder=folder)
+        variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
+        if named is not None:
+            variables[records.NAME_VARIABLE] = named.url
+        with (
+            beside(start.run, variables, variables.get(AT_VARIABLE)),
+            outputs(start.dumpable, Path(folder), start.output) as logs,
+        ):
+            process = _execute(start, variables, logs)
+            dumpable = start.dumpable
+            launched = LaunchMonitor(
+                process,
+                Path(folder),
+                inbox,
+                has_agent=is_torchrun(start.command),
+                ours=start.ours,
+                named=named,
+                dumping=dumpable.dumping(process, Path(folder), logs, named) if dumpable else None,
+            )
+            with _watching(start.watch, process):
+                course = launched.run()
+        ranks = launched.told()
+    # Whoever resumes a dump makes this folder again, so it is gone before anybody hears of one.
+    return settle(replace(course, start_again=start.start_again), ranks, inbox, named)
+
+
+def settle(
+    course: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox, named: NamedRun | None
+) -> tuple[Outcome, AttemptRecord | None, Sequence[RankStatus], bool]:
+    """Judge how it ended, and write down what nobody else has."""
+    told_statuses = [*course.told, *records.recorded_word(ranks)]
+    verdict = judge(replace(course, told=told_statuses))
+    was_asked = inbox.signalled or any(status.asked for status in ranks)
+    record = records.settle(ranks, verdict, asked=was_asked)
+    # Ranks of a supervisor within claim attempts of this run, though we do not hear of them.
+    is_ours = named is not None and (named.record is not None or not course.within)
+    if record is None and named is not None and is_ours:
+        record = named.end(ranks, verdict, ours=course.ours)
+    return verdict, record, ranks, was_asked
+
+
+def _execute(start: _Start, variables: Mapping[str, str], logs: OutputRelay | None) -> Process:
+    command, streams = start.command, _streams(start, logs)
+    if start.dumpable is not None and logs is not None:
+        command = start.dumpable.command(command, start.cwd, variables.get("PATH"))
+    try:
+        return subprocess.Popen(
+            command, env=dict(variables), cwd=start.cwd, start_new_session=True, **streams
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot start {start.command[0]}: {error}", hint="check the command and its path"
+        ) from error
+
+
+def _streams(start: _Start, logs: OutputRelay | None) -> dict[str, Any]:
+    """Standard input, output and error of the command."""
+    if logs is not None:
+        return {"stdin": subprocess.DEVNULL, "stdout": logs.out, "stderr": logs.err}
+    merge_streams = start.output not in (None, sys.stderr)
+    return {"stdout": start.output, "stderr": subprocess.STDOUT if merge_streams else None}
+
+
+@contextlib.contextmanager
+def _watching(watch: Callable[[Process], None] | None, process: Process) -> Iterator[None]:
+    """Run `watch` beside the block; if it raises, everything is ended, and that is raised."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        assert watch is not None
+        try:
+            watch(process)
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller's thread
+            errors.append(error)
+            kill_session(process)
+
+    thread = threading.Thread(target=guarded, name="trainckpt-watched", daemon=True)
+    if watch is not None:
+        thread.start()
+    yield
+    if watch is not None:
+        thread.join()
+    if errors:
+        raise errors[0]

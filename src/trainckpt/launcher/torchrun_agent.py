@@ -1,0 +1,186 @@
+"""torchrun, and nothing but torchrun, as a process that says how each of its ranks ended.
+
+`python -m trainckpt.launcher.torchrun_agent ARGS` is `python -m torch.distributed.run ARGS`, and
+besides
+
+    while it runs   each rank's end is noted, with its code (see `rank_exits`): by a thread, as they
+                    come, and by whoever waits for a rank before that thread has had its turn
+    at its end      the ranks and codes that torchrun found are written too
+    after a stop    torchrun takes the ranks' exit codes for failures; its report and traceback
+                    would be noise, so they are left out. For real failures they stay
+
+Exit code: 0 or 1 as torchrun's, 128 + n where it was ended by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_rank_statuses
+from trainckpt.format.attempt_record import STOPPED
+from trainckpt.gc_pause import gc_paused
+from trainckpt.launcher import nested
+from trainckpt.launcher.processes import children
+from trainckpt.launcher.rank_exits import RankExit, write_end, write_failures
+
+SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"  # torchrun's own, for the option of that name
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without the last one it would die of it
+NOISY = ("multiprocessing.api", "multiprocessing.subprocess_handler", "agent.server.api")
+NO_CHILDREN_PAUSE_S = 0.05
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.2
+
+
+def main() -> int:
+    """Run torchrun with this process's arguments; returns the exit code."""
+    folder = Path(os.environ.get(SUPERVISOR_VARIABLE) or os.devnull)
+    os.environ.setdefault(SIGNALS_VARIABLE, SIGNALS)
+    ends = ExitRecorder(folder)
+    # Before torchrun takes it from there.
+    subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
+    if hasattr(os, "waitid"):
+        threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
+
+    def is_wanted(_: logging.LogRecord) -> bool:
+        return not all_stopped(folder)
+
+    for name in NOISY:
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(is_wanted)
+
+    with gc_paused():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.main(sys.argv[1:])
+    except ChildFailedError as error:
+        failures = [(rank, f.pid, f.exitcode) for rank, f in error.failures.items()]
+        write_failures(folder, [{"rank": r, "pid": p, "code": c} for r, p, c in failures])
+        if not all_stopped(folder):
+            raise
+        return 1
+    except Exception as error:
+        number = getattr(error, "sigval", None)  # torchrun's SignalException
+        if number is None:
+            raise
+        ends.note_what_was_waited_for()
+        return 128 + int(number)
+    return 0
+
+
+def all_stopped(folder: Path) -> bool:
+    """Return True if every rank or inner supervisor with a status has stopped on purpose."""
+    ranks = read_rank_statuses(folder).values()
+    return all(status.how == STOPPED for status in ranks) if ranks else nested.all_stopped(folder)
+
+
+class ExitRecorder:
+    """Notes how the children of this process end, without waiting for them in torchrun's place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self._noted: set[int] = set()
+        # Who finds a child noted may rely on the line being there. A signal's handler may raise
+        # where this thread has just got the lock, and from 3.14 on keeps it then: not for itself.
+        self._lock = threading.RLock()
+
+    def watch(self) -> None:
+        """Sleep until a child ends, note all that have, and so on. A thread of its own."""
+        while True:
+            try:
+                first_exit = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:
+                time.sleep(NO_CHILDREN_PAUSE_S)
+                continue
+            self._note_result(first_exit)
+            pause_s = FIRST_PAUSE_S
+            while self._note_ended():  # until torchrun has waited for them too
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def popen(self) -> type[subprocess.Popen[bytes]]:
+        """Class that starts processes and records their ends. The thread may be too late for a
+        process whose end was waited for.
+        """
+        ends = self
+
+        class Popen(subprocess.Popen[bytes]):
+            def __init__(self, *args: Any, **named: Any) -> None:
+                super().__init__(*args, **named)
+                self._is_rank = bool(named.get("start_new_session"))
+                if self._is_rank:
+                    ends.ranks.append(self)
+
+            def poll(self) -> int | None:
+                code = super().poll()
+                self._note(code)
+                return code
+
+            def wait(self, timeout: float | None = None) -> int:
+                code = super().wait(timeout)
+                self._note(code)
+                return code
+
+            def _note(self, code: int | None) -> None:
+                if code is not None and self._is_rank:
+                    ends.note(self.pid, code)
+
+        return Popen
+
+    def note_what_was_waited_for(self) -> None:
+        """A signal may have come between a wait and its note."""
+        for rank in self.ranks:
+            if rank.returncode is not None:
+                self.note(rank.pid, rank.returncode)
+
+    def note(self, pid: int, code: int) -> None:
+        """A rank has ended; said once, however many have seen it."""
+        with self._lock:
+            if pid not in self._noted:
+                write_end(self._folder, RankExit(pid, code, time.time()))
+                self._noted.add(pid)
+
+    def _note_ended(self) -> bool:
+        any_ended = False
+        for pid in children(os.getpid()):
+            try:
+                exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            except ChildProcessError:
+                continue
+            if exit_info is not None:
+                any_ended = True
+                self._note_result(exit_info)
+        return any_ended
+
+    def _note_result(self, found: os.waitid_result | None) -> None:
+        # torchrun's ranks lead sessions of their own; what else it starts are helpers.
+        if found is not None and _leads_a_session(found.si_pid):
+            exited = found.si_code == os.CLD_EXITED
+            self.note(found.si_pid, found.si_status if exited else -found.si_status)
+
+
+def _leads_a_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except OSError:
+        return False  # waited for already: noted by whoever did
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without taking torch down: the supervisor waits for it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,1 +1,0 @@
-"""The only room that decides: when to save, from what to resume, how to leave."""

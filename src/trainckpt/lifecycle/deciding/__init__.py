@@ -1,1 +1,0 @@
-"""Pure functions of measured facts: when to save, whether a save still fits, and where it goes."""

@@ -1,1 +1,0 @@
-"""Where a run lies: its place, its slower tiers, and which of them answer."""

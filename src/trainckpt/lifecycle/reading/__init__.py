@@ -1,1 +1,0 @@
-"""Snapshots looked at, exported or loaded without resuming their run."""

@@ -1,1 +1,0 @@
-"""A resume: which snapshot, read and verified by all ranks together, and put back."""

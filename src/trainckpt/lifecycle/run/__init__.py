@@ -1,1 +1,0 @@
-"""What one attempt of a run is: options, record, launch, and what its rank tells others."""

@@ -1,1 +1,0 @@
-"""What the ranks that are left still save after others have died."""

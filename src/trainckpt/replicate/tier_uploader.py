@@ -1,0 +1,399 @@
+"""The tier uploader: one rank's part in copying this attempt's snapshots to one slower tier.
+
+    rank 0         takes the newest snapshot that the tier lacks, and publishes it (an order)
+    every rank     copies its share, reports
+    rank 0         commits there, prunes there, publishes the result (a verdict)
+
+On a thread of its own, over keys of its own: training never waits for it, and a tier that hangs
+delays no other. The newest goes first; older ones are then left out, except tagged ones. A tier
+with an interval of its own gets fewer (`upload_queue`). A failed copy is tried again: with the next
+snapshot, or after a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.save_handle import DURABLE
+from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError, UnusableSnapshot
+from trainckpt.format import manifest as manifests
+from trainckpt.format.names import MANIFEST, SnapshotName
+from trainckpt.ranks import threads
+from trainckpt.ranks.store import DAY_S
+from trainckpt.replicate.retention import RetentionTask
+from trainckpt.replicate.tier_interval import LastCopy
+from trainckpt.replicate.upload_protocol import ProgressWatchdog, UploadRound, await_end, failure
+from trainckpt.replicate.upload_queue import UploadQueue
+from trainckpt.replicate.uploads import POLL_S
+from trainckpt.run_directory.tier_config import COMMITS, TROUBLE
+from trainckpt.snapshot import catalog, upload
+from trainckpt.snapshot.attempt_history import read_attempts
+from trainckpt.storage.base import health_of
+from trainckpt.storage.retry import CLOSED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.attempt.options import Every
+    from trainckpt.attempt.save_handle import SaveHandle
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.replicate.uploads import UploadContext, UploadDeadline
+    from trainckpt.storage.base import Tier
+
+FIRST_RETRY_S, MOST_RETRY_S = 15.0, 600.0
+STOPPED_WITHIN_S = 2.0
+LEFT_BEHIND = "%s: leaving; the next start or `trainckpt flush` copies missing snapshots to %s"
+
+
+class UploadAbandoned(Exception):
+    """The upload was abandoned: this rank leaves."""
+
+
+class TierUploader:
+    """Copies snapshots to one tier.
+
+    Attributes:
+        tier: The slower tier.
+        newest: Full name of the newest snapshot known to be committed there.
+        busy: Full name of the snapshot that is being copied.
+        seconds_per_byte: Per byte of one rank's files, from the last upload; None before the first.
+        skipped, failed: Number of snapshots left out for newer ones; number of failed tries.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        work: UploadContext,
+        number: int,
+        *,
+        is_durable: bool,
+        every: Every | None = None,
+        begun_step: int = 0,
+    ) -> None:
+        """`every`: interval of copies that no call asked for; None: always."""
+        self.tier = tier
+        self._queue = UploadQueue(every, begun_step, time.monotonic())
+        self.newest: str | None = None
+        self.busy: str | None = None
+        self.seconds_per_byte: float | None = None
+        self.skipped = self.failed = 0
+        self._work, self._is_durable = work, is_durable
+        self._retention = RetentionTask(tier, work)
+        world = work.channel.world
+        self._rank, self._size = world.rank, world.size
+        self._store = work.channel.scoped(f"flush/{number}")
+        self._round = UploadRound(self._store.connection())
+        self._changed = threading.Condition()
+        self._retry_s, self._retry_after_s = 0.0, FIRST_RETRY_S
+        self._draining = self._stopping = self._is_there = False
+        self._newest_bytes = 0
+        self._last: SnapshotName | None = None  # the newest that was copied
+        self._failed: dict[SnapshotName, tuple[SaveFailed, bool]] = {}  # the last try, if it failed
+        self._logged = ""
+        self._recorded_state = (CLOSED, "")
+        self._done: set[str] = set()  # copied, of a snapshot that is not committed there yet
+        self._mirrored_records: dict[str, bytes] = {}  # records
+        run = self._lead if self._rank == 0 else self._follow
+        self._thread = threads.thread(run, "trainckpt-flush")
+
+    def start(self) -> None:
+        """Start the thread, with the uploads that earlier attempts left."""
+        self._thread.start()
+
+    def offer(self, manifest: Manifest, pending: SaveHandle, own_bytes: int) -> None:
+        """Queue a snapshot committed in the run directory. Saving thread, every rank.
+
+        Args:
+            manifest: The manifest, as far as one rank knows it.
+            pending: Handle, resolved when the copy is durable.
+            own_bytes: Size of this rank's file.
+        """
+        name = manifest.name
+        with self._changed:
+            if (last := self._last) is None or name > last:
+                # Rank 0 may have tried before this rank's save had returned.
+                why, lost = self._failed.get(name, (None, False))
+                if not lost:
+                    self._queue.add(name, pending, tagged=bool(manifest.tags))
+                if why is not None and self._is_durable:
+                    pending.fail_durable(why, for_good=lost)
+                self._newest_bytes = own_bytes
+                self._retry_s, self._retry_after_s = 0.0, FIRST_RETRY_S
+                self._changed.notify_all()
+                return
+        if self._is_durable:  # so it was copied
+            self._resolve(pending, name, last)
+
+    def drain(self, drain: UploadDeadline) -> None:
+        """Copy waiting snapshots, each at most once; every rank. Rank 0 decides when it is over."""
+        with self._changed:
+            self._draining, self._retry_s = True, 0.0
+            self._changed.notify_all()
+        if self._rank:
+            await_end(self._store, drain)
+        else:
+            signs = ProgressWatchdog(self._store)
+            while self._thread.is_alive() and drain.left_s() > 0:
+                if signs.is_stuck(time.monotonic()):
+                    self._warn("it does not answer")
+                    break
+                drain.update(signs.forwarded_request())
+                self._thread.join(min(drain.left_s(), POLL_S))
+            self._store.put("left", True)
+            if drain.shortened_by and self._thread.is_alive():
+                logger.warning(LEFT_BEHIND, drain.shortened_by, self.tier.name)
+        self.stop()
+
+    def predicted_s(self) -> float | None:
+        """Return the seconds for the newest waiting snapshot; 0 if none waits, None if unknown."""
+        with self._changed:
+            waits = bool(self._queue)
+        return self.copy_s() if waits else 0.0
+
+    def copy_s(self) -> float | None:
+        """Return the seconds for a copy as large as the newest snapshot; None if unknown."""
+        per_byte = self.seconds_per_byte
+        return None if per_byte is None else per_byte * self._newest_bytes
+
+    def stop(self) -> None:
+        """Start no more copies; the current one is abandoned at its next block."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._rank == 0 and self._thread.is_alive():
+            self._thread.join(STOPPED_WITHIN_S)
+
+    # ---- the thread of rank 0
+
+    def _lead(self) -> None:
+        self._attempt(self._look_back)
+        self._record_state()
+        while (name := self._next()) is not None:
+            self.busy = str(name)
+            begun_s = time.monotonic()
+            verdict = self._flush(name)
+            self.busy = None
+            took_s = time.monotonic() - begun_s
+            last = self._queue.last_copy
+            if "error" not in verdict and (last is None or name.step >= last.step):
+                self._queue.last_copy = LastCopy(name.step, begun_s, took_s)
+            self._handle_verdict(name, verdict, took_s)
+            self._record_state()
+        if not self._stopping:
+            self._attempt(
+                lambda: upload.mirror_records(
+                    self._work.run_tier, self.tier, self._mirrored_records
+                )
+            )
+        self._attempt(self._round.end)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        """Call; log a failure. Its work is found again at the next upload."""
+        try:
+            call()
+        except TrainckptError as error:
+            self._warn(error.message)
+
+    def _record_state(self) -> None:
+        """Record the tier's state, whenever it changed, for `list` and `doctor`."""
+        health = health_of(self.tier)
+        now = (CLOSED if health is None else health.state, self._logged)
+        if now != self._recorded_state:
+            self._recorded_state = now
+            told = {"breaker": now[0], "lags": now[1], "since": time.time()}
+            self._work.log.set_fact(TROUBLE, self.tier.name, told)
+
+    def _look_back(self) -> None:
+        """Queue snapshots of earlier attempts that the tier lacks."""
+        self._be_there()
+        place, run = self._work.run_tier, self._work.run
+        candidates = catalog.read_catalog(place, run, read_attempts(place))
+        usable = [c for c in candidates if c.usable and c.name.attempt < self._work.attempt]
+        tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
+        lacking = [c for c in (*usable[:1], *tagged) if not upload.holds(self.tier, c.name)]
+        if usable and usable[0] not in lacking:
+            self.newest = str(usable[0].name)
+        with self._changed:
+            for candidate in lacking:
+                tags = candidate.manifest.tags if candidate.manifest is not None else ()
+                self._queue.add_earlier(candidate.name, tagged=bool(tags))
+
+    def _next(self) -> SnapshotName | None:
+        """Wait for a snapshot to copy, and return it; None: it is over."""
+        with self._changed:
+            while not self._stopping:
+                now_s = time.monotonic()
+                waiting, wait_s = self._queue.next(now_s, all_at_once=self._draining)
+                wait_s = max(wait_s, self._retry_s - now_s)
+                if waiting is not None and wait_s <= 0:
+                    return waiting
+                if self._draining:
+                    return None
+                self._changed.wait(wait_s if waiting is not None and wait_s < DAY_S else None)
+            return None
+
+    def _flush(self, name: SnapshotName) -> dict[str, Any]:
+        """Try one upload; return the verdict for all ranks."""
+        order: dict[str, Any] = {"snapshot": str(name)}
+        try:
+            manifest, data, order["there"] = self._look(name)
+        except Exception as error:  # noqa: BLE001 - handles of other ranks are waited for too
+            order["failed"] = failure(error, 0)
+        try:
+            self._round.publish_order(order)
+            reports = [self._part(order), *self._round.gather_reports()]
+            bad = [report for report in reports if "error" in report]
+            if bad:
+                why = "; ".join(report["error"] for report in bad)
+                verdict = {"error": why, "lost": any(report["lost"] for report in bad)}
+            else:
+                self._commit(manifest, data)
+                verdict = {"bytes": manifest.num_bytes}
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, and training goes on
+            anew = isinstance(error, SaveFailed)
+            verdict = {**failure(error, 0), "lost": False, "anew": anew}
+        self._attempt(lambda: self._round.publish_verdict(verdict))
+        return verdict
+
+    def _look(self, name: SnapshotName) -> tuple[Manifest, bytes, list[str]]:
+        """The manifest, its bytes, and which of the older files it reaches the tier has."""
+        key = f"{name.folder}/{MANIFEST}"
+        data = self._work.run_tier.read(key, max_bytes=manifests.MAX_BYTES)
+        manifest = manifests.load(data, key)
+        try:
+            self._be_there()
+            upload.must_not_be_another(self.tier, manifest)
+            there = upload.committed_keys(self.tier, manifest.run) if manifest.reached else ()
+        except UnusableSnapshot as error:  # a record: the snapshot is not lost by that
+            raise TierUnavailable(error.message, hint=error.hint) from error
+        return manifest, data, upload.all_reached(manifest, there)
+
+    def _be_there(self) -> None:
+        """The tier holds this run, and its records."""
+        place = self._work.run_tier
+        upload.found_there(place, self.tier, self._work.run, again=self._is_there)
+        self._is_there = True
+        upload.mirror_records(place, self.tier, self._mirrored_records)
+
+    def _commit(self, manifest: Manifest, data: bytes) -> None:
+        upload.commit_copy(self.tier, manifest, data)
+        self.newest = str(manifest.name)
+        self._work.log.set_fact(COMMITS, self.tier.name, self.newest)
+        try:
+            self._retention.prune()
+        except TrainckptError as error:
+            logger.warning("could not prune %s: %s", self.tier.url, error.message)
+
+    # ---- the thread of every other rank
+
+    def _follow(self) -> None:
+        # background thread: no collectives here, only the store
+        try:
+            while (order := self._round.next_order()) is not None:
+                verdict = self._round.report(self._part(order))
+                name = SnapshotName.parse(order["snapshot"])
+                assert name is not None
+                self._handle_verdict(name, verdict, 0.0)
+        except TrainckptError:
+            return  # the store is gone, and with it the run
+
+    # ---- both
+
+    def _part(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Copy this rank's share; what to report."""
+        if "failed" in order:
+            return order["failed"] if self._rank == 0 else {"ok": True}
+        work = self._work
+        try:
+            name = SnapshotName.parse(order["snapshot"])
+            assert name is not None
+            manifest = catalog.load_manifest(work.run_tier, work.run, name)
+            there = {*order["there"], *self._done}
+            for key, file in upload.share(manifest, self._rank, self._size):
+                if key not in there:
+                    sources = (work.arena_first, work.run_tier)
+                    with self._round.copying():
+                        upload.copy_missing(
+                            sources,
+                            self.tier,
+                            manifest,
+                            key=key,
+                            file=file,
+                            check=self._check_progress,
+                        )
+                    self._done.add(key)
+        except Exception as error:  # noqa: BLE001 - it is reported, and training goes on
+            return failure(error, self._rank)
+        return {"ok": True}
+
+    def _check_progress(self, num_bytes: int) -> None:
+        if self._stopping:
+            raise UploadAbandoned("this rank is leaving")
+        self._round.report_progress(num_bytes)
+
+    def _handle_verdict(self, name: SnapshotName, verdict: dict[str, Any], took_s: float) -> None:
+        """Handle the end of one try, in the same way on all ranks."""
+        error = verdict.get("error")
+        if error is None:
+            self._logged, self._retry_s, self._retry_after_s = "", 0.0, FIRST_RETRY_S
+            self._done.clear()
+            if self._rank == 0:
+                self.seconds_per_byte = took_s / max(verdict["bytes"] / self._size, 1)
+                logger.debug("%s is in %s", name, self.tier.name)
+            self._arrived(name)
+            return
+        lost = bool(verdict.get("lost"))
+        self.failed += 1
+        if verdict.get("anew"):  # something of it was taken away
+            self._done.clear()
+        if lost and self._rank == 0:
+            logger.warning("gave up copying %s to %s: %s", name, self.tier.name, error)
+        elif not self._stopping:
+            self._warn(f"{name}: {error}")
+        why = SaveFailed(f"could not copy {name} to {self.tier.name}: {error}")
+        with self._changed:
+            self._failed = {name: (why, lost)}
+            self._retry_s = time.monotonic() + self._retry_after_s
+            self._retry_after_s = min(2 * self._retry_after_s, MOST_RETRY_S)
+            pending = self._queue.handles.get(name)
+            behind = [] if lost else self._queue.older_handles(name)
+            if lost:
+                self._queue.remove(name)
+                self._retry_s = 0.0
+        if pending is not None and self._is_durable:
+            pending.fail_durable(why, for_good=lost)
+        for handle in behind if self._is_durable else ():  # they may not have their turn for long
+            handle.fail_durable(why)
+
+    def _arrived(self, name: SnapshotName) -> None:
+        """Drop the snapshot, and older ones without a tag, from the queue."""
+        with self._changed:
+            self._last = name if self._last is None else max(name, self._last)
+            over = self._queue.superseded_by(name)
+            pending = {n: self._queue.handles.get(n) for n in over}
+            for each in over:
+                self._queue.remove(each)
+            self.skipped += sum(each != name for each in over)
+        for each, handle in pending.items():
+            if handle is not None and self._is_durable:
+                self._resolve(handle, each, name)
+
+    def _resolve(self, pending: SaveHandle, name: SnapshotName, copied: SnapshotName) -> None:
+        if name == copied:
+            pending.reach(DURABLE)
+            return
+        why = f"{name} was skipped: the newer {copied} was copied to {self.tier.name} first"
+        pending.fail_durable(SaveFailed(why), for_good=True)
+
+    def _warn(self, why: str) -> None:
+        """Log a reason once, until another copy succeeds."""
+        if self._rank == 0 and not self._logged:
+            self._logged = why
+            logger.warning(
+                "copying to tier %s failed, will retry: %s",
+                self.tier.name,
+                why,
+            )

@@ -1,0 +1,245 @@
+"""Upload one rank's snapshots to the slower tiers, within a time limit once the attempt ends.
+
+    saving thread     committed   queues the snapshot at each tier's uploader
+    training thread   leave       uploads waiting snapshots at the end, as far as time allows
+
+If only the processes end, no snapshot is lost: it is committed in the run directory. If the host is
+lost, all are, where the run directory lies on that host alone. The time limit follows from that,
+and shrinks when a rank is asked to leave. Rank 0 decides for all; another rank forwards such a
+request through the tier's store keys.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt import rank_status
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import LOCAL
+from trainckpt.attempt.save_handle import DURABLE
+from trainckpt.attempt.stop_plan import CAUTION
+from trainckpt.notice import OF_MACHINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.attempt.record_log import AttemptId, AttemptLog
+    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.replicate.tier_uploader import TierUploader
+    from trainckpt.storage.base import Tier
+
+
+UNLIMITED_S = 86400.0
+UNASKED_S = 60.0  # without a deadline, and without a supervisor to finish the uploads
+
+
+@dataclass(frozen=True)
+class FlushDeadline:
+    """Facts known when the ranks could leave.
+
+    Attributes:
+        left_s: Until the deadline; None: there is none.
+        predicted_s: Seconds that copying would take; 0: nothing waits; None: not measured.
+        supervised: A supervisor on this host finishes the uploads after the ranks.
+        host_goes: The machine is taken away, and the run directory lies on it alone.
+    """
+
+    left_s: float | None
+    predicted_s: float | None
+    supervised: bool
+    host_goes: bool
+
+
+def flush_limit_s(leaving: FlushDeadline) -> float:
+    """Return the seconds to copy; 0: leave at once, the supervisor or next attempt does it."""
+    left_s = leaving.left_s
+    if leaving.host_goes:
+        return UNLIMITED_S if left_s is None else max(left_s, 0.0)
+    if left_s is None:
+        return 0.0 if leaving.supervised else UNASKED_S
+    fits = leaving.predicted_s is not None and CAUTION * leaving.predicted_s <= left_s
+    if not fits and (leaving.supervised or leaving.predicted_s is not None):
+        return 0.0
+    return max(left_s, 0.0)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    Asked = tuple[str, float | None]  # the reason, and the seconds left; None: unknown
+
+POLL_S = 1.0
+
+
+def _no_request() -> Asked | None:
+    return None
+
+
+def _unlimited(reason: str, left_s: float | None) -> float:  # noqa: ARG001 - as `limit_of`
+    return float("inf")
+
+
+class UploadDeadline:
+    """Upload deadline. Training thread.
+
+    Attributes:
+        shortened_by: Why the deadline was shortened, or "".
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        asked: Callable[[], Asked | None] = _no_request,
+        limit_of: Callable[[str, float | None], float] = _unlimited,
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            limit_s: Seconds without any request to leave.
+            asked: Returns a request for this rank to leave, if any; may repeat one.
+            limit_of: Returns the seconds still usable, from the reason and the seconds left.
+        """
+        self.shortened_by = ""
+        self._until_s = time.monotonic() + limit_s
+        self._leave_request, self._limit_of = asked, limit_of
+        self._seen_reasons: set[str] = set()
+
+    def left_s(self) -> float:
+        """Return the seconds left, never negative."""
+        return max(self._until_s - time.monotonic(), 0.0)
+
+    def leave_request(self) -> Asked | None:
+        """Return the request for this rank to leave, if any."""
+        return self._leave_request()
+
+    def update(self, forwarded: Sequence[Any] | None) -> None:
+        """Rank 0, every `POLL_S`: shorten the deadline by its own request, or another rank's."""
+        for request in (self._leave_request(), forwarded):
+            if request is None or request[0] in self._seen_reasons:
+                continue
+            reason, left_s = request
+            self._seen_reasons.add(
+                reason
+            )  # once: the time left only shrinks, and a copy is not quicker
+            limit_s = max(self._limit_of(reason, left_s), 0.0)
+            if limit_s < self.left_s():
+                self.shortened_by, self._until_s = reason, time.monotonic() + limit_s
+                logger.info(
+                    "%s: the run is finished and saved; copies to slower tiers get %.0f s more",
+                    reason,
+                    limit_s,
+                )
+
+
+@dataclass(frozen=True)
+class UploadContext:
+    """Shared inputs of every uploader of a rank.
+
+    Attributes:
+        run_tier: The run directory.
+        arena_first: The run directory, read from this rank's arenas where they hold the bytes.
+        channel: Between the ranks.
+        log: The attempt's record.
+        run, number, keep_last: As in `writer.ManifestDefaults`.
+    """
+
+    run_tier: Tier
+    arena_first: ArenaFirstReader
+    channel: RankStore
+    log: AttemptLog
+    run: str
+    number: AttemptId
+    keep_last: int
+
+    @property
+    def attempt(self) -> int:
+        """Current number of the attempt."""
+        return self.number.value
+
+
+class ArenaFirstReader:
+    """Reads shard files from this rank's arenas, else from the run directory."""
+
+    def __init__(
+        self, place: Tier, copy_from: Callable[[str, int, memoryview], bool] | None
+    ) -> None:
+        self._place, self._copy_from = place, copy_from
+        self.name, self.url = place.name, place.url
+        self.size, self.read, self.list = place.size, place.read, place.list
+        self.read_parts = place.read_parts
+
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
+        """Read block by block: an arena may be reused for the next save in between."""
+        if self._copy_from is None or not self._copy_from(key, first_byte, into):
+            self._place.read_into(key, first_byte, into)
+
+
+class Uploads:
+    """The uploaders of one rank.
+
+    Attributes:
+        flushers: One for each slower tier, nearest first.
+    """
+
+    def __init__(self, uploaders: Sequence[TierUploader] = (), durable: str = LOCAL) -> None:
+        self.flushers = tuple(uploaders)
+        self._durable = durable
+
+    def start(self) -> None:
+        """Start every uploader at the beginning of the attempt."""
+        for flusher in self.flushers:
+            flusher.start()
+
+    def on_commit(self, event: Committed) -> None:
+        """Queue a snapshot committed in the run directory, as `TierUploader.offer`."""
+        if self._durable == LOCAL:
+            event.handle.reach(DURABLE)
+        for flusher in self.flushers:
+            flusher.offer(event.manifest, event.handle, event.num_bytes)
+
+    @property
+    def busy(self) -> list[str]:
+        """Full names of snapshots that are being copied."""
+        return [name for flusher in self.flushers if (name := flusher.busy) is not None]
+
+    def tiers_with(self, snapshot: str | None) -> list[str]:
+        """Return the names of tiers that hold the final snapshot of an attempt."""
+        if snapshot is None:
+            return []
+        return [LOCAL, *(f.tier.name for f in self.flushers if f.newest == snapshot)]
+
+    def predicted(self) -> list[tuple[str, float | None]]:
+        """Return each slower tier's name, and the predicted seconds for the newest snapshot."""
+        return [(f.tier.name, f.copy_s()) for f in self.flushers]
+
+    def limit_s(self, reason: str, left_s: float | None, *, on_this_host: bool) -> float:
+        """Return the seconds that `drain` may take at a stop for this reason.
+
+        Args:
+            reason: Reason of the stop.
+            left_s: Seconds until the deadline.
+            on_this_host: The run directory lies on this machine alone.
+        """
+        if not self.flushers:
+            return 0.0
+        leaving = FlushDeadline(
+            left_s,
+            self.flushers[0].predicted_s(),
+            supervised=rank_status.is_supervised(),
+            host_goes=on_this_host and reason.startswith(OF_MACHINE),
+        )
+        return flush_limit_s(leaving)
+
+    def drain(self, drain: UploadDeadline) -> None:
+        """Upload waiting snapshots at the end, within the deadline. Every rank; the last call."""
+        for flusher in self.flushers:
+            flusher.drain(drain)
+
+    def abandon(self) -> None:
+        """Abandon all uploads: the process ends."""
+        for flusher in self.flushers:
+            flusher.stop()

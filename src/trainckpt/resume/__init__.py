@@ -1,0 +1,1 @@
+"""Resume: choose a snapshot, read and verify it on all ranks together, and apply it."""

@@ -1,0 +1,239 @@
+"""Put a snapshot's state back in phases, each at the moment where it is exact.
+
+on resuming         everything but the random generators, visible to the script at once
+a loader registered its position, on registration
+  later
+first boundary      the random generators. For a snapshot taken at the entry of an evaluation,
+                    everything once more at that entry: the script's actions on the way there
+                    (a scheduler's step, say) are in the snapshot already
+before the first    the random generators once more, last of all: the construction of the
+  batch             loader's iterator draws from them
+boundary after it   differences caused by the script are reported, not undone: parameters whose
+                    requires_grad differs from the saved value, here and at the first boundary
+                    (some loops set it in each micro-batch); and a model wrapped in DDP since
+                    the resume, whose gradients add up differently
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.loop_checks import NO_BOUNDARY
+from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.format.cursor import Cursor
+from trainckpt.ranks import threads
+from trainckpt.state import apply, attributes
+from trainckpt.state.adapters import requires_grad
+from trainckpt.state.capture import LOADERS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.attempt.progress_counter import ProgressCounter
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.state.adapters.loader import LoaderState
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.registry import Registry
+
+
+FREED_FROM_BYTES = 64 << 20  # freeing less takes no noticeable time
+_FREED_AFTER_S = 0.005  # time for calls that still use it to return
+
+
+class ResumeDrift(NamedTuple):
+    """Differences between the resumed training and the saved one.
+
+    Attributes:
+        gradients: Parameter whose requires_grad changed -> True if it was frozen when saved.
+        wrappers: Models in a DDP without the internal state of the saved DDP.
+        attributes: Attributes of callbacks outside every state_dict, each with its values.
+        generators: Variables and attributes whose random generator was not restored.
+    """
+
+    gradients: dict[str, bool]
+    wrappers: list[str]
+    attributes: Sequence[str] = ()
+    generators: Sequence[str] = ()
+
+
+AS_SAVED = ResumeDrift({}, [])
+
+
+class PhasedRestore:
+    """One resume on its way to the boundary of its snapshot.
+
+    Attributes:
+        under_way: Something has still to be restored or compared.
+        to_come: The snapshot's boundary has not been reached; nothing can be saved before it.
+    """
+
+    def __init__(self, registry: Registry, position: ProgressCounter) -> None:
+        self.under_way = self.to_come = False
+        self._registry = registry
+        self._position = position
+        self._saved: Saved | None = None
+        self._at = Cursor()
+        self._window: Cursor | None = None
+        self._skipping: TrackedLoader | None = None  # loader with a finished pass at the save
+        self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
+        self._hidden: list[str] = []  # models that must be wrapped in the same DDP again
+
+    def begin(
+        self, saved: Saved, at: Cursor, window: Cursor | None, loader: TrackedLoader | None
+    ) -> None:
+        """Apply everything but the random generators. Collective under DDP and FSDP2.
+
+        Args:
+            saved: The state read from the snapshot.
+            at: Cursor of the snapshot.
+            window: Cursor at the start of the open window.
+            loader: The loader that contains the boundary.
+        """
+        apply.apply(self._registry, saved)
+        self._saved, self._at, self._window = saved, at, window
+        self.under_way = self.to_come = True
+        self._continue_at(loader)
+
+    def register_late(self, state: LoaderState, loader: TrackedLoader | None) -> None:
+        """Continue a loader registered after resuming; `loader` if the boundary is inside it."""
+        saved = self._saved
+        if saved is None or state.name not in saved.values.get(LOADERS, ()):
+            return
+        differences = state.differences(saved)
+        if differences:
+            raise StateMismatch(
+                f"{state.name} differs from the loader of the snapshot at {self._at}",
+                differences,
+                hint=apply.OTHER_DATA,
+            )
+        state.apply(saved)
+        self._continue_at(loader)
+
+    def reach(self, *, evaluation: int, has_loader: bool) -> ResumeDrift:
+        """Handle a boundary: the entry of evaluation number `evaluation`, or 0 for training.
+
+        Returns the differences seen once training has gone on.
+        """
+        saved, wanted = self._saved, self._at.evaluations
+        if saved is None or not self.to_come:
+            return self._look_again()  # training went on
+        self._check_loaders(saved)
+        if evaluation and evaluation != wanted:
+            return AS_SAVED  # an earlier evaluation is repeated
+        if wanted and not evaluation:
+            logger.warning(
+                "the script did not enter the evaluation in which the snapshot was taken"
+            )
+        # At a loader's own boundary the loader has its position already.
+        apply.apply(self._registry, saved, again=True, loaders=bool(evaluation))
+        if not evaluation and self._skipping is None:  # else the script only repeats its work
+            self._say_undone()
+        self._position.restore(self._at, window=self._window, arrived=True)
+        apply.apply_rng(self._registry, saved)
+        self._otherwise = requires_grad.changed(self._registry, saved)
+        self._hidden = apply.hidden_in_ddp(saved)
+        lost = attributes.not_restored(self._registry.watched, saved, of_callbacks=True)
+        self.to_come = False
+        if evaluation or not has_loader:
+            self._end()
+        generators = apply.generators_not_restored(self._registry, saved)
+        return ResumeDrift({}, [], lost, generators)
+
+    def must_not_undo(self, steps: int) -> None:
+        """Refuse to finish if the script trained `steps` steps and never reached the snapshot's
+        boundary.
+
+        On the way to that boundary a script repeats its work after the preceding pass. Otherwise it
+        has trained past it, and applying the snapshot would overwrite that training.
+
+        Raises:
+            ConfigurationError: the script trained and never came to that boundary.
+        """
+        was_on_its_way = self._skipping is not None and not self._skipping.skips_next_pass
+        if self.to_come and steps and not was_on_its_way:
+            raise ConfigurationError(
+                f"the resumed run took {steps} optimizer steps without reaching the boundary of "
+                f"its snapshot ({self._at}). Their work is not saved, since it is not an exact "
+                "continuation; the snapshot stands",
+                hint=f"{NO_BOUNDARY}; take warm-up steps before the Checkpointer is made",
+            )
+
+    def before_first_fetch(self) -> bool:
+        """Restore the random generators after the loader's iterator is built and before its
+        first fetch.
+
+        Returns True if the random generators were restored.
+        """
+        if self._saved is None:
+            return False
+        apply.apply_rng(self._registry, self._saved)
+        self._end()
+        return True
+
+    def _say_undone(self) -> None:
+        """Warn of optimizer options that the script set since the resume, and that are as saved
+        again."""
+        for optimizer in self._registry.optimizers:
+            if optimizer.undone:
+                logger.warning(
+                    "%s: %s. It was set between the resume and the first batch, and is as saved "
+                    "again. For another value, set it in the loop, once a batch is there",
+                    optimizer.name,
+                    ", ".join(optimizer.undone[:5]),
+                )
+
+    def _look_again(self) -> ResumeDrift:
+        if self._saved is not None:
+            self._end()  # the boundary's loader is missing
+        if self._position.cursor.micro_batches == self._at.micro_batches:
+            return AS_SAVED  # an epoch's end
+        otherwise, self._otherwise, self.under_way = self._otherwise, {}, False
+        return ResumeDrift(
+            requires_grad.still(self._registry, otherwise),
+            apply.in_another_ddp(self._registry, self._hidden),
+        )
+
+    def _continue_at(self, loader: TrackedLoader | None) -> None:
+        self._position.restore(self._at, window=self._window)
+        if loader is not None and self._position.pass_is_over:
+            loader.skip_next_pass()
+            self._skipping = loader
+
+    def _check_loaders(self, saved: Saved) -> None:
+        missing = sorted(apply.loaders_to_come(self._registry, saved))
+        if missing:
+            raise StateMismatch(
+                "the script lacks a loader of the snapshot",
+                [f"{name} is in the snapshot, but not tracked now" for name in missing],
+                hint="pass it as loader=, or wrap it with ckpt.loader(...) before training",
+            )
+
+    def _end(self) -> None:
+        apply.settled(self._registry)
+        saved, self._saved, self.to_come = self._saved, None, False
+        self.under_way = bool(self._otherwise or self._hidden)
+        if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
+            free([saved])
+
+
+def free(last: list[Any]) -> None:
+    """Free the tensors' memory on a thread beside training: a large state takes a tenth of a
+    second.
+
+    The process waits for this thread at exit: ending it there would abort the process.
+
+    Args:
+        last: List with the last references; empty afterwards.
+    """
+    freeing = threads.thread(_free, "trainckpt-free", last)
+    try:
+        freeing.start()
+    except RuntimeError:  # no thread can start: free it on this one
+        last.clear()
+
+
+def _free(last: list[Any]) -> None:
+    time.sleep(_FREED_AFTER_S)
+    last.clear()

@@ -1,0 +1,357 @@
+"""Resume: claim an attempt, choose the snapshot, read it on every rank, or refuse with reasons.
+
+    every rank   attaches to the run directory
+    all          copy newer snapshots from the hosts' memory to the run directory (`scavenge`)
+    rank 0       copies the slower tiers' records of other attempts to the run directory, claims
+                 an attempt number above all of them, lists the candidates (`candidates`)
+    rank 0       records the candidate to be read next, in case the process dies of it
+    every rank   reads and verifies its part of the candidate; all exchange their results
+    all          if several ranks want columns of the same rows, they divide the reads between
+                 them, and exchange the results again
+    all          usable on every rank: chosen. Damaged on any: refused by all, the next is tried.
+                 The script's objects differ: no other snapshot would fit either, so it is raised
+    rank 0       records the parent, before anything can be committed
+
+Nothing live is touched until every rank has verified every byte. Rank 0 sends its errors to the
+others, so all ranks raise the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt import error_json, launch
+from trainckpt.attempt.error_json import gather_or_raise
+from trainckpt.attempt.launch import AT_VARIABLE
+from trainckpt.attempt.log import logger
+from trainckpt.errors import (
+    ConfigurationError,
+    NoUsableSnapshot,
+    TrainckptError,
+    UnusableSnapshot,
+)
+from trainckpt.format.attempt_record import FAILED, AttemptRecord
+from trainckpt.format.names import SnapshotName
+from trainckpt.resume import candidate_order as choices
+from trainckpt.resume import crash_marker
+from trainckpt.resume.candidate import read_candidate
+from trainckpt.resume.scavenge import scavenge
+from trainckpt.run_directory.merged_history import catch_up
+from trainckpt.run_directory.tier_set import TierSet
+from trainckpt.run_directory.validate import (
+    RANKS_TIMEOUT_S,
+    RankLocation,
+    attach,
+    must_be_the_same,
+    own_places,
+    own_view,
+)
+from trainckpt.snapshot import attempt_history as attempt_records
+from trainckpt.snapshot import catalog
+from trainckpt.storage.shared_memory import SharedMemoryDir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainckpt.attempt.record_log import AttemptLog
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.snapshot.decrypting_tier import KeyRing
+    from trainckpt.snapshot.restore import Reader
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.registry import Registry
+    from trainckpt.storage.base import Place, Tier
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The starting point of this attempt.
+
+    Attributes:
+        run: Id of the run.
+        record: The attempt's record, parent not yet decided.
+        manifest: Manifest of the snapshot to begin from; None for step 0.
+        saved: This rank's verified state of it.
+        reader: Reads more of it.
+        refused: Snapshot -> reason for passing it over.
+        why_fresh: Reason for a start at step 0, if any.
+        lost: Micro-batches that earlier attempts trained after that snapshot; None if unknown.
+    """
+
+    run: str
+    record: AttemptRecord
+    manifest: Manifest | None = None
+    saved: Saved | None = None
+    reader: Reader | None = None
+    refused: Mapping[str, str] | None = None
+    why_fresh: str = ""
+    lost: int | None = None
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Return the cursor to continue at: the snapshot's, or its window's start; None for step
+        0."""
+        if self.manifest is None or self.saved is None or self.saved.exact:
+            return self.manifest.cursor if self.manifest else None
+        return self.manifest.window or self.manifest.cursor
+
+    @property
+    def rewound(self) -> int:
+        """Return the number of the open window's micro-batches to train again in another layout."""
+        at = self.cursor
+        return self.manifest.cursor.micro_batches - at.micro_batches if self.manifest and at else 0
+
+
+def begin(
+    *,
+    tier: Place,
+    channel: RankStore,
+    registry: Registry,
+    mode: str,
+    on_claimed: Callable[[int], None] = lambda _: None,
+    reach: TierSet | None = None,
+) -> ResumePoint:
+    """Choose and read the snapshot this attempt begins from. Every rank calls it.
+
+    Args:
+        tier: The run directory.
+        channel: Fresh keys of this Checkpointer.
+        registry: The objects to restore; compared here, not changed.
+        mode: "auto", "required" or "never".
+        on_claimed: Called with the attempt's number before anything is read: notices are received
+            from then on, and all ranks are known to be there.
+        reach: The slower tiers to search too.
+
+    Raises:
+        NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
+    """
+    begun_s = time.monotonic()
+    me = [channel.world.host, os.getpid(), own_view()]
+    everyone = channel.gather("hosts and processes", me, RANKS_TIMEOUT_S)
+    _compare_lengths(channel, registry)
+    seats = [RankLocation(host, view) for host, _, view in everyone]
+    reach = reach or TierSet(tier)
+    places = channel.gather(
+        "the run's places", own_places(tier, reach.slower.tiers), RANKS_TIMEOUT_S
+    )
+    must_be_the_same([f"{seat.host} {seat.view}" for seat in seats], places)
+    by_name = bool(os.environ.get(AT_VARIABLE))
+    run, can = attach(tier, channel, seats, mode, by_name=by_name, reach=reach)
+    if run is not None and mode != "never":
+        scavenge(tier, channel, run, seats)
+    facts = {**launch.describe([(host, pid) for host, pid, _ in everyone]), "place": can}
+    told = gather_or_raise(
+        channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S
+    )[0]
+    record = AttemptRecord(told["attempt"], facts=facts)
+    on_claimed(record.attempt)
+    beginning = ResumePoint(told["run"], record, why_fresh=told["why_fresh"])
+    try:
+        tiers = reach.open(told["tiers"])
+        return _try_in_order(
+            tiers=tiers,
+            channel=channel,
+            registry=registry,
+            beginning=beginning,
+            told=told,
+            opener=reach.opener,
+        )
+    except BaseException as error:
+        if channel.world.rank == 0:
+            record_refusal(tier, record, error, time.monotonic() - begun_s)
+        raise
+
+
+def record_parent(
+    channel: RankStore, log: AttemptLog, parent: str | None, facts: Mapping[str, Any]
+) -> None:
+    """Record the attempt's parent and facts on rank 0; all ranks go on only if the write succeeds.
+
+    With no recorded parent, a later attempt would take an abandoned branch for its ancestry.
+    """
+    told: dict[str, Any] = {"ok": True}
+    try:
+        log.change(must=True, parent=parent, facts={**log.record.facts, **facts})
+    except TrainckptError as error:
+        told = {"error": error_json.to_json(error)}
+    told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]
+    if "error" in told:
+        raise error_json.from_json(told["error"])
+
+
+def _compare_lengths(channel: RankStore, registry: Registry) -> None:
+    """Refuse loaders of different lengths: some rank would wait forever for a missing batch."""
+    mine = {kind.name: _length(kind.loader) for kind in registry.loaders}
+    everyone = channel.gather("loader lengths", mine, RANKS_TIMEOUT_S)
+    for name in mine:
+        lengths = [other.get(name) for other in everyone]
+        if len(set(lengths)) > 1:
+            raise ConfigurationError(
+                f"{name} has different numbers of batches on the ranks: {lengths}",
+                hint="give every rank the same number, with DistributedSampler for example",
+            )
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:
+        return -1  # a stream
+
+
+def _look(
+    reach: TierSet, channel: RankStore, run: str | None, facts: dict[str, Any], mode: str
+) -> dict[str, Any]:
+    """Claim the attempt on rank 0 and list the snapshots to try, in order."""
+    if channel.world.rank != 0:
+        return {}
+    tier = reach.place
+    run = run or attempt_records.found_run(tier)
+
+    def read() -> dict[int, AttemptRecord]:
+        return crash_marker.heard(tier, attempt_records.read_attempts(tier))
+
+    known = catch_up(reach, run, read, sure=mode == "required")
+    before = known.records
+    record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), known.newest)
+    try:
+        choice = _choose(reach, run, before, mode)
+        _must_come_before(choice.candidates, record.attempt)
+    except TrainckptError as error:
+        record_refusal(tier, record, error, 0.0)
+        raise
+    lost = {str(n): choices.lost_since(before, str(n)) for n in choice.candidates}
+    return {
+        "run": run,
+        "attempt": record.attempt,
+        "tiers": known.tiers,
+        "candidates": [str(name) for name in choice.candidates],
+        "refused": choice.refused,
+        "why_fresh": choice.why_fresh,
+        "lost": lost,
+    }
+
+
+def _must_come_before(candidates: Sequence[SnapshotName], attempt: int) -> None:
+    """Refuse a candidate of a later attempt: readers would ignore every save that descends from
+    it."""
+    for name in candidates:
+        if name.attempt >= attempt:
+            raise UnusableSnapshot(
+                f"{name} was saved by attempt {name.attempt}, but this is attempt {attempt}: "
+                "another start of the run has continued meanwhile",
+                hint="stop one of the two; to continue with this one, start it again",
+            )
+
+
+def _choose(
+    reach: TierSet, run: str, before: Mapping[int, AttemptRecord], mode: str
+) -> choices.CandidateOrder:
+    if mode == "never":
+        return choices.CandidateOrder(why_fresh="resume='never'")
+    wanted = os.environ.get(AT_VARIABLE)
+    found = reach.candidates(run, before)
+    if not wanted:
+        reach.must_not_miss(found, before)
+        choice = choices.choose(reach.place, run, before, found)
+        if reach.encrypts:
+            choices.must_be_sealed(choice, found)
+        return choice
+    chosen = catalog.find(found, wanted, reach.place.url)
+    if chosen.manifest is None:
+        raise UnusableSnapshot(
+            f"{chosen.name}: {chosen.reason}",
+            hint=f"choose another from: trainckpt list {reach.place.url}",
+        )
+    return choices.CandidateOrder([chosen.name])
+
+
+def record_refusal(tier: Tier, record: AttemptRecord, error: BaseException, seconds: float) -> None:
+    """Record on rank 0 why the attempt ended before it began: exit codes get lost."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    code = error.exit_code if isinstance(error, TrainckptError) else code
+    outcome: dict[str, Any] = {
+        "outcome": FAILED,
+        "snapshot": None,
+        "kind": "snapshot",
+        "exactness": None,
+        "lost_micro_batches": None,
+        "tiers": [],
+        "seconds": round(seconds, 3),
+        "exit_code": code if isinstance(code, int) else 1,
+        "reason": repr(error)[:500],
+    }
+    with contextlib.suppress(TrainckptError):
+        written = attempt_records.read_attempts(tier).get(record.attempt, record)
+        attempt_records.replace(tier, written.with_(outcome=outcome))
+
+
+def _now_reading(
+    tier: Tier, channel: RankStore, record: AttemptRecord, number: int, name: SnapshotName
+) -> AttemptRecord:
+    """Record the snapshot to be read next, before any rank reads it: the process may die of it."""
+    record = record.with_(facts={**record.facts, choices.READING: str(name)})
+    if channel.world.rank == 0:
+        try:
+            attempt_records.replace(tier, record)
+        except TrainckptError as error:
+            logger.warning("could not write the attempt's record: %s", error.message)
+        channel.put(f"reading/{number}", True)
+    else:
+        channel.get(f"reading/{number}", RANKS_TIMEOUT_S)
+    return record
+
+
+def _try_in_order(
+    *,
+    tiers: Sequence[Tier],
+    channel: RankStore,
+    registry: Registry,
+    beginning: ResumePoint,
+    told: dict[str, Any],
+    opener: KeyRing,
+) -> ResumePoint:
+    refused = dict(told["refused"])
+    names = [SnapshotName.parse(text) for text in told["candidates"]]
+    tier = tiers[0]
+    memory = SharedMemoryDir.of(tier.url)
+    hosts = beginning.record.facts["hosts"]
+    for number, name in enumerate(names):
+        assert name is not None
+        record = _now_reading(tier, channel, beginning.record, number, name)
+        beginning = replace(beginning, record=record)
+        part = channel.scoped(f"read/{number}")
+        read = read_candidate(
+            tiers=tiers,
+            memory=memory,
+            channel=part,
+            registry=registry,
+            run=beginning.run,
+            name=name,
+            hosts=hosts,
+            opener=opener,
+        )
+        if not read.reasons:
+            lost = told["lost"].get(str(name))
+            found = replace(
+                beginning,
+                manifest=read.manifest,
+                saved=read.saved,
+                reader=read.reader,
+                refused=refused,
+            )
+            return replace(found, lost=None if lost is None else lost + found.rewound)
+        refused[str(name)] = "; ".join(read.reasons)
+    if names or (refused and not told["why_fresh"] and _is_serious(refused)):
+        raise NoUsableSnapshot(tier.url, refused)
+    return replace(beginning, refused=refused)
+
+
+def _is_serious(refused: Mapping[str, str]) -> bool:
+    excused = (catalog.NOT_COMMITTED, catalog.ABANDONED)
+    return any(reason not in excused for reason in refused.values())

@@ -1,0 +1,1 @@
+"""A run's location: its run directory, its slower tiers, and their availability."""

@@ -1,0 +1,261 @@
+"""A run and all of its tiers, for commands that inspect it from outside or move snapshots.
+
+The slower tiers are those named by the options here and now, and those recorded by the newest
+attempt with any. Nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.options import read_options
+from trainckpt.errors import (
+    ConfigurationError,
+    NothingToResume,
+    SaveFailed,
+    TierUnavailable,
+    UnusableSnapshot,
+)
+from trainckpt.format import manifest as manifests
+from trainckpt.format import names
+from trainckpt.format.names import MANIFEST
+from trainckpt.run_directory import run_url as places
+from trainckpt.run_directory.tier_config import TierConfig, open_slower
+from trainckpt.run_directory.tier_set import TierSet
+from trainckpt.snapshot import attempt_history, catalog, upload
+from trainckpt.snapshot.verify import check_file, files_of
+from trainckpt.storage.local import LocalTier
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.snapshot.catalog import Candidate
+    from trainckpt.storage.base import Tier
+
+
+@dataclass(frozen=True)
+class RunTiers:
+    """One run in all of its tiers.
+
+    Attributes:
+        run: Id of the run.
+        tiers: Responding tiers with the run, nearest first: its run directory if it holds the run,
+            then slower ones.
+        place: Its run directory, whether or not it holds the run.
+        empty: Responding slower tiers without any run.
+        silent: Name of an unresponsive tier -> reason.
+        records: Records of its attempts.
+    """
+
+    run: str
+    tiers: tuple[Tier, ...]
+    place: Tier
+    empty: tuple[Tier, ...]
+    silent: Mapping[str, str]
+    records: Mapping[int, AttemptRecord]
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return the snapshots of all tiers."""
+        return catalog.read_copies(self.tiers, self.run, self.records)
+
+    def tier(self, wanted: str) -> Tier:
+        """Return the tier of this name; else the one at this URL, which need not hold the run yet.
+
+        Raises:
+            TierUnavailable: it belongs to the run, and does not answer.
+        """
+        if wanted in self.silent:
+            raise TierUnavailable(self.silent[wanted])
+        for tier in (*self.tiers, *self.empty, self.place):
+            if wanted in (tier.name, tier.url):
+                return tier
+        slower = open_slower([wanted], None, self.place)
+        for tier in self.tiers:
+            if tier.url == slower.tiers[0].url:
+                return tier
+        return slower.tiers[0]
+
+    def holding(self, wanted: str) -> Tier:
+        """Return the tier as `tier` does, if it holds the run.
+
+        Raises:
+            ConfigurationError: it does not.
+            TierUnavailable: it does not answer.
+        """
+        tier = self.tier(wanted)
+        if tier in self.tiers:
+            return tier
+        names = ", ".join(each.name for each in self.tiers)
+        raise ConfigurationError(
+            f"no tier {wanted!r} holds the run of {self.place.url}", hint=f"one of {names}"
+        )
+
+
+def open_everywhere(run: str | os.PathLike[str], *also: str) -> RunTiers:
+    """Open the run at this place, or at slower tiers if its run directory holds none.
+
+    Args:
+        run: Its run directory, or any tier with the run.
+        also: URLs of tiers besides the known ones.
+
+    Raises:
+        NothingToResume: neither holds a run.
+        TierUnavailable: the run directory refused.
+    """
+    local = places.open_place(run)
+    reach = TierSet(local, _named(local, also), accept_older=True)
+    found = attempt_history.run_id(local)
+    source: Tier = local
+    if found is None:
+        found = reach.find_run(must=False)
+        if found is None:
+            raise no_run_at(local)
+        source = next(t for t in reach.slower.tiers if attempt_history.run_id(t) == found)
+    records = attempt_history.read_attempts(source)
+    reach.look(found, records)
+    tiers = (*([local] if source is local else []), *reach.answering)
+    empty = tuple(reach.empty)
+    return RunTiers(
+        run=found, tiers=tiers, place=local, empty=empty, silent=dict(reach.silent), records=records
+    )
+
+
+def _named(local: Tier, also: Sequence[str]) -> TierConfig:
+    urls = [*read_options({}).tiers, *also]
+    return open_slower([url for url in dict.fromkeys(urls) if url != local.url], None, local)
+
+
+@dataclass(frozen=True)
+class RunMoved:
+    """Result of moving one snapshot to one tier.
+
+    Attributes:
+        tier: Name of the tier.
+        snapshot: Full name.
+        how: "copied", "was there", or "repaired".
+        num_bytes: Bytes written.
+    """
+
+    tier: str
+    snapshot: str
+    how: str
+    num_bytes: int
+
+
+COPIED, WAS_THERE, REPAIRED = "copied", "was there", "repaired"
+
+
+def move(
+    everywhere: RunTiers,
+    manifest: Manifest,
+    target: Tier,
+    sources: Sequence[Tier],
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> RunMoved:
+    """Copy a snapshot to a tier, from the nearest good copy of each file.
+
+    If the tier has it already, every byte of that copy is read, and bad files are copied again.
+
+    Raises:
+        UnusableSnapshot: some file has no good copy in the sources.
+        ConfigurationError: one of both holds attempts of a copy of this run.
+        SaveFailed: the target refused, or holds another snapshot of this name, which stays as it
+            is.
+        TierUnavailable: the target refused.
+    """
+    sources = [tier for tier in sources if tier is not target]
+    upload.must_not_be_another(target, manifest)
+    if attempt_history.run_id(target) is None and sources:
+        upload.adopt(target, sources[0])
+    upload.found_there(sources[0] if sources else target, target, everywhere.run)
+    if sources and sources[0] is everywhere.place:
+        upload.mirror_records(sources[0], target, {})
+    elif sources and target is everywhere.place:
+        ours = attempt_history.read_attempts(target)
+        attempt_history.bring(target, ours, attempt_history.read_theirs(sources[0], ours))
+    elif sources:  # a slower tier may hold outdated records
+        upload.bring_records(target, sources[0])
+    there = upload.holds(target, manifest.name)
+    data = _manifest_bytes([*sources, target], manifest)
+    committed = upload.committed_keys(target, everywhere.run)
+    num_bytes = 0
+    for key, file in files_of(manifest):
+        is_new = key not in committed and not there
+        if is_new or check_file(target, key, file):
+            if not sources:
+                raise UnusableSnapshot(f"{key} in {target.url} is not good, and no other copy is")
+            copied = True
+            if is_new:
+                copied = upload.copy_missing(sources, target, manifest, key=key, file=file)
+            else:
+                upload.copy_file(sources, target, key, file)
+            num_bytes += file.num_bytes * copied
+        progress(file.num_bytes)
+    upload.commit_copy(target, manifest, data)
+    how = COPIED if not there else REPAIRED if num_bytes else WAS_THERE
+    return RunMoved(target.name, str(manifest.name), how, num_bytes)
+
+
+def _manifest_bytes(tiers: Sequence[Tier], manifest: Manifest) -> bytes:
+    """Return the manifest's bytes from the first tier with a good copy of this very snapshot."""
+    for tier in tiers:
+        with contextlib.suppress(UnusableSnapshot):
+            there = catalog.load_manifest(tier, manifest.run, manifest.name)
+            if manifests.bound(there) == manifests.bound(manifest):
+                key = f"{manifest.name.folder}/{MANIFEST}"
+                return tier.read(key, max_bytes=manifests.MAX_BYTES)
+    raise SaveFailed(f"no tier has a good manifest of {manifest.name}")
+
+
+MOST_RUNS = 10  # listed in a message, at most
+DEEPEST = 4  # run, folder of snapshots, snapshot, file
+
+
+def no_run_at(tier: Tier, before: str = "") -> NothingToResume:
+    """Return the error for a place without a run; it names runs in the folder or around it.
+
+    Args:
+        tier: The place.
+        before: Text put first.
+    """
+    said = f"{before}there is no run at {tier.url}"
+    if not isinstance(tier, LocalTier):
+        return NothingToResume(said, hint="check the path")
+    if held := _runs_in(tier.root):
+        listed = ", ".join(held[:MOST_RUNS])
+        more = f" and {len(held) - MOST_RUNS} more" if len(held) > MOST_RUNS else ""
+        one = shlex.quote(str(tier.root / held[0])) if len(held) == 1 else f"{tier.root}/<name>"
+        return NothingToResume(
+            f"{said}: it is a folder that holds runs: {listed}{more}", hint=f"name one: {one}"
+        )
+    if (run := _run_around(tier.root)) is not None:
+        return NothingToResume(
+            f"{said}: it is in the run {run}", hint=f"name that: {shlex.quote(str(run))}"
+        )
+    return NothingToResume(said, hint="check the path")
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Return the names of the runs in the folder, as far as this user may see them."""
+    found = []
+    with contextlib.suppress(OSError):
+        for each in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError):  # skip a folder without access
+                if (each / names.RUN_RECORD).is_file():
+                    found.append(each.name)
+    return found
+
+
+def _run_around(place: Path) -> Path | None:
+    for folder in list(place.parents)[:DEEPEST]:
+        with contextlib.suppress(OSError):
+            if (folder / names.RUN_RECORD).is_file():
+                return folder
+    return None

@@ -1,0 +1,228 @@
+"""Find the responding tiers of a run, and handle those that do not answer.
+
+Rank 0 looks; the others open the tiers it names. An unresponsive slower tier is an error only in
+two cases, unless an older snapshot is accepted: it is known to hold a newer snapshot than all
+others, or no tier can show whether it holds the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.log import logger
+from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
+from trainckpt.format.names import SnapshotName
+from trainckpt.run_directory import run_url as places
+from trainckpt.run_directory.tier_config import WHERE, TierConfig, newest_commits, recorded, where
+from trainckpt.snapshot import attempt_history as attempt_records
+from trainckpt.snapshot import catalog, upload
+from trainckpt.snapshot.decrypting_tier import KeyRing
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.timeouts import answer_within
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.storage.base import Place, Tier
+
+ACCEPT = "wait for it; or accept_older=True, `trainckpt resume --accept-older`, goes on without it"
+
+
+@dataclass
+class TierSet:
+    """The tiers of one run.
+
+    Attributes:
+        place: The run directory.
+        slower: The slower tiers named by the options.
+        accept_older: The option.
+        opener: Key ring for encrypted snapshots.
+        encrypts: True if this attempt encrypts.
+        answering: Responding slower tiers with the run, nearest first.
+        empty: Responding slower tiers without any run.
+        silent: Name of an unresponsive tier -> reason.
+    """
+
+    place: Place
+    slower: TierConfig = field(default_factory=TierConfig)
+    accept_older: bool = False
+    opener: KeyRing = field(default_factory=KeyRing)
+    encrypts: bool = False
+    answering: list[Tier] = field(default_factory=list)
+    empty: list[Tier] = field(default_factory=list)
+    silent: dict[str, str] = field(default_factory=dict)
+
+    def find_run(self, *, must: bool = True) -> str | None:
+        """Return the id of the run that slower tiers hold, for a run directory without one.
+
+        Args:
+            must: A tier that does not answer may hold it.
+
+        Raises:
+            ConfigurationError: they hold several.
+            TierUnavailable: none holds one, and some did not answer.
+        """
+        ids = {tier.name: self._look(tier) for tier in self.slower.tiers}
+        runs = {run for run in ids.values() if run is not None}
+        if len(runs) > 1:
+            raise ConfigurationError(
+                f"the tiers hold several runs: {ids}", hint="name those of one run"
+            )
+        if not runs and self.silent and must and not self.accept_older:
+            why = "; ".join(self.silent.values())
+            raise TierUnavailable(
+                f"{self.place.url} holds no run, and whether a slower tier does is not known: "
+                f"{why}",
+                hint=ACCEPT,
+            )
+        return runs.pop() if runs else None
+
+    def must_be_ours(self, run: str) -> None:
+        """Refuse the run in the slower tiers if its run directory was another than this one.
+
+        Raises:
+            ConfigurationError: it was: tiers were copied to another run, or mistyped.
+        """
+        for tier in self.slower.tiers:
+            if self._look(tier) != run:
+                continue
+            records = attempt_records.read_attempts(tier)
+            told = [r.facts[WHERE] for _, r in sorted(records.items()) if WHERE in r.facts]
+            if told and told[-1] != where(self.place):
+                raise ConfigurationError(
+                    f"{self.place.url} holds no run, and the tier {tier.name} holds that of "
+                    f"{str(told[-1])[:200]}",
+                    hint="name other tiers for a new run ({run} in a URL stands for the name of "
+                    "its place); or, to go on with that run from here, resume='required'",
+                )
+
+    def adopt(self, run: str) -> None:
+        """Adopt the run of the slower tiers in the run directory, with all their records."""
+        holders = [tier for tier in self.slower.tiers if self._look(tier) == run]
+        holders.sort(key=attempt_records.newest, reverse=True)
+        for tier in holders:
+            upload.adopt(self.place, tier)
+        names = ", ".join(tier.name for tier in holders)
+        logger.warning("%s holds no run: it goes on from what is in %s", self.place.url, names)
+
+    def look(self, run: str, records: Mapping[int, AttemptRecord]) -> list[list[str]]:
+        """Find the responding tiers with the run, including those recorded by attempts.
+
+        Returns:
+            Name and URL of each; the URL is "" if the options name it.
+
+        Raises:
+            ConfigurationError: an option names the run directory again, by a link or a mount.
+        """
+        self.answering, self.empty, told = [], [], []
+        also, unknown = recorded(records, self.place, self.slower.tiers)
+        for name in unknown:
+            self.silent[name] = f"the URL of the tier {name} holds a secret that was not stored"
+        for tier in (*self.slower.tiers, *also):
+            there = self._look(tier)
+            if there == run and self._is_the_place(tier):
+                continue
+            if there == run:
+                self.answering.append(tier)
+                told.append([tier.name, "" if tier in self.slower.tiers else tier.url])
+            elif there is not None:
+                logger.warning("%s", upload.another_run(tier, there).message)
+            elif tier.name not in self.silent:
+                self.empty.append(tier)
+        return told
+
+    def leave(self, tier: Tier, why: str = "") -> None:
+        """Ask nothing more of it; `why` it does not answer."""
+        self.answering.remove(tier)
+        if why:
+            self.silent[tier.name] = why
+
+    def open(self, told: Sequence[Sequence[str]]) -> tuple[Tier, ...]:
+        """Open the run directory and the tiers reported by rank 0."""
+        by_name = {tier.name: tier for tier in self.slower.tiers}
+        found: list[Tier] = [self.place]
+        for name, url in told:
+            tier = places.open_other_place(url) if url else by_name[name]
+            tier.name = name
+            found.append(tier)
+        return tuple(found)
+
+    def candidates(
+        self, run: str, records: Mapping[int, AttemptRecord]
+    ) -> tuple[catalog.Candidate, ...]:
+        """Return the snapshots of all responding tiers."""
+        while True:
+            try:
+                return catalog.read_copies((self.place, *self.answering), run, records)
+            except TierUnavailable as error:
+                if not self._leave_out(error):
+                    raise
+
+    def must_not_miss(
+        self, found: Sequence[catalog.Candidate], records: Mapping[int, AttemptRecord]
+    ) -> None:
+        """Refuse to resume from a snapshot older than one in a silent tier.
+
+        Raises:
+            TierUnavailable: the records name such a snapshot, and older ones are not accepted.
+        """
+        if not self.silent:
+            return
+        best = max((c.name for c in found if c.usable), default=None)
+        reach = catalog.ancestry(records, [c.name for c in found])
+        for tier, commits in newest_commits(records).items():
+            for snapshot in commits.values() if tier in self.silent else ():
+                name = SnapshotName.parse(snapshot)
+                if name is None or name.sequence > reach.get(name.attempt, -1):
+                    continue
+                if best is None or name > best:
+                    self._miss(tier, name, best)
+        for tier, why in self.silent.items():
+            logger.warning("the tier %s is left out: %s", tier, why)
+
+    def _miss(self, tier: str, name: SnapshotName, best: SnapshotName | None) -> None:
+        if self.accept_older:
+            logger.warning("%s in %s is newer, and left: it does not answer", name, tier)
+            return
+        older = f"the newest elsewhere is {best}" if best else "there is none elsewhere"
+        raise TierUnavailable(
+            f"the tier {tier} holds {name}, {older}, and it does not answer: {self.silent[tier]}",
+            hint=ACCEPT,
+        )
+
+    def _look(self, tier: Tier) -> str | None:
+        """Return the run in the tier; None if it holds none or does not answer."""
+        self.silent.pop(tier.name, None)
+        try:
+            return answer_within(tier.url, lambda: attempt_records.run_id(tier))
+        except TrainckptError as error:
+            self.silent[tier.name] = error.message
+            return None
+
+    def _is_the_place(self, tier: Tier) -> bool:
+        """Return True if both are one folder under two names, and thus no copy."""
+        if not (isinstance(tier, LocalTier) and isinstance(self.place, LocalTier)):
+            return False
+        ours, theirs, same = self.place.root, tier.root, False
+        with contextlib.suppress(OSError, TrainckptError):
+            same = answer_within(tier.url, lambda: theirs.samefile(ours))
+        if same and tier in self.slower.tiers:
+            raise ConfigurationError(
+                f"the tier {tier.name} at {tier.url} is {self.place.url} by another name: it "
+                "would hold no copy",
+                hint="name another place, and not the run's own",
+            )
+        return same
+
+    def _leave_out(self, error: TierUnavailable) -> bool:
+        """Leave out a tier that stopped answering meanwhile. Return False if none did."""
+        for tier in self.answering:
+            try:
+                tier.list("snapshots")
+            except TrainckptError:
+                self.leave(tier, error.message)
+                return True
+        return False

@@ -1,0 +1,141 @@
+"""Warn about tracked objects that a save cannot be useful for.
+
+`TrackedNamesCheck` warns at the first save whose names or parameter groups differ from those at the
+start: a later resume of the script may not find them.
+
+`StaleModelCheck` warns at the second save if a model never changes although its optimizer steps. A
+script that tracks a copy, or wraps the model anew after tracking it, trains one model and saves the
+other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.log import logger
+from trainckpt.format.digest import compact
+from trainckpt.state.adapters.optimizer import cannot_be_added
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.format.shard_file import ShardHeader
+    from trainckpt.state.registry import Registry
+
+
+CHECK_EVERY = 16  # saves: a walk over all modules takes milliseconds, and training waits
+
+
+class TrackedNamesCheck:
+    """Check of one rank's tracked names, attributes and parameter groups."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._names = {m.name: {name for name, _ in m.parameters()} for m in registry.models}
+        self._groups = {o.name: len(o.optimizer.param_groups) for o in registry.optimizers}
+        self._logged: set[str] = set()
+        self._num_checks = 0
+
+    def check(self) -> None:
+        """Check at the beginning of a save; log each difference once."""
+        if self._num_checks % CHECK_EVERY == 0:
+            self._check_names()
+            self._check_attributes()
+        self._num_checks += 1
+        self._check_groups()
+
+    def _check_names(self) -> None:
+        for model in self._registry.models:
+            begun, now = self._names[model.name], {name for name, _ in model.parameters()}
+            if begun != now:
+                changed = min(begun ^ now)
+                how = "is new" if changed in now else "is gone"
+                self._warn_once(
+                    model.name,
+                    f"{model.name}'s parameters are named otherwise than when the run began "
+                    f"({changed} {how}): a resume is refused unless the script's model is then as "
+                    "it is now",
+                )
+
+    def _check_attributes(self) -> None:
+        changed = sorted(set(self._registry.watched.changed_in_training()) - self._logged)
+        if changed:
+            self._logged.update(changed)
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            logger.warning(
+                "%s%s: changed since the run began, and in no state_dict, so a resume has not what "
+                "it is now: %s",
+                ", ".join(changed[:3]),
+                more,
+                self._registry.watched.hint(changed),
+            )
+
+    def _check_groups(self) -> None:
+        for optimizer in self._registry.optimizers:
+            begun, live = self._groups[optimizer.name], optimizer.optimizer.param_groups
+            if len(live) <= begun or optimizer.name in self._logged:
+                continue
+            names = self._registry.parameter_names()
+            known = {id(p): name for p, name in optimizer.named(names)}
+            added = [[known[id(p)] for p in group["params"]] for group in live[begun:]]
+            why = cannot_be_added(live[:begun], added, names)
+            if why:
+                self._warn_once(
+                    optimizer.name,
+                    f"{optimizer.name} has {len(live)} parameter groups, and had {begun} when the "
+                    f"run began: a resume cannot add them, since {why}, and is refused unless the "
+                    "script does before the Checkpointer is made",
+                )
+
+    def _warn_once(self, name: str, sentence: str) -> None:
+        if name not in self._logged:
+            self._logged.add(name)
+            logger.warning("%s", sentence)
+
+
+class StaleModelCheck:
+    """Compares each save of this rank with the one before."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._before: tuple[int, dict[str, str]] | None = None
+        self._logged: set[str] = set()
+
+    def on_commit(self, event: Committed) -> None:
+        """Check the committed save."""
+        self.check(event.manifest.cursor.step, event.shard.header)
+
+    def check(self, step: int, header: ShardHeader) -> list[str]:
+        """Compare a committed save with the one before; return models newly found unchanged."""
+        before, digests = self._before, self._trained(header)
+        if before is not None:
+            digests = {**{k: d for k, d in before[1].items() if k in header.references}, **digests}
+        self._before = step, digests
+        if before is None or step <= before[0]:
+            return []
+        stale = [name for name in unchanged(before[1], digests) if name not in self._logged]
+        self._logged.update(stale)
+        for name in stale:
+            logger.warning(
+                "%s has not changed in %d steps, in no bit of what is saved of it: is it the one "
+                "that is trained?",
+                name,
+                step - before[0],
+            )
+        return stale
+
+    def _trained(self, header: ShardHeader) -> dict[str, str]:
+        """Return region -> digest, for parameters that some tracked optimizer should change."""
+        stepped = self._registry.stepped_parameters()
+        names = {name for name, parameter in stepped.items() if parameter.requires_grad}
+        return {r.key: compact(r.digest) for r in header.regions if r.tensor in names}
+
+
+def unchanged(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return tracked names, sorted, with every region the same in both saves."""
+    same: dict[str, bool] = {}
+    for key in before.keys() & now.keys():
+        name = key.partition("/")[0]
+        same[name] = same.get(name, True) and before[key] == now[key]
+    return sorted(name for name, is_same in same.items() if is_same)

@@ -1,0 +1,494 @@
+"""The save coordinator: takes one snapshot at a time, on all ranks together.
+
+    training thread, at a boundary               saving thread, training goes on
+    1  wait for the save in flight, if any        5  write the shard file, fsync        (every rank)
+    2  capture; agree which groups are shared     6  report its receipt                 (every rank)
+    3  plan the regions this rank stores, and     7  commit when all have reported      (rank 0)
+       those that an older file holds already
+    4  copy the rest into one shard: "staged"     8  publish "durable"; prune           (rank 0)
+       (the saving thread may copy a part beside training: `staging`)
+
+All ranks take the same saves in the same order, since each is asked for at a boundary that all
+agreed on. A rank that fails reports it in 2 or 6, and then no snapshot commits: training goes on,
+the failure is logged, older snapshots stand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.save_handle import COMMITTED, STAGED, Committed, SaveHandle
+from trainckpt.encryption.encrypted_file import EncryptedLayout
+from trainckpt.errors import NoAgreement, SaveFailed
+from trainckpt.format.manifest import Manifest
+from trainckpt.format.names import SnapshotName
+from trainckpt.format.versions import VERSION
+from trainckpt.preemption.signals import raised_by_handler
+from trainckpt.ranks import threads
+from trainckpt.ranks.world import collective_timeout_s
+from trainckpt.replicate.uploads import Uploads
+from trainckpt.save import store_keys
+from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
+from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
+from trainckpt.save.incremental import IncrementalIndex
+from trainckpt.save.plan_cache import SavePlanCache
+from trainckpt.save.replica_check import ReplicaCheck, verdict
+from trainckpt.save.replication_control import ReplicationControl
+from trainckpt.save.staging import Staging
+from trainckpt.save.writer import RANKS_TIMEOUT_S, ManifestDefaults, SnapshotWriter
+from trainckpt.state import staging
+from trainckpt.state.capture import capture
+from trainckpt.state.overlap import only_stepped
+from trainckpt.state.state_size import shard_bytes, weigh
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator, Sequence
+
+    from trainckpt.attempt.record_log import AttemptLog
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.format.manifest import TensorEntry
+    from trainckpt.format.shard_file import Region
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.save.arenas import Arenas
+    from trainckpt.save.encryption import SnapshotEncryption
+    from trainckpt.save.estimates import Timings
+    from trainckpt.state.captured import Captured
+    from trainckpt.state.registry import Registry
+    from trainckpt.storage.base import Tier
+
+NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save expected this soon is waited for so long, once
+REPORT_EVERY_S = 60.0  # saves closer together than this are logged at debug level
+HOLD_S = 60.0  # a step waits so long until other hosts hold the state before it
+# The interpreter runs one thread for 5 ms while others wait: the saving thread lets the training
+# thread leave the boundary first.
+YIELD_S = 0.001
+
+
+class _Skipped(Exception):
+    """All ranks skip this save."""
+
+
+class SaveCoordinator:
+    """Takes the snapshots of one attempt.
+
+    Attributes:
+        committed: Full name and cursor of the newest snapshot this attempt committed.
+        in_flight: The save that is being written, or the last one.
+        skipped: Saves that all ranks skipped, since one before was still being written.
+        references: Regions of this rank that need not be written.
+        uploads: Uploads committed snapshots to slower tiers.
+        replication: Replicates this rank's files to other hosts.
+    """
+
+    def __init__(
+        self,
+        *,
+        tier: Tier,
+        channel: RankStore,
+        registry: Registry,
+        facts: ManifestDefaults,
+        log: AttemptLog,
+        pace: Timings,
+        arenas: Arenas,
+        window_start: Callable[[], Cursor],
+        sealing: SnapshotEncryption | None = None,
+        uploads: Uploads | None = None,
+        replication: ReplicationControl | None = None,
+        saves_gradients: Callable[[], bool] = lambda: False,
+        blocks_step: bool = False,
+    ) -> None:
+        """Store the arguments; one connection to the store is opened.
+
+        Args:
+            tier, channel, registry, facts, log, pace, arenas: Of the attempt.
+            window_start: Returns the cursor at the beginning of the open window.
+            sealing: Encrypts every file; None: nothing is encrypted.
+            uploads: None: there are no slower tiers.
+            replication: None: no replication was asked for.
+            saves_gradients: Returns True if saves without a stop may fall amid a window.
+            blocks_step: A step waits until other hosts hold the state before it, so that at most
+                one is lost. For saves to memory at every step.
+        """
+        self.committed: tuple[str, Cursor] | None = None
+        self.in_flight: SaveHandle | None = None
+        self.skipped = self._failures = 0  # failures in a row
+        self.arenas = arenas
+        self.uploads = uploads or Uploads()
+        self.replication = replication or ReplicationControl(arenas, channel.world.rank)
+        self._blocks_step = blocks_step
+        self._channel = channel
+        self._copying = Staging(
+            registry,
+            self._prepare,
+            num_threads=arenas.copy_threads,
+            hold=self._before_step,
+            side=arenas.side,
+        )
+        self.references = IncrementalIndex(tier, channel.world.rank, registry)
+        self._writer = SnapshotWriter(
+            tier=tier,
+            channel=channel,
+            files=registry.files,
+            facts=facts,
+            log=log,
+            references=self.references,
+            being_read=lambda: self.uploads.busy,
+            sealing=sealing,
+            room=self.replication.reserve,
+        )
+        self._is_encrypted = sealing is not None
+        self._tracked_names = TrackedNamesCheck(registry)
+        self._registry, self._facts, self._pace = registry, facts, pace
+        self._window_start, self._saves_gradients = window_start, saves_gradients
+        self._plans = SavePlanCache(channel.world.rank, channel.world.size)
+        self._comparing = ReplicaCheck(channel.world.rank, channel.world.size)
+        self._sequence = 0
+        self._in_memory = self._is_last = False  # the save in flight
+        self._report_from_s = 0.0  # monotonic; saves before it are logged at debug level
+        self._cut_off = False  # the last save found a rank gone
+        self._may_wait = True  # the last wait for a save was not in vain
+        self._thread: threading.Thread | None = None
+        self._captured: Captured | None = None  # released by the saving thread: that takes a while
+        self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
+        self._commit_listeners: tuple[Callable[[Committed], object], ...] = (
+            self.references.on_commit,
+            self._count_commit,
+            StaleModelCheck(registry).on_commit,
+            arenas.on_commit,
+            pace.on_commit,
+            self._report_commit,  # from here on a waiting caller goes on
+            self.uploads.on_commit,
+            self._writer.on_commit,
+            self.replication.on_commit,
+        )
+
+    def save(
+        self,
+        cursor: Cursor,
+        reason: str,
+        tags: tuple[str, ...],
+        pending: SaveHandle,
+        *,
+        last: bool = False,
+        may_skip: bool = False,
+        asked: bool = False,
+        in_memory: bool = False,
+    ) -> SaveHandle:
+        """Take a snapshot now. Every rank calls it at the same boundary.
+
+        Returns when the state is staged, or the save has failed. A failed save raises nothing,
+        except an exception raised meanwhile by the script's signal handler.
+
+        Args:
+            cursor, reason, tags: For the manifest.
+            pending: Handle to resolve.
+            last: Nothing need be copied: the caller changes nothing before `wait` or `abandon`.
+            may_skip: All ranks skip the save if on any rank the one before is far from written.
+            asked: Defer the save rather than skip it, and set `pending.deferred`.
+            in_memory: Keep it in the hosts' memory, and write nothing to the run directory.
+        """
+        pending.is_asked = asked or not may_skip
+        behind = may_skip and self._is_behind(PATIENCE_S if asked else NEARLY_S)
+        if not behind:
+            self.join()
+            self._writer.begin()
+        begun_s = time.monotonic()
+        self._sequence += 1
+        self._in_memory, self._is_last = in_memory, last
+        name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
+        try:
+            with self._registry.unchanged():
+                self._tracked_names.check()
+                shard, shared, attempt = self._stage(cursor, last=last, behind=behind)
+                num_bytes = weigh(self._registry, gradients=True).now
+        except _Skipped as skipped:
+            if asked:
+                pending.deferred = str(skipped)
+            else:
+                self._skip(pending, name, str(skipped))
+            return pending
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
+            self._writer.send(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
+            self._record_failure(pending, name, SaveFailed(f"nothing was captured: {error}"))
+            if alarm := raised_by_handler(error):
+                raise alarm from None
+            return pending
+        name = replace(name, attempt=attempt)
+        self.in_flight = pending
+        pending.before_wait = self._copying.wait
+        pending.reach(STAGED, str(name))
+        self._begun = begun_s, num_bytes
+        manifest = Manifest(
+            run=self._facts.run,
+            name=name,
+            parent=self._facts.parent,
+            cursor=cursor,
+            world=self._channel.world.size,
+            files=(),
+            tensors={},
+            created=time.time(),
+            tags=tags,
+            reason=reason,
+            fingerprint=self._facts.fingerprint,
+            writer=f"trainckpt {VERSION}",
+            window=self._window_start(),
+        )
+        self._thread = threads.thread(
+            self._write, "trainckpt-save", manifest, shard, shared, pending
+        )
+        self._thread.start()
+        if isinstance(shard, staging.StreamedShard) and not last:
+            shard.is_read.wait()  # no memory for a copy: the tensors must not change meanwhile
+        self._pace.record_stall(time.monotonic() - begun_s)
+        return pending
+
+    def join(self, limit_s: float | None = None) -> None:
+        """Return when no save is in flight, or after `limit_s` seconds. Training thread.
+
+        If its copies are not made in time, it may take twice as long.
+        """
+        self._copying.wait(limit_s)
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait as `join`; then until older saves are pruned, or for `limit_s` more."""
+        self.join(limit_s)
+        self.wait_for_retention(limit_s)
+
+    def wait_for_retention(self, limit_s: float | None) -> None:
+        """Return when older saves are pruned, or after `limit_s` seconds."""
+        self._writer.retention.wait(limit_s)
+
+    def close(self, *, keep: bool) -> None:
+        """End the attempt; `keep` shared memory for the next one."""
+        self._copying.close()
+        if not self.busy:
+            self.replication.close(keep=keep)
+            self.arenas.close(keep=keep)
+            self._writer.close(keep=keep)
+
+    def release_memory(self) -> memoryview:
+        """Pause: no save comes for a while. Returns memory without contents of value."""
+        self._writer.stop_client()
+        return self.arenas.release_private()
+
+    def abandon(self) -> None:
+        """Abandon the save in flight, unless all is written already."""
+        self._writer.abandon()
+
+    @property
+    def has_room(self) -> bool:
+        """True if a final save may stay in memory. An encrypted one lies there twice."""
+        num_bytes = shard_bytes(self._registry, self._channel.world.size)
+        num_bytes += weigh(self._registry, gradients=True).gradients
+        stored_bytes = EncryptedLayout(SPARE_BYTES, num_bytes).stored_bytes
+        return not self._is_encrypted or self.replication.has_room(stored_bytes)
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last save that was begun."""
+        return self._sequence
+
+    @property
+    def busy(self) -> bool:
+        """True if a save is in flight."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _before_step(self) -> None:
+        """Wait, before a step, until the save in flight has come to its end.
+
+        The rank has trained with all others, so all have begun that save, and each comes to its
+        end. If one of them is gone, no other rank trains on with it, and the step would only be
+        lost.
+        """
+        if not (self._blocks_step and self._in_memory):
+            return
+        self.join(HOLD_S)
+        if self._cut_off:
+            self._blocks_step = False
+            logger.warning(
+                "another rank is gone: no other host would hold the next step, so it waits"
+            )
+            time.sleep(HOLD_S)  # the supervisor or launcher ends this process meanwhile
+
+    def _is_behind(self, max_wait_s: float) -> bool:
+        """Return True if the save in flight will take a while.
+
+        A save expected within `max_wait_s` is waited for, once: where storage hangs, a late save
+        may stay late for minutes.
+        """
+        if self._blocks_step and self._in_memory:
+            self.join(HOLD_S)
+        if self.busy and self._may_wait:
+            begun_s, num_bytes = self._begun
+            predicted_s = num_bytes * (self._pace.seconds_per_byte or 0.0)
+            if predicted_s - (time.monotonic() - begun_s) < max_wait_s:
+                self.join(PATIENCE_S)
+                self._may_wait = not self.busy
+        return self.busy
+
+    def _skip(self, pending: SaveHandle, name: SnapshotName, why: str) -> None:
+        self.skipped += 1
+        pending.fail(SaveFailed(f"skipped: {why}"))
+        if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
+            logger.warning(
+                "save %s was skipped: %s (%d so far); save less often, or to a faster place",
+                name,
+                why,
+                self.skipped,
+            )
+
+    def _stage(
+        self, cursor: Cursor, *, last: bool, behind: bool
+    ) -> tuple[staging.Shard | staging.StreamedShard, dict[str, TensorEntry], int]:
+        """Do steps 2 to 4. Return the shard, an entry for every tensor of this
+        rank, the attempt.
+        """
+        world = self._channel.world
+        answer = dict[str, Any](place=cursor.place(), behind=behind, attempt=self._facts.attempt)
+        cause: Exception | None = None
+        try:
+            captured = capture(self._registry)
+            stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
+            answer.update(self._comparing.report(captured, stepped, last=last))
+        except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
+            answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
+            cause = error
+        key = store_keys.groups(self._sequence)
+        # Ranks stand at one boundary, so a collective of training would wait no longer either.
+        limit_s = min(RANKS_TIMEOUT_S, collective_timeout_s())
+        agreed = self._channel.fold(key, answer, verdict, limit_s)
+        if agreed["error"]:
+            raise SaveFailed(agreed["error"]) from cause
+        if agreed["behind"]:
+            raise _Skipped("the one before it is still being written")
+        plan = self._plans.plan(captured, self._comparing.equal_groups(agreed))
+        shard = self._shard(captured, plan.regions, None if last else stepped)
+        self._captured = captured
+        return shard, plan.entries, agreed["attempt"]
+
+    def _shard(
+        self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
+    ) -> staging.Shard | staging.StreamedShard:
+        """Stage or stream. `stepped`: tensors to copy beside training; None:
+        training waits anyway.
+        """
+        last, find, world = stepped is None, self.references.find_unchanged, self._channel.world
+        facts: dict[str, Any] = {
+            "rank": world.rank,
+            "world": world.size,
+            "references": {} if self._in_memory else find(captured, planned, last=last),
+        }
+        planned = [region for region in planned if region.key not in facts["references"]]
+        if (not last or self.arenas.are_ready) and self.replication.can_reuse_arena():
+            how = {**facts, **self._copying.stage_arguments(stepped or set())}
+            memory, side = self.arenas.memory, self.arenas.side
+            side.use(captured.tensors.values())
+            with contextlib.suppress(ArenaUnavailable):
+                shard = staging.stage(captured, planned, memory=memory, side=side, **how)
+                shard.descriptor = self.arenas.descriptor
+                self._copying.begin(shard)
+                return shard
+        return staging.stream(captured, planned, **facts)
+
+    def _prepare(self) -> None:
+        """Prepare memory before the first save: to touch so much anew takes long."""
+        num_bytes = shard_bytes(
+            self._registry, self._channel.world.size, gradients=self._saves_gradients()
+        )
+        self.arenas.side.use(self._registry.all_parameters())
+        self.arenas.prepare(num_bytes)
+        self._writer.prepare(num_bytes)
+
+    def _write(
+        self,
+        manifest: Manifest,
+        shard: staging.Shard | staging.StreamedShard,
+        entries: dict[str, TensorEntry],
+        pending: SaveHandle,
+    ) -> None:
+        # background thread: no collectives here, only the store
+        time.sleep(YIELD_S)
+        self._captured = None
+        try:
+            in_memory = self._in_memory
+            file = self._writer.write(manifest, shard, entries, self._finish, in_memory=in_memory)
+            if in_memory:
+                self.replication.keep_in_memory(
+                    manifest.name, self._writer.manifest, shard, pending
+                )
+                self._cut_off = self.replication.is_cut_off
+                return
+        except SaveFailed as error:
+            self._record_failure(pending, manifest.name, error)
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
+            self._cut_off = isinstance(error, NoAgreement)
+            self._record_failure(pending, manifest.name, SaveFailed(str(error) or repr(error)))
+        else:
+            begun_s, num_bytes = self._begun
+            event = Committed(
+                manifest=manifest,
+                whole=self._writer.manifest,
+                shard=shard,
+                file=file,
+                handle=pending,
+                num_bytes=num_bytes,
+                seconds=time.monotonic() - begun_s,
+                is_last=self._is_last,
+            )
+            for listener in self._commit_listeners:
+                try:
+                    listener(event)
+                except Exception as error:  # noqa: BLE001 - the snapshot stands, and others listen
+                    logger.warning(
+                        "after the commit of %s: %s", manifest.name, str(error) or repr(error)
+                    )
+
+    def _count_commit(self, event: Committed) -> None:
+        self.committed = (str(event.manifest.name), event.manifest.cursor)
+        self._failures, self._may_wait = 0, True
+
+    def _report_commit(self, event: Committed) -> None:
+        if self._channel.world.rank == 0:
+            now_s, level = time.monotonic(), logging.DEBUG
+            if event.is_last or event.manifest.tags or now_s >= self._report_from_s:
+                self._report_from_s, level = now_s + REPORT_EVERY_S, logging.INFO
+            logger.log(level, "saved %s (%s)", event.manifest.name, event.manifest.reason)
+        event.handle.reach(COMMITTED)
+
+    def _finish(self) -> Iterator[int]:
+        yield from self._copying.finish()
+        begun_s, num_bytes = self._begun
+        if self.arenas.descriptor is not None:
+            self._pace.record_copy(num_bytes, time.monotonic() - begun_s)
+
+    def adopt(self, name: str, cursor: Cursor) -> None:
+        """Take a snapshot that the survivors committed as the newest of this attempt."""
+        self.committed = name, cursor
+
+    def _record_failure(self, pending: SaveHandle, name: SnapshotName, error: SaveFailed) -> None:
+        self._failures += 1
+        next_step = f"; next: {error.hint}" if error.hint else ""
+        if self._failures == 1:
+            logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)
+        else:
+            newest = self.committed[0] if self.committed else self._facts.parent
+            logger.error(
+                "save %s failed, as did %d before it: a stop now loses what was trained since "
+                "%s. %s%s",
+                name,
+                self._failures - 1,
+                newest or "step 0, for nothing is saved yet",
+                error.message,
+                next_step,
+            )
+        pending.fail(error)

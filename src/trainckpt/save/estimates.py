@@ -1,0 +1,183 @@
+"""Measure micro-batches and saves, and estimate the next ones when a notice comes.
+
+`Timings.on_boundary` is called at every boundary, so it makes no object and calls no clock of its
+own.
+The training thread writes; any thread reads.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt import stop_plan
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.memory_budget import budget_bytes
+from trainckpt.attempt.stop_plan import StopFacts
+from trainckpt.encryption.encrypted_file import bytes_per_s
+from trainckpt.state.state_size import weigh
+
+if TYPE_CHECKING:
+    from trainckpt.attempt.options import Options
+    from trainckpt.attempt.progress_counter import ProgressCounter
+    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.notice import Mode
+    from trainckpt.state.registry import Registry
+
+
+REMEMBERED = 16
+
+
+class Timings:
+    """Durations of one attempt on this rank."""
+
+    def __init__(self) -> None:
+        self._durations_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._saves: deque[float] = deque(maxlen=3)
+        self._save_s: float | None = None
+        self._stalls: deque[float] = deque(maxlen=5)
+        self._copies: deque[float] = deque(maxlen=3)
+        self._last_s: float | None = None
+
+    def on_boundary(self, now_s: float) -> None:
+        """Record the time of a boundary."""
+        if self._last_s is not None:
+            self._durations_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+    def after_boundary(self, now_s: float) -> None:
+        """Record the time after a boundary: work done there is no part of a micro-batch."""
+        self._last_s = now_s
+
+    def on_commit(self, event: Committed) -> None:
+        """Record a committed save of this rank. Saving thread."""
+        self.record_save(event.num_bytes, event.seconds)
+
+    def record_save(self, num_bytes: int, seconds: float) -> None:
+        """Record the size and duration of a save."""
+        self._save_s = seconds
+        if num_bytes > 0:
+            self._saves.append(seconds / num_bytes)
+
+    def record_stall(self, seconds: float) -> None:
+        """Record the seconds that training waited for a save to be staged."""
+        self._stalls.append(seconds)
+
+    def record_copy(self, num_bytes: int, seconds: float) -> None:
+        """Record the seconds from a save's beginning until all of it was in
+        memory. Saving thread.
+        """
+        if num_bytes > 0:
+            self._copies.append(seconds / num_bytes)
+
+    def since_s(self, now_s: float) -> float | None:
+        """Return the seconds since the last boundary was reached or left; None before the first."""
+        return None if self._last_s is None else max(now_s - self._last_s, 0.0)
+
+    @property
+    def stall_s(self) -> float | None:
+        """Median stall of the last saves, in seconds; None before the first."""
+        return statistics.median(tuple(self._stalls)) if self._stalls else None
+
+    @property
+    def save_s(self) -> float | None:
+        """Seconds of the last save until its commit; None before the first."""
+        return self._save_s
+
+    @property
+    def micro_batch_s(self) -> float | None:
+        """Median of the last micro-batches; None before the second boundary."""
+        return statistics.median(tuple(self._durations_s)) if self._durations_s else None
+
+    @property
+    def seconds_per_byte(self) -> float | None:
+        """Slowest of the last saves; None before the first."""
+        return max(tuple(self._saves), default=None)
+
+    @property
+    def least_seconds_per_byte(self) -> float | None:
+        """Fastest of the last saves; None before the first."""
+        return min(tuple(self._saves), default=None)
+
+    @property
+    def copy_seconds_per_byte(self) -> float | None:
+        """Slowest of the last saves, until all was in memory; None before the first."""
+        return max(tuple(self._copies), default=None)
+
+
+FRESH_MEMORY = 5  # times as slow as memory that was used before
+
+
+class SaveEstimator:
+    """Collects facts for the decisions of `stop_plan`. Any thread; never blocks.
+
+    Attributes:
+        pace: Timings of this rank.
+    """
+
+    def __init__(
+        self, options: Options, registry: Registry, position: ProgressCounter, pace: Timings
+    ) -> None:
+        self._options = options
+        self._registry = registry
+        self._position = position
+        self.pace = pace
+        self._logged = False
+
+    def facts(self) -> StopFacts:
+        """Return the facts as of now."""
+        weight = weigh(self._registry, gradients=False)
+        budget = self._options.memory_budget
+        return StopFacts(
+            stop_at=self._options.stop_at,
+            micro=self._position.micro,
+            window=self._position.window or self._options.accumulate,
+            micro_batch_s=self.pace.micro_batch_s,
+            state_bytes=weight.state,
+            gradient_bytes=weight.possible_gradients,
+            seconds_per_byte=self.pace.seconds_per_byte,
+            memory_budget=budget_bytes(budget.share, budget.num_bytes),
+        )
+
+    def describe(self) -> str:
+        """Describe where a stop will fall, as far as is known at start-up."""
+        mode, _ = stop_plan.choose_mode(self.facts(), None)
+        if self._options.stop_at == "auto" and mode == "micro-batch":
+            return "the micro-batch, or on its window's end where that is cheaper and in time"
+        return "the window's end" if self._options.stop_at == "window" else f"the {mode}"
+
+    def mode(self, seconds_left: float | None) -> Mode:
+        """Return the mode of a notice that names none."""
+        mode, reason = stop_plan.choose_mode(self.facts(), seconds_left)
+        if self._options.stop_at == "auto" and not self._logged:
+            self._logged = True
+            logger.debug("a stop falls on the %s: %s", mode, reason)
+        return mode
+
+    def save_s(self) -> float:
+        """Return the shortest time a save would take now; 0 where nothing was measured.
+
+        At a boundary, on the training thread: it reads the gradients. The shortest, since the
+        estimate decides whether to try at all: a slower save is abandoned at the deadline, and
+        costs nothing.
+        """
+        now_bytes = weigh(self._registry, gradients=True).now
+        return now_bytes * (self.pace.least_seconds_per_byte or 0.0)
+
+    def memory_s(self) -> float | None:
+        """Return the seconds of a save to shared memory now; None: nothing was measured.
+
+        With encryption, memory holds a save twice, and the encryption speed is measured here: some
+        milliseconds, on the training thread, once an attempt ends.
+        """
+        per_byte = self.pace.copy_seconds_per_byte
+        if per_byte is None:
+            return None
+        if self._options.encrypt_to:  # one thread, and memory that is as slow as fresh memory
+            per_byte += 1 / bytes_per_s() + FRESH_MEMORY * per_byte
+        return per_byte * weigh(self._registry, gradients=True).now
+
+    def tighten_after_s(self, seconds_left: float) -> float:
+        """See `stop_plan.must_tighten_after_s`."""
+        return stop_plan.must_tighten_after_s(self.facts(), seconds_left)

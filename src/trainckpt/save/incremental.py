@@ -1,0 +1,155 @@
+"""Incremental saves: refer to an older shard file in place of regions it holds already.
+
+    training thread   begin_from        index the regions that the run directory holds of the
+                                        resumed snapshot
+                      find_unchanged    digest likely unchanged regions; refer to the unchanged
+                                        ones. Regions on a GPU are compared there, by checksum
+    saving thread     referenced_files  check that the files still exist, for the manifest
+                      on_commit         index this snapshot for the next save
+
+The index describes the newest committed snapshot of this attempt, or the one it began from. A save
+that fails changes nothing, unless a file has vanished: then the next save writes everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.log import logger
+from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
+from trainckpt.format.digest import compact
+from trainckpt.format.names import SNAPSHOTS, reached_file
+from trainckpt.snapshot import stored_regions
+from trainckpt.snapshot.restore import Reader
+from trainckpt.state.captured import VALUES
+from trainckpt.state.replicas import checksums
+from trainckpt.state.staging import digests_of, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.shard_file import Region, ShardHeader
+    from trainckpt.state.captured import Captured
+    from trainckpt.state.registry import Registry
+    from trainckpt.storage.base import Tier
+
+
+class IncrementalIndex:
+    """Index of the regions that one rank of an attempt need not write."""
+
+    def __init__(self, tier: Tier, rank: int, registry: Registry) -> None:
+        self._tier, self._rank, self._registry = tier, rank, registry
+        self._known = stored_regions.StoredRegions()
+        self._digested: dict[str, tuple[bytes, str]] = {}  # key -> checksum on its device, digest
+
+    def begin_from(self, manifest: Manifest, reader: Reader | None = None) -> None:
+        """Index the resumed snapshot, whose bytes need not be written again.
+
+        `reader` has read it.
+        """
+        if self._rank >= manifest.world:
+            return
+        own = manifest.files[self._rank]
+        own = replace(own, name=f"{manifest.name}/{own.name}")
+        files = {file.name: file for file in (own, *manifest.reached)}
+        try:
+            reached_file(own.name)
+            reader = reader or Reader(self._tier, manifest)
+            places = reader.places(self._rank)
+        except TrainckptError as error:  # it was readable a moment ago
+            logger.warning("the next save writes everything anew: %s", error.message)
+            return
+        regions = {
+            p.region.key: stored_regions.StoredRegion(
+                p.key.removeprefix(f"{SNAPSHOTS}/"), _compact(p.region)
+            )
+            for p in places
+        }
+        self._known = self._existing(stored_regions.StoredRegions(regions, files))
+
+    def find_unchanged(
+        self, captured: Captured, planned: Sequence[Region], *, last: bool = False
+    ) -> dict[str, str]:
+        """Return the unchanged regions: region key -> the file that holds it.
+
+        `last`: no other save follows if this one fails, so the files are checked first.
+        """
+        if last:
+            self._known = self._existing(self._known)
+        if not self._known.held:
+            return {}
+        models = {model.name for model in self._registry.models}
+        trained = self._registry.stepped_parameters()
+
+        def is_untrained(name: str) -> bool:  # a buffer, or frozen
+            return name.partition("/")[0] in models and name.partition("#")[0] not in trained
+
+        tensors = [region for region in planned if region.tensor != VALUES]  # those are read first
+        likely = list(stored_regions.candidates(self._known, tensors, is_untrained))
+        return stored_regions.decide(self._known, planned, self._digests(captured, likely))
+
+    def _digests(self, captured: Captured, regions: Sequence[Region]) -> dict[str, str]:
+        """Return the digest of each region's live bytes, by key.
+
+        A region on a GPU with the checksum it had when it was digested is not copied to the host
+        again.
+        """
+        on_device = [r for r in regions if not captured.tensors[r.tensor].is_cpu]
+        sums = checksums([source_of(captured, region) for region in on_device])
+        now = {region.key: each for region, each in zip(on_device, sums, strict=True)}
+        before = {key: self._digested[key] for key in now if key in self._digested}
+        digests = {key: digest for key, (each, digest) in before.items() if each == now[key]}
+        others = [region for region in regions if region.key not in digests]
+        digests |= {key: compact(each) for key, each in digests_of(captured, others).items()}
+        self._digested = {key: (each, digests[key]) for key, each in now.items()}
+        return digests
+
+    def referenced_files(self, header: ShardHeader) -> tuple[FileEntry, ...]:
+        """Return the older files that a new one refers to.
+
+        Raises:
+            SaveFailed: one is missing or changed; no snapshot that refers to it can commit.
+        """
+        files = []
+        for name in sorted(set(header.references.values())):
+            file = self._known.files[name]
+            if self._size(name) != file.num_bytes:
+                self._known = stored_regions.StoredRegions()
+                raise SaveFailed(
+                    f"{name}, which holds what has not changed since, is not what it was",
+                    hint="the next save writes everything anew",
+                )
+            files.append(file)
+        return tuple(files)
+
+    def on_commit(self, event: Committed) -> None:
+        """Index this rank's file of the committed snapshot."""
+        file = replace(event.file, name=f"{event.manifest.name}/{event.file.name}")
+        header = event.shard.header
+        regions = [_compact(region) for region in header.regions]
+        self._known = stored_regions.committed(self._known, file, regions, header.references)
+
+    def _existing(self, known: stored_regions.StoredRegions) -> stored_regions.StoredRegions:
+        """Drop files missing in the run directory: the snapshot may have come from another tier."""
+        exists: dict[str, bool] = {}
+        for file, _ in known.held.values():
+            if file not in exists:
+                exists[file] = self._size(file) == known.files[file].num_bytes
+        regions = {key: each for key, each in known.held.items() if exists[each.file]}
+        return known if len(regions) == len(known.held) else replace(known, held=regions)
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return self._tier.size(f"{SNAPSHOTS}/{name}")
+        except UnusableSnapshot:
+            return None
+
+
+def _compact(region: Region) -> Region:
+    """Return the region with one digest for all its blocks: enough to compare it."""
+    one_digest = compact(region.digest)
+    return region if one_digest == region.digest else region.digested(one_digest)

@@ -1,0 +1,418 @@
+"""The writer: writes one rank's shard file on the saving thread, until all ranks know the result.
+
+    write the file, fsync                every rank
+    report its receipt and its tensors   every rank
+    commit when all have reported        rank 0
+    publish the verdict: "durable"       rank 0
+    record it, and prune (`retention`)   rank 0, while the next save may begin
+
+No collectives in here, only the store: training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.log import logger
+from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError
+from trainckpt.format import names
+from trainckpt.format.digest import digest
+from trainckpt.format.files import Files
+from trainckpt.format.json_io import canonical
+from trainckpt.save import save_errors, store_keys
+from trainckpt.save.retention import RetentionWorker
+from trainckpt.snapshot import prune
+from trainckpt.snapshot.commit import (
+    check_whole,
+    commit,
+    merge_tables,
+    table_from_json,
+    table_to_json,
+)
+from trainckpt.snapshot.encrypted_writer import stored_bytes
+from trainckpt.snapshot.shard_writer import (
+    Receipt,
+    only_digested,
+    only_sealed,
+    write_shard,
+    write_stream,
+)
+from trainckpt.snapshot.writer_client import File, WriterClient, WriterDied
+from trainckpt.state import staging
+from trainckpt.state.captured import VALUES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from trainckpt.attempt.record_log import AttemptId, AttemptLog
+    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import Manifest, TensorEntry
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.save.encryption import SnapshotEncryption
+    from trainckpt.save.incremental import IncrementalIndex
+    from trainckpt.snapshot.encrypted_writer import SnapshotKey
+    from trainckpt.state.adapters.tracked_file import TrackedFile
+    from trainckpt.storage.arena import Arena
+    from trainckpt.storage.base import Tier
+
+RANKS_TIMEOUT_S = 600.0
+KEEP_TABLES = 4  # saves: a window's gradients come and go, and with them two tables take turns
+TIDY_WITHIN_S = 5.0  # a stop waits so long for old snapshots to be pruned
+
+
+@dataclass(frozen=True)
+class ManifestDefaults:
+    """Constants of every manifest of one attempt."""
+
+    run: str
+    number: AttemptId
+    parent: str | None
+    fingerprint: dict[str, Any]
+    keep_last: int
+
+    @property
+    def attempt(self) -> int:
+        """Current number of the attempt."""
+        return self.number.value
+
+
+class SnapshotWriter:
+    """Writes and commits the snapshots of one attempt, one at a time.
+
+    Attributes:
+        manifest: Rank 0: manifest of the last save with reports from all ranks.
+        retention: Rank 0: the work after a commit.
+    """
+
+    manifest: Manifest | None = None
+
+    def __init__(
+        self,
+        *,
+        tier: Tier,
+        channel: RankStore,
+        files: Sequence[TrackedFile],
+        facts: ManifestDefaults,
+        log: AttemptLog,
+        references: IncrementalIndex,
+        being_read: Callable[[], Collection[str]] = tuple,
+        sealing: SnapshotEncryption | None = None,
+        room: Callable[..., Arena | None] = lambda num_bytes, **_: None,
+    ) -> None:
+        """Open a connection of its own to the store.
+
+        Args:
+            tier, channel, files, facts, log, references: Of the attempt.
+            being_read: Returns full names of snapshots that must not be pruned now.
+            sealing: Encrypts every file; None: nothing is encrypted.
+            room: Returns memory for an encrypted file to replicate (`ReplicationControl.reserve`).
+        """
+        self._sealing, self._room = sealing, room
+        self._tier = tier
+        self.retention = RetentionWorker(tier, facts, log, being_read)
+        self._references = references
+        self._rank, self._size = channel.world.rank, channel.world.size
+        self._background = channel.connection()
+        self._keys = store_keys.SaveKeys(self._background)
+        self._files = files
+        self._facts = facts
+        self._client = WriterClient()
+        self._tables: tuple[Any, str] = None, ""  # the table published last, and its name
+        self._last_use: dict[str, int] = {}  # rank 0: tables in the store -> the last save with it
+        self._abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        """Abandon the save in flight, unless all is written already."""
+        self._abandoned.set()
+
+    def begin(self) -> None:
+        """Clear `abandon` before another save; none is in flight."""
+        self._abandoned.clear()
+
+    def write(
+        self,
+        manifest: Manifest,
+        shard: staging.Shard | staging.StreamedShard,
+        entries: dict[str, TensorEntry],
+        finish: Callable[[], Iterator[int]],
+        *,
+        in_memory: bool = False,
+    ) -> FileEntry:
+        """Write this rank's file, and return its entry once the snapshot is committed.
+
+        Args:
+            manifest: The manifest, as far as one rank knows it.
+            shard: The file, complete once `finish` has ended.
+            entries: Every tensor of this rank.
+            finish: Completes the shard; yields addresses below which it is complete.
+            in_memory: Write and commit nothing; only report.
+
+        Raises:
+            SaveFailed: on all ranks, if any rank failed.
+        """
+        rank, sequence = self._rank, manifest.name.sequence
+        report: dict[str, Any] = {}
+        try:
+            for file in self._files:  # the lengths recorded must really be there
+                file.sync()
+            reached = self._references.referenced_files(shard.header)
+            seal = self._sealing.begin(manifest.name) if self._sealing else None
+            copied = finish()
+            if in_memory:
+                receipt = self._in_memory(manifest.name, shard, copied, seal)
+            else:
+                receipt = self._write_file(manifest.name, shard, copied, seal)
+            receipt = replace(receipt, reached=reached)
+            self._check_not_abandoned()
+            report["receipt"] = receipt.to_json()
+            report["table"] = self._publish(entries)
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            report.update(save_errors.to_message(error, rank, self._tier.url))
+        finally:  # training waits for `is_read`, also after an error
+            if isinstance(shard, staging.StreamedShard):
+                shard.is_read.set()
+        if rank != 0:
+            self.send(sequence, report)
+            verdict = self._background.get(store_keys.verdict_key(sequence), RANKS_TIMEOUT_S)
+        else:
+            verdict = self._commit(manifest, report, entries, in_memory=in_memory)
+            self.send(sequence, verdict)
+        if self._sealing is not None:
+            self._sealing.end(manifest.name)
+        if "error" in verdict:
+            raise save_errors.from_message(verdict)
+        if in_memory:
+            self._keys.delete_read(sequence)
+        return receipt.file
+
+    def _write_file(
+        self,
+        name: SnapshotName,
+        shard: staging.Shard | staging.StreamedShard,
+        copied: Iterator[int],
+        seal: SnapshotKey | None,
+    ) -> Receipt:
+        """Write this rank's file to stable storage; `shard.header` has digests afterwards."""
+        if isinstance(shard, staging.StreamedShard):
+            size = shard.header.header_bytes + shard.header.data_bytes
+            written = write_stream(
+                self._tier,
+                name,
+                self._rank,
+                head=shard.head,
+                num_bytes=size,
+                blocks=shard.blocks,
+                seal=seal,
+            )
+            shard.is_read.set()
+            return written
+        arena = self._room(stored_bytes(shard), in_memory=False) if seal is not None else None
+        try:
+            receipt = self._write_by_client(
+                self._tier, name, shard, copied=copied, seal=seal, arena=arena
+            )
+        except WriterDied:
+            receipt = None
+            self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
+        if receipt is not None:
+            return receipt
+        into = arena.memory if arena is not None else None
+        return write_shard(self._tier, name, self._rank, shard, copied=copied, seal=seal, into=into)
+
+    def _in_memory(
+        self,
+        name: SnapshotName,
+        shard: staging.Shard | staging.StreamedShard,
+        copied: Iterator[int],
+        seal: SnapshotKey | None,
+    ) -> Receipt:
+        """Keep the file in memory, encrypted or plain, in place of `_write_file`."""
+        if isinstance(shard, staging.StreamedShard):
+            raise SaveFailed(
+                "there is no memory in which it could stay", hint="raise the option memory_budget"
+            )
+        if seal is None:
+            for _ in copied:  # nobody reads it before it is complete
+                pass
+            return only_digested(self._rank, shard)
+        arena = self._room(stored_bytes(shard), in_memory=True)
+        if arena is None:
+            raise SaveFailed(
+                "there is no shared memory in which it could stay encrypted, or too little is left"
+            )
+        receipt = None
+        with contextlib.suppress(WriterDied):
+            receipt = self._write_by_client(
+                None, name, shard, copied=copied, seal=seal, arena=arena
+            )
+        return receipt or only_sealed(
+            name, self._rank, shard, copied=copied, seal=seal, into=arena.memory
+        )
+
+    def _write_by_client(
+        self,
+        tier: Tier | None,
+        name: SnapshotName,
+        shard: staging.Shard,
+        *,
+        copied: Iterator[int],
+        seal: SnapshotKey | None,
+        arena: Arena | None,
+    ) -> Receipt | None:
+        """Have the writer process write the file; None if it does not take such a file.
+
+        Raises:
+            WriterDied: the writer process has ended.
+        """
+        file = shard.descriptor
+        if file is None or not self._client.takes(tier, len(shard.memory)):
+            return None
+        into = (arena.descriptor, len(arena.memory)) if arena is not None else None
+        written = self._client.write(
+            File(
+                tier=tier,
+                name=name,
+                rank=self._rank,
+                shard=shard,
+                descriptor=file,
+                seal=seal,
+                into=into,
+            ),
+            copied,
+        )
+        shard.header = written.header
+        return written.receipt
+
+    def prepare(self, num_bytes: int) -> None:
+        """Start the writer process if it takes files of about this size."""
+        if self._client.takes(self._tier, num_bytes):
+            threading.Thread(
+                target=self._client.start, name="trainckpt-beside", daemon=True
+            ).start()
+
+    def stop_client(self) -> None:
+        """End the writer process: nothing is written for a while."""
+        self._client.rest()
+
+    def on_commit(self, event: Committed) -> None:
+        """Record the commit and prune, while the next save may begin."""
+        name = event.manifest.name
+        self._keys.delete_read(name.sequence)
+        if self._rank == 0:
+            self.retention.schedule(name)
+
+    def close(self, *, keep: bool) -> None:
+        """End the attempt; `keep`: wait for pruning no longer than its limit."""
+        self._client.close()
+        self.retention.wait(TIDY_WITHIN_S if keep else None)
+
+    def _check_not_abandoned(self) -> None:
+        """Raise after `abandon`: the live tensors may have changed while they were streamed."""
+        if self._abandoned.is_set():
+            raise SaveFailed("given up: the time was over")
+
+    def _commit(
+        self,
+        manifest: Manifest,
+        own: dict[str, Any],
+        entries: dict[str, TensorEntry],
+        *,
+        in_memory: bool,
+    ) -> dict[str, Any]:
+        """Rank 0: collect every report, then commit; return the verdict for all ranks."""
+        sequence = manifest.name.sequence
+        try:
+            reports = [own]
+            for r in range(1, self._size):
+                key = store_keys.report(sequence, r)
+                reports.append(self._background.get(key, RANKS_TIMEOUT_S))
+            failed = [report for report in reports if "error" in report]
+            self._delete_tables(sequence, reports)
+            if not failed:
+                try:
+                    tensors = self._all_tensors(reports, entries)
+                except SaveFailed as error:
+                    failed = [{"error": error.message, "hint": error.hint}]
+            if failed:
+                self._discard(manifest.name)
+                return save_errors.combine(failed)
+            receipts = [Receipt.from_json(report["receipt"]) for report in reports]
+            files = Files.of([receipt.file for receipt in receipts])
+            older = {file.name: file for receipt in receipts for file in receipt.reached}
+            reached = tuple(older[name] for name in sorted(older))
+            self.manifest = replace(manifest, files=files, tensors=tensors, reached=reached)
+            if self._sealing is not None:
+                self.manifest = self._sealing.encrypt_manifest(self.manifest)
+            if not in_memory:
+                commit(self._tier, self.manifest)
+                if self._sealing is not None:
+                    self._sealing.committed(self.manifest)
+        except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
+            return save_errors.to_message(error, 0, self._tier.url)
+        return {"ok": True}
+
+    def _publish(self, entries: dict[str, TensorEntry]) -> str:
+        """Send this rank's table of tensors to rank 0; return its name. An equal table is sent
+        once.
+
+        Values are left out: their length differs from save to save, and rank 0 has its own.
+        """
+        if entries is self._tables[0]:
+            return self._tables[1]
+        table_entries = {name: entry for name, entry in entries.items() if name != VALUES}
+        table = table_to_json(table_entries)
+        name = digest(canonical(table))
+        key = f"tensors/{name}"
+        if self._rank and self._background.peek(f"{key}/here") is None:
+            self._background.put_all({key: table, f"{key}/here": True})
+        self._tables = entries, name
+        return name
+
+    def _all_tensors(
+        self, reports: Sequence[dict[str, Any]], own: dict[str, TensorEntry]
+    ) -> dict[str, TensorEntry]:
+        """Rank 0: merge the tensors of all ranks. Most tables are equal, and are read once."""
+        tables, ranks_by_table = {reports[0]["table"]: own}, dict[str, list[int]]()
+        for rank, report in enumerate(reports):
+            if report["table"] not in tables:
+                table = self._background.get(f"tensors/{report['table']}", RANKS_TIMEOUT_S)
+                tables[report["table"]] = table_from_json(table, len(reports))
+            ranks_by_table.setdefault(report["table"], []).append(rank)
+        merged = merge_tables(list(tables.values()))
+        check_whole(merged, [(tables[name], ranks) for name, ranks in ranks_by_table.items()])
+        return merged
+
+    def _delete_tables(self, sequence: int, reports: Sequence[dict[str, Any]]) -> None:
+        """Rank 0: delete tables not used for some saves.
+
+        All ranks have published their tables of this save and wait for the verdict. None is looking
+        up an older table, and each counts only its table of this save as published.
+        """
+        self._last_use.update(
+            {report["table"]: sequence for report in reports if "table" in report}
+        )
+        if any("error" in report for report in reports):
+            return
+        old = [name for name, last in self._last_use.items() if last < sequence - KEEP_TABLES]
+        with contextlib.suppress(NoAgreement):  # without the store there is nothing to delete
+            for name in old:
+                del self._last_use[name]
+                self._background.forget([f"tensors/{name}", f"tensors/{name}/here"])
+
+    def _discard(self, name: SnapshotName) -> None:
+        """Remove an uncommitted snapshot, once every rank has written or failed."""
+        try:
+            prune.prune(self._tier, [name], ())
+        except TrainckptError as error:
+            logger.warning("what is left of %s could not be removed: %s", name, error.message)
+
+    def send(self, sequence: int, message: dict[str, Any]) -> None:
+        """Publish the verdict on rank 0; send the report to rank 0 on other ranks."""
+        rank = self._rank
+        key = store_keys.report(sequence, rank) if rank else store_keys.verdict_key(sequence)
+        self._background.put(key, message)

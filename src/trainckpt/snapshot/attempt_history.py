@@ -1,0 +1,283 @@
+"""Keep the history of a run's attempts, in its run directory and in slower tiers.
+
+An attempt claims its number by exclusively creating its record. Two simultaneous starts get two
+numbers; the higher one is the newest, and readers fence the other out (`catalog`).
+
+Numbers are claimed in the run directory. It can lag behind a tier: a host's own disk, a restored
+backup. Two directories continued independently give one number to two attempts: a fork.
+
+    the run directory lacks  they are copied to it unchanged
+    some records
+    a fork, one side of      gives way: the other side's record replaces its own of the same
+    which saved nothing      number, and its extra attempts stop being a branch
+    a fork, both have saved  an error: neither is older than the other
+
+`read_theirs` compares the two histories, and `bring` writes the outcome to the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
+from trainckpt.format import json_io, names, versions
+from trainckpt.format.attempt_record import MAX_BYTES, UNDECIDED, AttemptRecord
+from trainckpt.format.dump import DumpName
+from trainckpt.format.names import SnapshotName
+from trainckpt.storage.timeouts import answer_within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainckpt.storage.base import Readable, Tier
+
+
+CLAIM_TRIES = 100
+
+
+def run_id(tier: Tier) -> str | None:
+    """Return the id in the run's record, or None if the run directory holds no run.
+
+    Raises:
+        UnusableSnapshot: the record is damaged, or missing beside snapshots. Treating that as an
+            empty directory would start a new run beside them.
+    """
+    what = names.RUN_RECORD
+    if tier.size(what) is None:
+        if tier.list(names.SNAPSHOTS):
+            raise UnusableSnapshot(
+                f"{what} is missing from {tier.url}, which holds snapshots",
+                hint="put it back, or name another place for a new run",
+            )
+        return None
+    body = json_io.parse(tier.read(what, max_bytes=MAX_BYTES), what, max_bytes=MAX_BYTES)
+    run = str(json_io.field(body, "id", str, what))
+    versions.check_version(body.get("format"), what, versions.RUN_RECORDS)
+    if "digest" in body:
+        json_io.unsealed(body, what)
+    return run
+
+
+def found_run(tier: Tier) -> str:
+    """Return the run's id; create a new run if there is none."""
+    existing = run_id(tier)
+    if existing is not None:
+        return existing
+    body = {"format": 1, "id": secrets.token_hex(16)}
+    tier.create(names.RUN_RECORD, json_io.sealed(body))
+    created = run_id(tier)
+    if created is None:
+        raise TierUnavailable(f"{tier.url} does not keep what is written to it")
+    return created
+
+
+def record_key(attempt: int) -> str:
+    """Return the key of an attempt's record."""
+    return f"{names.ATTEMPTS}/{attempt}.json"
+
+
+def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
+    """Return every record by number; a damaged one is empty but for the reason."""
+    found = {}
+    for name in tier.list(names.ATTEMPTS):
+        number = names.recorded_attempt(name)
+        if number is None:
+            continue
+        try:
+            data = tier.read(f"{names.ATTEMPTS}/{name}", max_bytes=MAX_BYTES)
+            found[number] = parse(number, data)
+        except UnusableSnapshot as error:
+            found[number] = AttemptRecord(number, facts={"damaged": error.message})
+    return found
+
+
+def parse(number: int, data: bytes) -> AttemptRecord:
+    """Parse an attempt's record; a damaged one is empty but for the reason."""
+    name = f"{number}.json"
+    try:
+        record = AttemptRecord.load(data, name)
+        why = "" if record.attempt == number else f"{name} is that of {record.attempt}"
+    except UnusableSnapshot as error:
+        why = error.message
+    return AttemptRecord(number, facts={"damaged": why}) if why else record
+
+
+def newest(tier: Tier) -> int:
+    """Return the number of the newest claimed attempt, 0 if none; reads no record."""
+    numbers = map(names.recorded_attempt, tier.list(names.ATTEMPTS))
+    return max((number for number in numbers if number is not None), default=0)
+
+
+def claim(tier: Tier, build: Callable[[int], AttemptRecord], above: int = 0) -> AttemptRecord:
+    """Claim the next attempt number by creating its record.
+
+    Args:
+        tier: The run directory.
+        build: Makes the record for a number.
+        above: The highest number known in slower tiers.
+
+    Raises:
+        UnusableSnapshot: the largest number is taken.
+        TierUnavailable: the tier refused, or other attempts won every try.
+    """
+    for _ in range(CLAIM_TRIES):
+        numbers = read_attempts(tier).keys() | _snapshot_attempts(tier)
+        last = max(numbers, default=0)
+        if (last := max(last, above)) >= names.MAX_ATTEMPT:
+            raise UnusableSnapshot(
+                f"{tier.url} holds an attempt {last}, which no other can follow",
+                hint="remove what bears that number, or name another place for a new run",
+            )
+        record = build(last + 1)
+        if tier.create(record_key(record.attempt), record.dump()):
+            return record
+    raise TierUnavailable(f"{CLAIM_TRIES} other attempts were claimed in {tier.url} meanwhile")
+
+
+def replace(tier: Tier, record: AttemptRecord) -> None:
+    """Overwrite the attempt's record with `record`."""
+    tier.replace(record_key(record.attempt), record.dump())
+
+
+def _snapshot_attempts(tier: Tier) -> set[int]:
+    parsed = (names.SnapshotName.parse(name) for name in tier.list(names.SNAPSHOTS))
+    return {name.attempt for name in parsed if name is not None}
+
+
+@dataclass(frozen=True)
+class OtherHistory:
+    """Differences between a tier's history of attempts and the run directory's.
+
+    Attributes:
+        tier: The tier.
+        newest: The highest number of a record or snapshot there.
+        raw: Number -> record bytes, for attempts missing or different in the run directory.
+        records: The same, parsed.
+        fork: The lowest number shared by two different attempts; None: there is no fork.
+        saved: True if the tier has commits of those records, from the fork on.
+    """
+
+    tier: Readable
+    newest: int
+    raw: Mapping[int, bytes]
+    records: Mapping[int, AttemptRecord]
+    fork: int | None
+    saved: bool
+
+
+def read_theirs(tier: Readable, ours: Mapping[int, AttemptRecord]) -> OtherHistory:
+    """Compare a tier's history with the run directory's, newest attempt first.
+
+    If both have the same newest shared attempt, they agree on all attempts before it.
+
+    Raises:
+        TierUnavailable: the tier refused, or a call took too long.
+    """
+    listed = answer_within(tier.url, lambda: tier.list(names.ATTEMPTS))
+    numbers = {n for n in map(names.recorded_attempt, listed) if n is not None}
+    found = answer_within(tier.url, lambda: tier.list(names.SNAPSHOTS))
+    borne = {name.attempt for name in map(SnapshotName.parse, found) if name is not None}
+    raw = {n: data for n in sorted(numbers - ours.keys()) if (data := _read(tier, n)) is not None}
+    fork = None
+    for number in sorted(numbers & ours.keys(), reverse=True):
+        data = _read(tier, number)
+        same = None if data is None else is_same(ours[number], parse(number, data))
+        if same:
+            break
+        if data is not None and same is False:
+            raw[number], fork = data, number
+    records = {number: parse(number, data) for number, data in raw.items()}
+    newer = {number: record for number, record in records.items() if number >= (fork or 0)}
+    saved = bool(newer) and answer_within(tier.url, lambda: has_saved(tier, newer))
+    return OtherHistory(
+        tier=tier,
+        newest=max(numbers | borne, default=0),
+        raw=raw,
+        records=records,
+        fork=fork,
+        saved=saved,
+    )
+
+
+def bring(place: Tier, ours: Mapping[int, AttemptRecord], theirs: OtherHistory) -> list[int]:
+    """Merge the tier's history into the run directory.
+
+    A crash between two writes leaves differences, so the next start repeats the merge.
+
+    Returns:
+        Attempts of which a record was written.
+
+    Raises:
+        ConfigurationError: a fork, and both sides have saved.
+    """
+    own = {n: r for n, r in ours.items() if theirs.fork is not None and n >= theirs.fork}
+    kept = bool(own) and has_saved(place, own)
+    if theirs.fork is not None and kept and theirs.saved:
+        raise forked(place, theirs.tier, theirs.fork)
+    written = []
+    for number in () if kept else sorted(own.keys() - theirs.raw.keys(), reverse=True):
+        if own[number].parent != UNDECIDED:
+            replace(place, own[number].with_(parent=UNDECIDED))
+            written.append(number)
+    for number in () if kept else sorted(own.keys() & theirs.raw.keys()):
+        place.replace(record_key(number), theirs.raw[number])
+        written.append(number)
+    for number in sorted(theirs.raw.keys() - ours.keys()):
+        data = theirs.raw[number]
+        if kept and theirs.fork is not None and number > theirs.fork:
+            data = theirs.records[number].with_(parent=UNDECIDED).dump()
+        if place.create(record_key(number), data):
+            written.append(number)
+    return written
+
+
+def must_not_replace(
+    place: Readable, tier: Readable, number: int, ours: bytes, theirs: bytes
+) -> None:
+    """Refuse to overwrite the record of another attempt that has saved.
+
+    Raises:
+        ConfigurationError: it has.
+    """
+    there = parse(number, theirs)
+    if is_same(parse(number, ours), there) is False and has_saved(tier, {number: there}):
+        raise forked(place, tier, number)
+
+
+def forked(place: Readable, tier: Readable, number: int) -> ConfigurationError:
+    """Return the error for two copies of the run with attempts of their own."""
+    return ConfigurationError(
+        f"attempt {number} in {place.url} is not attempt {number} in the tier {tier.name} at "
+        f"{tier.url}: two copies of this run went on, and what both saved does not go together",
+        hint=f"to go on from what the tier holds, move {place.url} away; to go on from what that "
+        "holds, name other tiers",
+    )
+
+
+def is_same(one: AttemptRecord, other: AttemptRecord) -> bool | None:
+    """Return True if two records of one number are of one attempt; None if unknown. Pure."""
+    told = [record.facts.get("started") for record in (one, other)]
+    return None if None in told else told[0] == told[1]
+
+
+def has_saved(tier: Readable, records: Mapping[int, AttemptRecord]) -> bool:
+    """Return True if one of these attempts has committed, as its record or the tier shows."""
+    for number, record in records.items():
+        for spelled in (record.newest_commit, (record.outcome or {}).get("snapshot")):
+            name = SnapshotName.parse(spelled or "") or DumpName.parse(spelled or "")
+            if name is not None and name.attempt == number:
+                return True
+    found = map(SnapshotName.parse, tier.list(names.SNAPSHOTS))
+    own = [name for name in found if name is not None and name.attempt in records]
+    return any(tier.size(f"{name.folder}/{names.MANIFEST}") is not None for name in own)
+
+
+def _read(tier: Readable, number: int) -> bytes | None:
+    """Return the record's bytes; None if it is unreadable or too long."""
+    key = record_key(number)
+    with contextlib.suppress(UnusableSnapshot):
+        return answer_within(tier.url, lambda: tier.read(key, max_bytes=MAX_BYTES))
+    return None

@@ -1,0 +1,235 @@
+"""Hand a shard file in shared memory to the rank's writer process (`writer_process`).
+
+If that process cannot start or has died, the rank writes the file itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainckpt.errors import SaveFailed, TierUnavailable
+from trainckpt.format import digest, shard_file
+from trainckpt.snapshot import fd_messages
+from trainckpt.snapshot.shard_writer import Receipt
+from trainckpt.storage.direct_io import address
+from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import LocalTier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trainckpt.format.names import SnapshotName
+    from trainckpt.format.shard_file import ShardHeader
+    from trainckpt.snapshot.encrypted_writer import SnapshotKey
+    from trainckpt.snapshot.shard_writer import InMemory
+    from trainckpt.storage.base import Tier
+
+FROM_BYTES = 64 << 20  # a smaller file is written sooner than the process could start on it
+END_WITHIN_S = 5.0
+# Bytes copied between two progress reports: the smaller of this many, and this part of the file.
+TELL_BYTES, TELL_PART = 32 << 20, 8
+_MODULE = "trainckpt.snapshot.writer_process"
+
+logger = logging.getLogger("trainckpt")
+
+
+class WriterDied(Exception):
+    """The writer process does not exist, or has died."""
+
+
+class File(NamedTuple):
+    """A shard file in shared memory and its destination: the arguments of `write_shard`.
+
+    Attributes:
+        tier: None: only encrypt it to `into`.
+        descriptor: Of the memory file behind `shard`.
+        seal: The key to encrypt with; None: not encrypted.
+        into: Descriptor and length of memory to keep the encrypted file in.
+    """
+
+    tier: Tier | None
+    name: SnapshotName
+    rank: int
+    shard: InMemory
+    descriptor: int
+    seal: SnapshotKey | None = None
+    into: tuple[int, int] | None = None
+
+
+class WriterResult(NamedTuple):
+    """A file on stable storage.
+
+    Attributes:
+        receipt: This rank's.
+        header: With one digest for each region (`digest.compact`).
+    """
+
+    receipt: Receipt
+    header: ShardHeader
+
+
+class WriterClient:
+    """The rank's side. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: socket.socket | None = None
+        self._starting = threading.Lock()
+        self._can = hasattr(socket, "send_fds") and os.name == "posix"
+        self._layout: ShardHeader | None = None  # last sent to the process
+
+    def takes(self, tier: Tier | None, num_bytes: int) -> bool:
+        """Return True if the process should write such a file; `tier` None: only to memory."""
+        plain = tier is None or (isinstance(tier, LocalTier) and type(tier.disk) is Disk)
+        return self._can and plain and num_bytes >= FROM_BYTES
+
+    def start(self) -> None:
+        """Start the process unless it runs; best called ahead of its use. Any thread."""
+        with self._starting:
+            if self._process is None and self._can:
+                ours, theirs = socket.socketpair()
+                try:
+                    self._process = _launched(theirs.fileno())
+                    self._end = ours
+                except (OSError, ValueError, TypeError) as error:  # no interpreter found
+                    ours.close()
+                    self._give_up(str(error))
+                finally:
+                    theirs.close()
+
+    def write(self, file: File, copied: Iterable[int]) -> WriterResult:
+        """Write as `write_shard`; the head is in the shard's memory too on return.
+
+        Raises:
+            WriterDied: the file was not written; `copied` may be partly consumed.
+            SaveFailed, TierUnavailable: as there.
+        """
+        self.start()
+        end = self._end
+        if end is None:
+            raise WriterDied
+        try:
+            return self._write(end, file, copied)
+        except (EOFError, OSError) as error:
+            self.close()
+            self._give_up(str(error) or "it has ended")
+            raise WriterDied from error
+
+    def _write(self, end: socket.socket, file: File, copied: Iterable[int]) -> WriterResult:
+        header, memory = file.shard.header, file.shard.memory
+        layout = b"" if header is self._layout else shard_file.build(header)
+        self._layout = None  # after a failure the process may not have read it
+        body: dict[str, Any] = {
+            "root": file.tier and file.tier.url,
+            "name": str(file.name),
+            "rank": file.rank,
+            "num_bytes": len(memory),
+        }
+        if file.seal is not None:
+            body["seal"] = [file.seal.run, file.seal.key.hex()]
+        body["into"] = 0 if file.into is None else file.into[1]
+        fd_messages.send(end, body, layout, file.descriptor)
+        if file.into is not None:
+            fd_messages.send(end, {}, descriptor=file.into[0])
+        self._tell(end, memory, copied)
+        self._complete(end, file.shard)
+        reply = self._reply(end, memory[: header.header_bytes])
+        for line in reply["said"]:
+            logger.info("%s", line)
+        if "error" in reply:
+            kind = TierUnavailable if reply["kind"] == "unavailable" else SaveFailed
+            number = reply["errno"]
+            cause = OSError(number, os.strerror(number)) if number else None
+            raise kind(reply["error"], hint=reply["hint"]) from cause
+        self._layout = header
+        found, each = reply["digests"], digest.NUM_HEX
+        digests = {
+            region.key: found[number * each : (number + 1) * each]
+            for number, region in enumerate(header.regions)
+        }
+        return WriterResult(
+            Receipt.from_json(reply["receipt"]), shard_file.with_digests(header, digests)
+        )
+
+    def _tell(self, end: socket.socket, memory: memoryview, copied: Iterable[int]) -> None:
+        """Report progress of the copies until the file is complete."""
+        begin, told = address(memory) or 0, 0
+        step = min(TELL_BYTES, len(memory) // TELL_PART)
+        try:
+            for behind in copied:
+                if behind - begin - told >= step:
+                    told = behind - begin
+                    fd_messages.send(end, {"behind": told})
+        except BaseException:
+            with contextlib.suppress(EOFError, OSError):  # the next file reports the failure
+                fd_messages.send(end, {"abandon": True})
+                self._reply(end, memoryview(b""))
+            raise
+
+    @staticmethod
+    def _complete(end: socket.socket, shard: InMemory) -> None:
+        """Report the file as complete, with the digests known already."""
+        known = [(n, shard.digests.get(r.key)) for n, r in enumerate(shard.header.regions)]
+        numbers = [number for number, found in known if found]
+        found = "".join(each for _, each in known if each)
+        fd_messages.send(end, {"complete": True, "digested": numbers}, found.encode())
+
+    @staticmethod
+    def _reply(end: socket.socket, head: memoryview) -> dict[str, Any]:
+        reply = fd_messages.receive(end)
+        fd_messages.receive_into(end, head[: reply.payload_bytes])
+        return reply.body
+
+    def close(self) -> None:
+        """End the process and start no other; its unfinished writes count for nothing."""
+        with self._starting:
+            self._can = False
+            process, self._process = self._process, None
+            if self._end is not None:
+                self._end.close()
+                self._end = None
+            self._layout = None
+        if process is not None:
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_WITHIN_S)
+
+    def rest(self) -> None:
+        """End the process until the next use. No file may be in progress."""
+        could = self._can
+        self.close()
+        self._can = could
+
+    def _give_up(self, why: str) -> None:
+        self._can = False
+        logger.warning(
+            "files are written by the ranks themselves from now on, which takes time "
+            "from training: no process can do it beside them (%s)",
+            why,
+        )
+
+
+def _launched(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start the process outside the rank's process group (no signals from it) and output."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE, str(descriptor)],
+        env=variables,
+        pass_fds=(descriptor,),
+        start_new_session=True,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )

@@ -1,0 +1,245 @@
+"""Digest and write a rank's shard files in a process beside the rank. Imports no torch.
+
+    python -m trainckpt.snapshot.writer_process DESCRIPTOR
+
+In the rank's own process, each Python call that digests or writes would take the interpreter from
+training, which launches thousands of operations a step. This process takes only a free core.
+
+It reads the arena in place and never writes to it: the head is sent back to the rank. So after the
+rank's death the arena's next owner has no other writer. Its files count only once the ranks commit,
+and memory it encrypts to has no name before that.
+
+It ignores signals, and ends when its rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError
+from trainckpt.format import digest, shard_file
+from trainckpt.format.names import SnapshotName
+from trainckpt.snapshot import fd_messages
+from trainckpt.snapshot.encrypted_writer import SnapshotKey
+from trainckpt.snapshot.shard_writer import only_sealed, write_shard
+from trainckpt.storage.direct_io import address, memory
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.store_errors import number_behind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainckpt.format.shard_file import ShardHeader
+
+_DEAF_TO = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT")
+NICENESS = 5  # training goes first if no core is free
+SWITCH_S = 0.0002  # a thread that submits disk writes must not wait 5 ms for a digesting one
+MAPPED = 4  # mappings to cache: a rank's arenas, and memory for encrypted files
+
+
+class Abandoned(SaveFailed):
+    """The rank gave the file up."""
+
+
+@dataclass
+class KnownDigests:
+    """Numbers of regions digested by the rank, and their digests, concatenated."""
+
+    numbers: list[int] = field(default_factory=list)
+    digests: str = ""
+
+
+class MappedShardFile:
+    """A shard file in the rank's memory; a `shard_writer.InMemory`."""
+
+    def __init__(self, header: ShardHeader, data: memoryview, told: KnownDigests) -> None:
+        """`told`: digests from the rank; complete as soon as the file is."""
+        self.header, self.memory, self._told = header, data, told
+        self.top = memory(header.header_bytes)
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Return the digests the rank made while copying, by region key."""
+        at, found = 0, {}
+        for number in self._told.numbers:
+            region = self.header.regions[number]
+            end = at + region.num_blocks * digest.NUM_HEX
+            found[region.key], at = self._told.digests[at:end], end
+        return found
+
+    @cached_property
+    def head(self) -> bytes:
+        """Return the file's first bytes; digests the missing regions first."""
+        first = self.header.header_bytes
+        self.header = shard_file.with_digests(
+            self.header,
+            {
+                r.key: self.digests.get(r.key)
+                or digest.digests_by_block(
+                    self.memory[first + r.first_byte : first + r.first_byte + r.num_bytes],
+                    shard_file.block_bytes(r.num_bytes),
+                )
+                for r in self.header.regions
+            },
+        )
+        found = shard_file.build(self.header)
+        self.top[:] = found
+        return found
+
+
+class WriteProcess:
+    """Server for one rank."""
+
+    def __init__(self, end: socket.socket, said: list[str]) -> None:
+        self._end, self._said = end, said
+        self._tiers: dict[str, LocalTier] = {}
+        self._mapped: dict[tuple[int, int, int], mmap.mmap] = {}
+        self._header: ShardHeader | None = None
+        self._digested = KnownDigests()  # of the file under way
+
+    def serve(self) -> None:
+        """Write one file after the other until the rank is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                asked = fd_messages.receive(self._end)
+                layout = bytearray(asked.payload_bytes)
+                fd_messages.receive_into(self._end, memoryview(layout))
+                self._answer(asked, bytes(layout))
+
+    def _answer(self, asked: fd_messages.Message, layout: bytes) -> None:
+        progress = self._progress()
+        self._said.clear()
+        self._digested = KnownDigests()
+        try:
+            body, payload = self._write(asked, layout, progress)
+        except EOFError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the rank handles the error
+            for _ in _until_it_ends(progress):
+                pass  # drain the rank's messages about this file
+            body, payload = _told(error), memoryview(b"")
+        fd_messages.send(self._end, {**body, "said": list(self._said)}, payload)
+
+    def _write(
+        self, asked: fd_messages.Message, layout: bytes, progress: Iterator[int]
+    ) -> tuple[dict[str, Any], memoryview]:
+        body = asked.body
+        behind = fd_messages.receive(self._end) if body["into"] else None
+        if layout:  # first: it holds for later files too, even if this one fails
+            self._header = shard_file.parse(
+                layout, "what a rank sent", file_bytes=body["num_bytes"]
+            )
+        data = self._take(asked, body["num_bytes"])
+        into = self._take(behind, body["into"]) if behind is not None else None
+        assert self._header is not None
+        name, rank = SnapshotName.parse(body["name"]), body["rank"]
+        assert name is not None
+        shard, begin = MappedShardFile(self._header, data, self._digested), address(data) or 0
+        copied = (begin + behind for behind in progress)
+        seal = (
+            SnapshotKey(body["seal"][0], bytes.fromhex(body["seal"][1])) if "seal" in body else None
+        )
+        if body["root"] is None:
+            assert seal is not None
+            assert into is not None
+            receipt = only_sealed(name, rank, shard, copied=copied, seal=seal, into=into)
+        else:
+            receipt = write_shard(
+                self._tier(body["root"]), name, rank, shard, copied=copied, seal=seal, into=into
+            )
+        found = "".join(digest.compact(region.digest) for region in shard.header.regions)
+        return {"receipt": receipt.to_json(), "digests": found}, shard.top
+
+    def _progress(self) -> Iterator[int]:
+        """Yield the number of complete bytes at the file's start, as the rank reports it.
+
+        Raises:
+            Abandoned: the rank gave the file up.
+        """
+        while True:
+            message = fd_messages.receive(self._end)
+            if message.body.get("abandon"):
+                raise Abandoned("abandoned")
+            if message.body.get("complete"):
+                digests = bytearray(message.payload_bytes)
+                fd_messages.receive_into(self._end, memoryview(digests))
+                self._digested.numbers = message.body["digested"]
+                self._digested.digests = digests.decode("ascii")
+                return
+            yield message.body["behind"]
+
+    def _tier(self, root: str) -> LocalTier:
+        return self._tiers.setdefault(root, LocalTier(root))
+
+    def _take(self, message: fd_messages.Message, num_bytes: int) -> memoryview:
+        """Map the memory whose descriptor came with a message."""
+        assert message.descriptor is not None
+        try:
+            return self._map(message.descriptor, num_bytes)
+        finally:
+            os.close(message.descriptor)
+
+    def _map(self, descriptor: int, num_bytes: int) -> memoryview:
+        status = os.fstat(descriptor)
+        key = status.st_dev, status.st_ino, status.st_size
+        found = self._mapped.pop(key, None)
+        if found is None:
+            found = mmap.mmap(descriptor, status.st_size)
+        self._mapped[key] = found  # reinserted last: most recently used
+        for old in list(self._mapped)[:-MAPPED]:
+            del self._mapped[old]
+        return memoryview(found)[:num_bytes]
+
+
+def _until_it_ends(progress: Iterator[int]) -> Iterator[int]:
+    with contextlib.suppress(Abandoned):
+        yield from progress
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    kind = "unavailable" if isinstance(error, TierUnavailable) else "failed"
+    facts = {"kind": kind, "errno": number_behind(error)}
+    if isinstance(error, TrainckptError):
+        return {"error": error.message, "hint": error.hint, **facts}
+    return {"error": f"{type(error).__name__}: {error}", "hint": "", **facts}
+
+
+class _LogBuffer(logging.Handler):
+    """Collects log lines for the rank to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the rank at the other end of this descriptor."""
+    for name in _DEAF_TO:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    sys.setswitchinterval(SWITCH_S)
+    kept = _LogBuffer()
+    logger = logging.getLogger("trainckpt")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(kept)
+    with socket.socket(fileno=int(arguments[0])) as end:
+        WriteProcess(end, kept.said).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,682 @@
+"""Start an attempt: claim it, read its snapshot, build the objects that save and shut down.
+
+`RankContext` holds the dependencies of one rank, from the Checkpointer's construction on. `Attempt`
+holds the additional ones, once the attempt is claimed and the snapshot applied.
+
+The functions at the top list how each part of a resume was restored, as known from the snapshot and
+the script. `format.exactness.decide` derives the resume's exactness from these values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt import gpu_settings, launch
+from trainckpt.attempt.error_json import gather_or_raise
+from trainckpt.attempt.fingerprint import differences, take_fingerprint
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import misspelled_variables
+from trainckpt.attempt.rank_status import CLAIMED, SUPERVISOR_VARIABLE
+from trainckpt.attempt.record_log import AttemptId, AttemptLog
+from trainckpt.data import state_differences as loader_states
+from trainckpt.dumping.communicators import Communicators
+from trainckpt.dumping.lean_dump import LeanDump
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.exactness import How, Restored
+from trainckpt.gc_pause import gc_paused
+from trainckpt.inspect.contents import models_in
+from trainckpt.inspect.load import put
+from trainckpt.ranks.start_name import agree_on_name
+from trainckpt.ranks.store import connect
+from trainckpt.replicate import tier_interval
+from trainckpt.replicate.failure_domains import set_up, set_up_local
+from trainckpt.replicate.tier_uploader import TierUploader
+from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
+from trainckpt.resume.candidate_order import KEEP_LAST
+from trainckpt.resume.init_from import InitialWeights, read_initial
+from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
+from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
+from trainckpt.run_directory.tier_set import TierSet
+from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.save import encryption
+from trainckpt.save.arenas import Arenas
+from trainckpt.save.auto_interval import PRIOR_S, interval_s, mean_time_between_failures_s
+from trainckpt.save.coordinator import SaveCoordinator
+from trainckpt.save.replication_control import ReplicationControl
+from trainckpt.save.schedule import SaveSchedule
+from trainckpt.save.writer import ManifestDefaults
+from trainckpt.snapshot.attempt_history import read_attempts
+from trainckpt.snapshot.decrypting_tier import KeyRing
+from trainckpt.state import apply, attributes, reloaded
+from trainckpt.state.capture import LOADERS, capture, must_be_storable
+from trainckpt.state.state_size import weigh
+from trainckpt.stop.dump_pause import DumpPause
+from trainckpt.stop.final_save import FinalSave
+from trainckpt.stop.listener import say_how_it_stops, say_where
+from trainckpt.stop.shutdown import HardExit, Shutdown
+from trainckpt.stop.survivor_setup import set_up as survive
+from trainckpt.storage.fs_probe import file_system, free_bytes, is_remote
+from trainckpt.storage.local import LocalTier
+from trainckpt.storage.shared_memory import reclaim
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from trainckpt.attempt.data_world import DataWorld
+    from trainckpt.attempt.options import Options
+    from trainckpt.attempt.progress_counter import ProgressCounter
+    from trainckpt.attempt.rank_status import RankStatusWriter
+    from trainckpt.attempt.script_hooks import Hooks
+    from trainckpt.attempt.tracked_files import TrackedFiles
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.ranks.world import World
+    from trainckpt.resume.apply_phases import PhasedRestore, ResumeDrift
+    from trainckpt.resume.crash_marker import CrashMarker
+    from trainckpt.save.encryption import SnapshotEncryption
+    from trainckpt.save.estimates import SaveEstimator, Timings
+    from trainckpt.save.requests import SaveRequests
+    from trainckpt.state.adapters.optimizer import OptimizerState
+    from trainckpt.state.adapters.stateful import GenericState
+    from trainckpt.state.registry import Registry
+    from trainckpt.stop.listener import NoticeListener
+    from trainckpt.stop.survivor_setup import SurvivorSetup
+    from trainckpt.storage.base import Place
+
+
+def own_objects(crew: RankContext) -> list[str]:
+    """Return the names of tracked objects of the script's own types, which may count
+    micro-batches."""
+    kinds = {generic.name: type(generic.target) for generic in crew.registry.generics}
+    return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
+
+
+def said_by_objects(crew: RankContext, beginning: ResumePoint) -> list[Restored]:
+    """Return the tracked objects' reports on saved state that is not exact and verified."""
+    saved, registry = beginning.saved, crew.registry
+    if saved is None:
+        return []
+    found = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
+    tracked: list[OptimizerState | GenericState] = [*registry.optimizers, *registry.generics]
+    for each in tracked:
+        found += each.restored(saved)
+    for name in saved.values.get(LOADERS, ()):  # including loaders not registered yet
+        state = saved.decode(saved.values[name])
+        found += loader_states.restored(name, state, in_place=saved.exact)
+    if names := attributes.not_restored(registry.watched, saved, of_callbacks=False):
+        why = (
+            f"in no state_dict, so not as when it was saved: {_some(names)} "
+            f"({attributes.HINT}, or let the script set them)"
+        )
+        found.append(Restored("attributes", How.NOT_KEPT, why))
+    return found
+
+
+def said_after_loading(crew: RankContext, beginning: ResumePoint) -> list[Restored]:
+    """Return the objects whose own state_dict does not reproduce the state they loaded."""
+    saved = beginning.saved
+    if saved is None:
+        return []
+    return [part for each in crew.registry.generics for part in reloaded.compare(each, saved)]
+
+
+def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:
+    """Return the nondeterministic settings in a fingerprint."""
+    return _not_kept("determinism", gpu_settings.not_deterministic(here))
+
+
+def of_all_ranks(channel: RankStore, own: Sequence[Restored]) -> list[Restored]:
+    """Return the parts of all ranks, each once, from the first rank with it.
+
+    Every rank calls it. A part that rank 0 lacks names its rank.
+    """
+    found: dict[Restored, int] = {}
+    everyone = channel.gather("not exact", [part.to_json() for part in own], RANKS_TIMEOUT_S)
+    for rank, parts in enumerate(everyone):
+        for part in map(Restored.from_json, parts):
+            found.setdefault(part, rank)
+    return [replace(part, rank=rank) if rank else part for part, rank in found.items()]
+
+
+def other_state(beginning: ResumePoint, own_objects: Sequence[str]) -> list[Restored]:
+    """Return the reasons that the state differs from the saved one.
+
+    Args:
+        beginning: The attempt's starting point.
+        own_objects: Names of tracked objects of types outside torch.
+    """
+    saved = beginning.saved
+    if saved is None:
+        return []
+    left = saved.left
+    excluded = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
+    found = _not_kept("excluded tensors", excluded)
+    if beginning.manifest is not None:
+        found += _not_kept("ranks that died", beginning.manifest.not_bitwise)
+    found += _not_kept("DDP", apply.not_kept_of_ddp(saved))
+    then, now = saved.worlds
+    if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
+        return found
+    found += _not_kept("layout", ["the tensors lie over the ranks in another way"])
+    if beginning.rewound:
+        why = [f"the window of {beginning.rewound} micro-batches so far begins anew"]
+        if own_objects:
+            why.append(f"inside that window still, not at its start: {_some(own_objects)}")
+        found += _not_kept("window", why)
+    if then != now:
+        why = [f"{now} ranks instead of {then}: the global batch may change with them"]
+        if apart := _of_each_rank(beginning):
+            what = f"{now} of {then} go on" if now < then else "new ranks take another's"
+            why.append(f"each rank had its own, {what}: {_some(apart)}")
+        found += _not_kept("ranks", why)
+    return found
+
+
+def seen_since(otherwise: ResumeDrift) -> list[Restored]:
+    """Return the differences seen once training has gone on."""
+    found = _not_kept("requires_grad", other_gradients(otherwise.gradients))
+    if otherwise.wrappers:
+        why = (
+            "in another DDP than the resume could put back what the saved one kept to "
+            f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
+            "before the first batch is asked for)"
+        )
+        found += _not_kept("DDP", [why])
+    if otherwise.attributes:
+        why = (
+            "of callbacks, in no state_dict, so not as when it was saved: "
+            f"{_some(otherwise.attributes)} ({attributes.HINT_OF_CALLBACKS})"
+        )
+        found += _not_kept("attributes", [why])
+    if otherwise.generators:
+        names = _some(otherwise.generators)
+        why = f"these names do not hold the saved generators: {names}"
+        found += _not_kept("random generators", [why])
+    return found
+
+
+def other_gradients(changed: Mapping[str, bool]) -> list[str]:
+    """Return sentences on parameters whose requires_grad changed; `changed`: name -> True if it
+    was frozen when saved."""
+    trained = [name for name, was_frozen in changed.items() if was_frozen]
+    frozen = changed.keys() - set(trained)
+    set_by = "a resume sets no requires_grad, and the script set it otherwise before the stop"
+    found = [f"frozen now, trained when it was saved: {_some(frozen)} ({set_by})"] if frozen else []
+    if trained:
+        found.append(f"trained now, frozen when it was saved: {_some(trained)} ({set_by})")
+    return found
+
+
+def _not_kept(name: str, sentences: Sequence[str]) -> list[Restored]:
+    return [Restored(name, How.NOT_KEPT, sentence) for sentence in sentences]
+
+
+def _of_each_rank(beginning: ResumePoint) -> list[str]:
+    """Return the model tensors that were not alike on all ranks."""
+    if beginning.manifest is None or beginning.saved is None:
+        return []
+    models = models_in(beginning.saved.values)
+    tensors = beginning.manifest.tensors.items()
+    return [n for n, e in tensors if e.layout is None and n.partition("/")[0] in models]
+
+
+def _some(names: Collection[str]) -> str:
+    """Return the first three names, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(sorted(names)[:3])}{more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """Dependencies of one rank, independent of the attempt.
+
+    Attributes:
+        loaders: The owner's own list: a loader may be registered later.
+        slower: The slower tiers named by the options.
+        data_world: Groups of ranks with different data, if the script declares them.
+        problems: Reasons against a bitwise resume found in the script's objects.
+    """
+
+    options: Options
+    tier: Place
+    world: World
+    registry: Registry
+    position: ProgressCounter
+    pace: Timings
+    outlook: SaveEstimator
+    arrival: PhasedRestore
+    watch: NoticeListener
+    hard_exit: HardExit
+    teller: RankStatusWriter
+    requests: SaveRequests
+    loaders: list[tuple[Any, TrackedLoader]]
+    problems: list[Restored]
+    last_words: CrashMarker
+    files: TrackedFiles
+    hooks: Hooks
+    slower: TierConfig
+    data_world: DataWorld | None = None
+
+    @cached_property
+    def channel(self) -> RankStore:
+        """Store between the ranks, with keys of this start alone. First use waits for all ranks."""
+        return connect(self.world, agree_on_name(self.world))
+
+    @cached_property
+    def opener(self) -> KeyRing:
+        """Key ring for encrypted files."""
+        return KeyRing(self.options.identity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of a run's processes, on one rank, ready to train.
+
+    Attributes:
+        beginning: The attempt's starting point.
+        survival: Setup for saves after other ranks die; None: no such saves.
+    """
+
+    beginning: ResumePoint
+    log: AttemptLog
+    saver: SaveCoordinator
+    departure: Shutdown
+    policy: SaveSchedule
+    survival: SurvivorSetup | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of the attempt, from 1."""
+        return self.beginning.record.attempt
+
+    def begin_window(self, position: ProgressCounter, *, resumable: bool) -> None:
+        """Keep the state at a window's start, in case other ranks die. Called at each boundary."""
+        if self.survival is not None and resumable and not position.micro:
+            self.survival.note(position.cursor)
+
+    def must_be_able_to_save(self, crew: RankContext, *, at_first: bool) -> None:
+        """Refuse a state that no save could store, and warn if the disk lacks room for it.
+
+        Called at the first boundary and at the first after a step, so that it fails early. All
+        ranks pass the first boundary and refuse together. After it only the affected rank logs an
+        error, since the others might wait for it in vain; the next save then fails on all, with the
+        reason.
+
+        Args:
+            crew: Dependencies of this rank.
+            at_first: This is the first boundary.
+
+        Raises:
+            ConfigurationError: a tracked object's state cannot be stored; named in the message.
+        """
+        if at_first or crew.world.size == 1:
+            check = partial(must_be_storable, crew.registry)
+            gather_or_raise(crew.channel, f"storable/{int(at_first)}", check, RANKS_TIMEOUT_S)
+        else:
+            try:
+                must_be_storable(crew.registry)
+            except ConfigurationError as error:
+                logger.error("no checkpoint can be saved: %s; next: %s", error.message, error.hint)
+        is_first = crew.world.rank == 0
+        if not (is_first and isinstance(crew.tier, LocalTier)) or crew.options.exclude:
+            return
+        with contextlib.suppress(OSError):
+            needed, free = weigh(crew.registry, gradients=False).state, free_bytes(crew.tier.root)
+            if 0 <= free < needed:
+                logger.error(
+                    "%s has %.1f MB left, and a checkpoint needs %.1f MB: unless space is freed, "
+                    "nothing can be saved there",
+                    crew.tier.url,
+                    free / 1e6,
+                    needed / 1e6,
+                )
+
+    @property
+    def resumed_from(self) -> Cursor | None:
+        """Cursor this attempt resumed from, or None if it began at step 0."""
+        return self.beginning.cursor
+
+
+def set_out(crew: RankContext, mode: str) -> Attempt:
+    """Claim the next attempt, choose and read its snapshot, apply it. Every rank calls it.
+
+    Raises:
+        TrainckptError: as `Checkpointer.resume` documents, on every rank alike.
+    """
+    with crew.teller.refusals(), gc_paused():
+        beginning = _begin(crew, mode)
+        try:
+            return _make_ready(crew, beginning)
+        except BaseException:
+            crew.last_words.stop()
+            crew.watch.end()
+            raise
+
+
+def _make_ready(crew: RankContext, beginning: ResumePoint) -> Attempt:
+    devices = crew.registry.devices()
+    own = gpu_settings.describe(gpu_settings.training_devices(devices))
+    everyone = crew.channel.gather("devices", own, RANKS_TIMEOUT_S)
+    here = take_fingerprint(crew.world.size, devices, everyone)
+    parent = str(beginning.manifest.name) if beginning.manifest else None
+    log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
+    if beginning.manifest is not None:
+        encryption.check_stays_encrypted(beginning.manifest, crew.options)
+    initial = _read_initial(crew, beginning)
+    record_parent(crew.channel, log, parent, _chosen(crew, initial))
+    if initial is not None:
+        put(initial.loading)
+    number = AttemptId(beginning.record.attempt)
+    facts = ManifestDefaults(beginning.run, number, parent, here, crew.options.keep_last)
+    seals = encryption.set_up(crew.options, crew.channel, beginning.run)
+    arenas = _arenas(crew, beginning)
+    hosts = beginning.record.facts["hosts"]
+    saver = SaveCoordinator(
+        tier=crew.tier,
+        channel=crew.channel,
+        registry=crew.registry,
+        facts=facts,
+        log=log,
+        pace=crew.pace,
+        arenas=arenas,
+        window_start=crew.position.window_start,
+        sealing=seals,
+        uploads=_uploads(crew, arenas, log, facts, beginning),
+        replication=ReplicationControl(
+            arenas,
+            crew.world.rank,
+            set_up(crew.options, crew.channel, crew.tier.url, hosts),
+            partial(set_up_local, crew.channel, crew.tier.url, hosts),
+        ),
+        saves_gradients=partial(_saves_gradients, crew),
+        blocks_step=crew.options.memory_every.steps == 1,
+    )
+    survival = survive(
+        options=crew.options,
+        channel=crew.channel,
+        tier=crew.tier,
+        registry=crew.registry,
+        facts=facts,
+        saver=saver,
+        hard_exit=crew.hard_exit,
+        hosts=hosts,
+        teller=crew.teller,
+        seals=seals,
+    )
+    rest = None
+    if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
+        # This host has no key to read an encrypted snapshot back.
+        rest = _rest(crew, facts, saver, lean=survival is None and seals is None)
+    parts = list[Restored]()
+    if beginning.manifest is not None:
+        parts += other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
+        parts += not_deterministic(here) + differences(beginning.manifest.fingerprint, here)
+    departure = Shutdown(
+        options=crew.options,
+        channel=crew.channel,
+        last_save=_final_save(crew, saver, beginning),
+        watch=crew.watch,
+        log=log,
+        teller=crew.teller,
+        requests=crew.requests,
+        loaders=crew.loaders,
+        where=lambda: crew.position.cursor,
+        hard_exit=crew.hard_exit,
+        restored=[*crew.problems, *parts] if beginning.manifest is not None else [],
+        survival=survival,
+        rest=rest,
+    )
+    if beginning.manifest is not None:
+        _refer(saver, seals, beginning)
+        _arrive(crew, departure, beginning)
+        parts = [*crew.problems, *parts, *said_after_loading(crew, beginning)]
+        departure.set_restored(of_all_ranks(crew.channel, parts))
+    if crew.world.rank == 0:
+        say_where(crew.tier, beginning, departure.exactness, crew.registry)
+        _say_what_was_chosen(crew, initial)
+        lost = launch.missing_supervisor(os.environ)
+        say_how_it_stops(crew.outlook.describe(), crew.watch.grace_s, lost)
+    policy = SaveSchedule(
+        crew.options.every,
+        crew.position.step,
+        time.monotonic(),
+        _interval(crew, beginning),
+        crew.options.memory_every,
+    )
+    if beginning.saved is not None:  # only `PhasedRestore` needs it, until the first batch
+        beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
+    if beginning.manifest is not None:
+        saver.replication.begin_from([crew.tier, *crew.slower.tiers], beginning.manifest)
+    saver.uploads.start()
+    return Attempt(
+        beginning=beginning,
+        log=log,
+        saver=saver,
+        departure=departure,
+        policy=policy,
+        survival=survival,
+    )
+
+
+def _refer(
+    saver: SaveCoordinator, seals: SnapshotEncryption | None, beginning: ResumePoint
+) -> None:
+    """Permit references to the initial snapshot if both are encrypted to the same recipients, or
+    neither is.
+
+    Otherwise a snapshot would be readable to the wrong recipients, or unreadable to its own.
+    """
+    manifest = beginning.manifest
+    assert manifest is not None
+    if not encryption.may_refer(seals, manifest):
+        return
+    saver.references.begin_from(manifest, beginning.reader)
+    if seals is not None:
+        seals.begin_from(manifest)
+
+
+def _uploads(
+    crew: RankContext,
+    arenas: Arenas,
+    log: AttemptLog,
+    facts: ManifestDefaults,
+    beginning: ResumePoint,
+) -> Uploads:
+    """Build the uploads of this attempt's snapshots to the slower tiers."""
+    copy_from = None if crew.options.encrypt_to else arenas.copy_from
+    near = ArenaFirstReader(crew.tier, copy_from)
+    work = UploadContext(
+        run_tier=crew.tier,
+        arena_first=near,
+        channel=crew.channel,
+        log=log,
+        run=facts.run,
+        number=facts.number,
+        keep_last=crew.options.keep_last,
+    )
+    durable, every = crew.slower.durable, crew.options.every
+    step = beginning.cursor.step if beginning.cursor is not None else 0
+    flushers = [
+        TierUploader(
+            tier,
+            work,
+            number,
+            is_durable=tier.name == durable,
+            every=tier_interval.interval_of(every, tier),
+            begun_step=step,
+        )
+        for number, tier in enumerate(crew.slower.tiers)
+    ]
+    return Uploads(flushers, durable)
+
+
+def _read_initial(crew: RankContext, beginning: ResumePoint) -> InitialWeights | None:
+    """Read the initial weights of `init_from` at step 0; compared on all ranks."""
+    if beginning.manifest is not None or crew.options.init_from is None:
+        return None
+    begun_s = time.monotonic()
+    try:
+        return read_initial(crew.options.init_from, crew.registry, crew.channel)
+    except BaseException as error:
+        if crew.world.rank == 0:
+            record_refusal(crew.tier, beginning.record, error, time.monotonic() - begun_s)
+        raise
+
+
+def _chosen(crew: RankContext, initial: InitialWeights | None) -> dict[str, Any]:
+    """Return the options to store in the attempt's record."""
+    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last, WHERE: where(crew.tier)}
+    found |= crew.slower.to_facts()
+    if initial is not None:
+        found["init_from"] = initial.source
+    if crew.options.exclude:
+        found["exclude"] = list(crew.options.exclude)
+    if crew.data_world is not None:
+        found["data_ranks"] = crew.data_world.size
+    return found
+
+
+def _say_what_was_chosen(crew: RankContext, initial: InitialWeights | None) -> None:
+    for sentence in misspelled_variables(os.environ):
+        logger.warning(sentence)
+    if initial is not None:
+        logger.info("weights and buffers loaded from %s", initial.source)
+    if excluded := sum(len(model.excluded) for model in crew.registry.models):
+        by = ", ".join(crew.options.exclude)
+        logger.info("exclude leaves %d tensors out of snapshots: %s", excluded, by)
+    if crew.data_world is not None:
+        logger.debug("the data is divided over %s", crew.data_world)
+
+
+def _begin(crew: RankContext, mode: str) -> ResumePoint:
+    def claimed(attempt: int) -> None:
+        crew.last_words.listen(attempt)
+        crew.teller.update(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
+        crew.watch.start(attempt, crew.channel, is_first=crew.world.rank == 0)
+
+    recipients: tuple[str, ...] = ()
+    try:
+        tier_interval.check(crew.options.every, crew.slower)
+        if crew.data_world is not None:
+            for original, tracked in crew.loaders:
+                crew.data_world.check(tracked.name, original)
+        recipients = encryption.check(crew.options)
+        crew.registry.exclude(crew.options.exclude)
+        reach = TierSet(
+            crew.tier,
+            crew.slower,
+            crew.options.accept_older,
+            crew.opener,
+            encrypts=bool(crew.options.encrypt_to),
+        )
+        with crew.registry.unchanged():
+            capture(crew.registry)  # refuse an unstorable state now, not at the first save
+            return begin(
+                tier=crew.tier,
+                channel=crew.channel,
+                registry=crew.registry,
+                mode=mode,
+                on_claimed=claimed,
+                reach=reach,
+            )
+    except BaseException:
+        crew.last_words.stop()
+        crew.watch.end()
+        raise
+
+
+def _arenas(crew: RankContext, beginning: ResumePoint) -> Arenas:
+    """Build this rank's shared memory, one of those on its host."""
+    reclaim()
+    hosts = beginning.record.facts["hosts"]
+    local = [rank for rank, host in enumerate(hosts) if host == crew.world.host]
+    budget = crew.options.memory_budget
+    newest = beginning.manifest.name.folder if beginning.manifest is not None else None
+    return Arenas(crew.tier.url, crew.world.rank, local, budget, newest=newest)
+
+
+def _saves_gradients(crew: RankContext) -> bool:
+    """Return True if saves by time may fall amid a window, as far as windows were seen by now."""
+    every, micro_batches = crew.options.every, crew.position.window or crew.options.accumulate or 1
+    return micro_batches > 1 and (every.auto or every.seconds is not None)
+
+
+def _interval(crew: RankContext, beginning: ResumePoint) -> Callable[[], float]:
+    """Return a function for the seconds until the next automatic save; rank 0 requests it."""
+    mean_s = PRIOR_S
+    if crew.options.every.auto and crew.world.rank == 0:
+        own = beginning.record.attempt
+        before = [r for n, r in read_attempts(crew.tier).items() if n < own]
+        mean_s = mean_time_between_failures_s(before)
+
+    def seconds() -> float:
+        found = interval_s(crew.pace.stall_s, crew.pace.save_s, mean_s)
+        if crew.options.every.auto and crew.pace.stall_s is not None:
+            logger.debug("next save in %.0f s", found)
+        return found
+
+    return seconds
+
+
+def _rest(
+    crew: RankContext, facts: ManifestDefaults, saver: SaveCoordinator, *, lean: bool
+) -> DumpPause:
+    """Build the pause that lets the processes be dumped at a stop.
+
+    Args:
+        lean: True if nothing else reads the state while the training thread pauses.
+    """
+    drops = LeanDump(crew.tier, facts.run, crew.world, crew.registry, saver.release_memory)
+    crew.hooks.before_dump.insert(0, saver.arenas.unlock_memory)
+    position = crew.position
+    apart = Communicators(lambda: (position.cursor.step, position.cursor.micro))
+    return DumpPause(
+        channel=crew.channel,
+        hooks=crew.hooks,
+        number=facts.number,
+        watch=crew.watch,
+        teller=crew.teller,
+        lean=drops if lean else None,
+        communicators=apart,
+    )
+
+
+def _final_save(crew: RankContext, saver: SaveCoordinator, beginning: ResumePoint) -> FinalSave:
+    hosts = set(beginning.record.facts["hosts"])
+    on_one_host = len(hosts) == 1 and isinstance(crew.tier, LocalTier)
+    if on_one_host and isinstance(crew.tier, LocalTier):
+        on_one_host = not is_remote(file_system(crew.tier.root))
+    parent = None
+    if beginning.manifest is not None and beginning.cursor is not None:
+        parent = str(beginning.manifest.name), beginning.cursor
+    return FinalSave(
+        channel=crew.channel,
+        saver=saver,
+        outlook=crew.outlook,
+        requests=crew.requests,
+        parent=parent,
+        host_goes=lambda: crew.watch.machine_goes,
+        on_one_host=on_one_host,
+    )
+
+
+def _arrive(crew: RankContext, departure: Shutdown, beginning: ResumePoint) -> None:
+    """Apply the snapshot; an error here counts as a death of the attempt on it."""
+    assert beginning.manifest is not None
+    assert beginning.saved is not None
+    cursor = beginning.cursor
+    assert cursor is not None
+    try:
+        first_loader = crew.loaders[0][1] if crew.loaders else None
+        crew.arrival.begin(beginning.saved, cursor, beginning.manifest.window, first_loader)
+        crew.files.resumed(beginning.saved, beginning.record.attempt)
+    except BaseException as error:
+        crew.last_words.stop()
+        departure.abandon(error, cursor)
+        raise

@@ -1,0 +1,435 @@
+"""Capture and restore optimizers: the state of every parameter, and the parameter groups.
+
+`load_state_dict` is not used: it casts moments to the type of the parameter, which loses bits of
+fp32 moments on bf16 parameters. Parameters are named by their module path, never by position.
+
+A script may add parameter groups during training, as gradual unfreezing does by `add_param_group`.
+A fresh optimizer lacks them, so a resume adds them. The script may add one again before the first
+batch, at the start of an epoch for instance. Changes before the first boundary are undone anyway,
+so the second addition is ignored instead of being torch's error.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainckpt.format.exactness import How, Restored
+from trainckpt.state import dtensor
+from trainckpt.state.parallel_copy import CopyBatch
+from trainckpt.state.values import UnknownValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from trainckpt.state.captured import Captured, Saved
+
+
+# Their state_dict has nothing besides state and param_groups.
+_PLAIN_PACKAGES = ("torch.optim.", "accelerate.")
+# Their state_dict has one number more, saved here: module -> (attribute, the number's name in it).
+_NUMBERS = {"torch.distributed.optim.post_localSGD_optimizer": ("averager", "step")}
+
+
+class OptimizerState:
+    """One tracked `torch.optim.Optimizer`.
+
+    Attributes:
+        added: Number of groups added by a resume.
+        changed: Options set differently by the script now: "lr 0.1 then, 0.2 now". The snapshot's
+            values apply.
+        undone: The same for options that the script set between the resume and its boundary,
+            "lr 0.2 set, 0.1 saved". The snapshot's values apply to them too.
+        implied: Tracked because another tracked object steps by it. Snapshots of older releases
+            lack it.
+    """
+
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, *, implied: bool = False
+    ) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.implied = implied
+        self.added = 0
+        self.changed: list[str] = []
+        self.undone: list[str] = []
+        self._made = [_made(group) for group in optimizer.param_groups]
+        self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return every parameter of every group, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def problems(self, tracks: Callable[[object], bool]) -> list[str]:
+        """Return a sentence for each possible loss: state besides `state` and `param_groups`.
+
+        `tracks` returns True for tracked objects.
+        """
+        optimizer = self.optimizer
+        # An inner optimizer on the same state is checked here, unless tracked by itself.
+        parts = [(self.name, optimizer)]
+        for attribute, inner in inner_optimizers(optimizer):
+            if inner.state is optimizer.state and not tracks(inner):
+                parts.append((f"{self.name}.{attribute}", inner))
+        return [
+            f"{name} (a {type(part).__name__}) has a state_dict of its own; only its state and "
+            "param_groups are kept"
+            for name, part in parts
+            if _tells_more(part)
+        ]
+
+    def restored(self, saved: Saved) -> list[Restored]:
+        """Return the parts missing from a snapshot of an older release."""
+        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in self._lost(saved)]
+
+    def _lost(self, saved: Saved) -> list[str]:
+        if self.implied and self.name not in saved.values:
+            return [f"the state of {self.name} is not in the snapshot"]
+        if _number(self.optimizer) is None or "number" in saved.values[self.name]:
+            return []
+        owner, name = _NUMBERS[_defined_in(self.optimizer)]
+        return [f"the {name} of {self.name}'s {owner} begins anew: the snapshot does not hold it"]
+
+    def capture(self, out: Captured, names: Mapping[int, str]) -> None:
+        """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
+        known, group = self._names(names), self.name
+        out.apart[group] = 1
+        groups = [
+            {
+                "options": out.encode(_options(group), f"{self.name}/group{i}", self.name),
+                "params": [known[id(p)] for p in group["params"]],
+            }
+            for i, group in enumerate(self.optimizer.param_groups)
+        ]
+        met: dict[int, Any] = {}  # tensors shared as the state of several parameters
+        state = {
+            known[id(p)]: [
+                self._capture(out, known[id(p)], key, value, met)
+                for key, value in self._items(known[id(p)], items)
+            ]
+            for p, items in self.optimizer.state.items()
+            if id(p) in known
+        }
+        for name, parameter in self.untracked(names).items():
+            out.add(name, parameter, self.name)
+        kind = type(self.optimizer).__qualname__  # only ever compared
+        made = out.encode(self._made, f"{self.name}/made", self.name)
+        out.values[self.name] = {"kind": kind, "groups": groups, "state": state, "made": made}
+        own = [
+            [out.encode(key, self.name), out.encode(value, self._path("own", key), group)]
+            for key, value in self.optimizer.state.items()
+            if not isinstance(key, torch.Tensor)
+        ]
+        if own:  # the optimizer's own state, besides its parameters'
+            out.values[self.name]["own"] = own
+        if (number := _number(self.optimizer)) is not None:
+            holder, attribute = number
+            out.values[self.name]["number"] = out.encode(getattr(holder, attribute), self.name)
+
+    def _items(self, parameter: str, items: Any) -> Iterable[tuple[Any, Any]]:
+        if not isinstance(items, dict):
+            raise UnknownValue(
+                f"{self.name} keeps a {type(items).__qualname__} as the state of {parameter}",
+                hint="let state[parameter] be a dict, as those of torch's optimizers",
+            )
+        return items.items()
+
+    def _capture(
+        self, out: Captured, parameter: str, key: object, value: Any, met: dict[int, Any]
+    ) -> list[Any]:
+        """Encode one item of a parameter's state, mostly a tensor with a string key."""
+        path = self._path(parameter, key)
+        if type(key) is str and type(value) is torch.Tensor:
+            node = met.get(id(value))
+            if node is None:
+                node = met[id(value)] = out.add(path, value, self.name)
+            return [key, node]
+        return [out.encode(key, self.name), out.encode(value, path, self.name)]
+
+    def differences(self, saved: Saved, names: Mapping[int, str]) -> list[str]:
+        """Return the differences: another kind of optimizer, or groups of other parameters."""
+        known, kind = self._names(names), type(self.optimizer).__qualname__
+        kind_then = saved.values[self.name]["kind"]
+        if kind_then != kind:
+            return [f"{self.name} was a {kind_then}, is a {kind}"]
+        then = [group["params"] for group in saved.values[self.name]["groups"]]
+        now = [[known[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        missing = then[len(now) :] if then[: len(now)] == now else []
+        why = cannot_be_added(self.optimizer.param_groups, missing, names) if missing else ""
+        if len(then) != len(now) and (why or not missing):
+            told = f": {why}; add them before the Checkpointer is made" if why else ""
+            return [f"{self.name} had {len(then)} parameter groups, has {len(now)}{told}"]
+        found = []
+        for i, (old, new) in enumerate(zip(then, now, strict=False)):
+            if old != new:
+                gone, added = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+                what = f"lost {gone[:3]}, gained {added[:3]}" if gone or added else "another order"
+                found.append(f"{self.name}: parameter group {i} {what}")
+        for name, parameter in self.untracked(names).items():
+            held = saved.tensors.get(name)
+            fits = held is not None and held.shape == dtensor.local(parameter).shape
+            if name in saved.shapes and not fits:
+                found.append(
+                    f"{name} has shape {list(saved.shapes[name])} in the snapshot, "
+                    f"{list(parameter.shape)} now"
+                )
+        return found
+
+    def add_groups(self, saved: Saved, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add the snapshot's groups not made yet by the script; `parameters` by full name."""
+        missing = saved.values[self.name]["groups"][len(self.optimizer.param_groups) :]
+        if missing:
+            self.added = len(missing)
+            groups = [([parameters[n] for n in g["params"]], g["options"]) for g in missing]
+            add(
+                self.optimizer,
+                [
+                    (held, saved.decode(options, held[0].device if held else None))
+                    for held, options in groups
+                ],
+            )
+
+    @torch.no_grad()
+    def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
+        """Restore groups and per-parameter state, each tensor with its saved type."""
+        stored = saved.values[self.name]
+        if "made" in stored and not self.changed:
+            then = saved.decode(stored["made"])
+            self.changed = _changed(then, self._made, "then", "now")
+            self._made = then  # the next resume reports it too
+        if saved.is_again:
+            own = [_options(group) for group in self.optimizer.param_groups]
+            restored = [saved.decode(group["options"]) for group in stored["groups"]]
+            self.undone = _changed(own, restored, "set", "saved")
+        for name, parameter in self.untracked(names).items():
+            dtensor.local(parameter).copy_(saved.tensors[name])
+        for group, then in zip(self.optimizer.param_groups, stored["groups"], strict=True):
+            device = group["params"][0].device if group["params"] else None
+            for key, value in saved.decode(then["options"], device).items():
+                live = group.get(key)
+                if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+                    live.copy_(value)  # schedulers and graphs may refer to this very tensor
+                else:
+                    group[key] = value
+        known, copies = self._names(names), CopyBatch()
+        before = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        put, self._put = self._put, {}
+        made: dict[str, torch.Tensor] = {}
+        for parameter in self.parameters():
+            items = stored["state"].get(known[id(parameter)])
+            if items is not None:
+                live = before.get(parameter, {})
+                self.optimizer.state[parameter] = {
+                    (key := saved.decode(coded)): self._value(
+                        saved,
+                        value,
+                        parameter=parameter,
+                        key=key,
+                        put=put,
+                        live=live.get(key),
+                        copies=copies,
+                        made=made,
+                    )
+                    for coded, value in items
+                }
+        copies.run(saved.num_threads)
+        for key, value in stored.get("own", ()):
+            self.optimizer.state[saved.decode(key)] = saved.decode(value)
+        if "number" in stored and (number := _number(self.optimizer)) is not None:
+            holder, attribute = number
+            setattr(holder, attribute, saved.decode(stored["number"]))
+
+    def _value(
+        self,
+        saved: Saved,
+        tree: Any,
+        *,
+        parameter: torch.Tensor,
+        key: Any,
+        put: Mapping[tuple[int, Any], torch.Tensor],
+        live: Any,
+        copies: CopyBatch,
+        made: dict[str, torch.Tensor],
+    ) -> Any:
+        """Return one saved value, in the tensor of the last `apply` if still in use.
+
+        State is applied twice: on resume, and at the first boundary. `made`: tensors by name.
+        Parameters with one shared state tensor share it again.
+        """
+        where = id(parameter), key
+        name = tree.get("$tensor", "") if isinstance(tree, dict) else ""
+        if name in made:
+            self._put[where] = made[name]
+            return made[name]
+        ours = isinstance(live, torch.Tensor) and live is put.get(where)
+        if ours and saved.put_again(tree, live, copies):
+            value = live
+        else:
+            # a script may resize it: then it must be torch's own memory
+            as_large = saved.shapes.get(name) == tuple(parameter.shape)
+            value = saved.make(tree, parameter.device, copies, gives=as_large)
+        if type(value) is torch.Tensor:
+            self._put[where] = value
+            if name:
+                made[name] = value
+        return value
+
+    def settled(self) -> None:
+        """Forget the restored tensors: nothing is applied any more."""
+        self._put.clear()
+        if self.added:
+            settle(self.optimizer)
+
+    def _path(self, parameter: str, key: object) -> str:
+        return f"{self.name}/{parameter}/{key}"
+
+    def named(self, names: Mapping[int, str]) -> list[tuple[torch.Tensor, str]]:
+        """Return every parameter with its name; `names` as for `capture`."""
+        known = self._names(names)
+        return [(parameter, known[id(parameter)]) for parameter in self.parameters()]
+
+    def untracked(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+        """Return the parameters of no tracked model: only here their values are saved."""
+        known = self._names(names)
+        return {known[id(p)]: p for p in self.parameters() if id(p) not in names}
+
+    def _names(self, names: Mapping[int, str]) -> dict[int, str]:
+        """Return this optimizer's parameter names; by position for those of no tracked model."""
+        known = dict(names)
+        for i, group in enumerate(self.optimizer.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                known.setdefault(id(parameter), f"{self.name}.group{i}.{j}")
+        return known
+
+
+def counted_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer with working step hooks: itself, or an inner one.
+
+    Torch installs the hooks in `Optimizer.__init__`, skipped by some wrappers. None: neither calls
+    them.
+    """
+    tried = (optimizer, *(inner for _, inner in inner_optimizers(optimizer)))
+    return next((one for one in tried if hasattr(type(one).step, "hooked")), None)
+
+
+def _tells_more(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if its state_dict may have state not captured here."""
+    is_plain = _defined_in(optimizer).startswith(_PLAIN_PACKAGES)
+    return not is_plain and _number(optimizer) is None
+
+
+def _defined_in(optimizer: torch.optim.Optimizer) -> str:
+    """Return the module defining its state_dict."""
+    return str(getattr(type(optimizer).state_dict, "__module__", ""))
+
+
+def _number(optimizer: torch.optim.Optimizer) -> tuple[Any, str] | None:
+    """Return the object and attribute of the extra number in its state_dict, or None."""
+    where = _NUMBERS.get(_defined_in(optimizer))
+    return None if where is None else (getattr(optimizer, where[0]), where[1])
+
+
+def inner_optimizers(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield inner optimizers by attribute, or by attribute and key."""
+    for name, value in vars(optimizer).items():
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+        items = enumerate(value) if isinstance(value, (list, tuple)) else items
+        for path, item in ((name, value), *((f"{name}[{key!r}]", item) for key, item in items)):
+            if isinstance(item, torch.optim.Optimizer):
+                yield path, item
+
+
+def _made(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group as made by the script: numbers, and tuples of them.
+
+    A scheduler has already changed `lr`; then `initial_lr` is the script's choice.
+    """
+    plain = {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in _options(group).items()
+        if not (
+            isinstance(value, torch.Tensor) and (value.numel() != 1 or value.device.type != "cpu")
+        )
+    }
+    first = plain.pop("initial_lr", None)
+    if first is not None:
+        plain["lr"] = first
+    return {key: value for key, value in plain.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    parts = value if type(value) is tuple else (value,)
+    return all(type(part) in (bool, int, float) for part in parts)
+
+
+def _changed(
+    then: list[dict[str, Any]], now: list[dict[str, Any]], old_word: str, new_word: str
+) -> list[str]:
+    """Return "lr 0.1 then, 0.2 now" for each changed number among the options of groups, each
+    once."""
+    found = [
+        f"{key} {old[key]} {old_word}, {new[key]} {new_word}"
+        for old, new in zip(then, now, strict=False)
+        for key in old
+        if key in new and _is_number(old[key]) and _is_number(new[key]) and old[key] != new[key]
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def cannot_be_added(
+    live: Sequence[Mapping[str, Any]], added: Sequence[Sequence[str]], known: Mapping[int, str]
+) -> str:
+    """Return the reason why groups of these parameters cannot be added; "" if they can.
+
+    Args:
+        live: The groups before them.
+        added: Full names of their parameters.
+        known: id(parameter) -> name, of the parameters of all tracked models.
+    """
+    held = [known[id(p)] for g in live for p in g["params"] if id(p) in known]
+    wanted = [name for names in added for name in names]
+    strange = sorted(set(wanted) - set(known.values()))
+    if strange:
+        return f"no tracked model has {strange[0]}"
+    if len({*held, *wanted}) < len(held) + len(wanted):
+        return "they hold parameters that are in another group too"
+    if any("param_names" in group for group in live):
+        return "the script gave the others' parameters names"
+    return ""
+
+
+def add(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[tuple[list[torch.Tensor], dict[str, Any]]],
+) -> None:
+    """Add groups of these parameters and options; until `settle` ignore the script's repetition."""
+    for parameters, options in groups:
+        optimizer.add_param_group({**options, "params": parameters})
+    there = {id(parameter) for parameters, _ in groups for parameter in parameters}
+    # On this object alone; the class and its other optimizers are unchanged.
+    vars(optimizer)["add_param_group"] = partial(_add_unless, optimizer, there)
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Make adding an existing group torch's error again."""
+    with suppress(KeyError):
+        del vars(optimizer)["add_param_group"]
+
+
+def _add_unless(
+    optimizer: torch.optim.Optimizer, there: set[int], param_group: dict[str, Any]
+) -> None:
+    given = param_group["params"]
+    given = given if isinstance(given, (list, tuple)) else [given]
+    if not given or not all(id(parameter) in there for parameter in given):
+        type(optimizer).add_param_group(optimizer, param_group)

@@ -1,0 +1,94 @@
+"""Copy between tensors with all cores of a rank; the caller waits."""
+
+from __future__ import annotations
+
+import mmap
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainckpt.state import pinned
+from trainckpt.storage.worker_pool import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from trainckpt.state.zero_copy import VerifiedTensor
+
+PIECE_BYTES = 8 << 20  # of one copy, so that threads can share a tensor
+_NOT_COPIED = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+
+
+class CopyBatch:
+    """Copies between tensors, made together by `run`; indivisible ones are made at once."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], object]] = []
+        self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(
+        self, into: torch.Tensor, data: torch.Tensor, proof: VerifiedTensor | None = None
+    ) -> None:
+        """Copy `data` into `into`, of the same shape, unless the proof of `data` holds there."""
+        into, data = as_copied(into.detach()), as_copied(data.detach())
+        if pinned.can_upload(into, data):
+            self._uploads.append((into, data))
+        elif not _can_be_divided(into, data):
+            into.copy_(data)
+        elif proof is not None:
+            self._parts.append(partial(_prove_or_copy, into, data, proof))
+        else:
+            step = PIECE_BYTES // into.element_size()
+            into, data = into.view(-1), data.view(-1)
+            for at in range(0, into.numel(), step):
+                self._parts.append(partial(into[at : at + step].copy_, data[at : at + step]))
+
+    def run(self, num_threads: int) -> None:
+        """Make all copies, and return when they are complete."""
+        uploads, self._uploads = self._uploads, []
+        self._make(num_threads)
+        pinned.upload(uploads)
+
+    def _make(self, num_threads: int) -> None:
+        parts, self._parts = self._parts, []
+        if num_threads < 2 or len(parts) < 2:
+            for part in parts:
+                part()
+            return
+        import torch
+
+        with Workers(num_threads, "trainckpt-copy") as workers:  # without the interpreter's lock
+            # In a forked process the first call remakes torch's pool; two calls at once fail
+            # ("Invalid thread pool!"). To set the number here would change MKL's mode as well.
+            workers.submit(torch.get_num_threads)
+            workers.settle()
+            for part in parts:
+                workers.submit(part)
+            workers.settle()
+
+
+def as_copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or its bytes for types of less than 8 bits: torch cannot copy those."""
+    import torch
+
+    name = str(tensor.dtype).removeprefix("torch.")
+    return tensor.view(torch.uint8) if name in _NOT_COPIED else tensor
+
+
+def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: VerifiedTensor) -> None:
+    if not proof.holds(into):
+        into.copy_(data)
+
+
+def _can_be_divided(into: torch.Tensor, data: torch.Tensor) -> bool:
+    return (
+        into.is_cpu
+        and data.is_cpu
+        and into.dtype == data.dtype
+        and into.nbytes > mmap.PAGESIZE
+        and into.is_contiguous()
+        and data.is_contiguous()
+        and into.shape == data.shape
+        and not (into.is_conj() or into.is_neg() or data.is_conj() or data.is_neg())
+    )

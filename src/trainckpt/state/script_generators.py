@@ -1,0 +1,85 @@
+"""Keep random generators that a script holds in variables.
+
+A training loop may draw from `rng = numpy.random.default_rng(0)` at the top of the script or in its
+main function. No tracked object holds it, so a snapshot saves its state under the variable's name:
+`script.rng` or `script.main.rng`. The resume restores it with the global generators, last of all.
+
+Variables are those of the `__main__` module and of its functions on the call stack. Only the main
+thread has that stack. Generators that tracked loaders, models and callbacks hold are left to them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.data import dataset_generators
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from trainckpt.state.captured import Captured, Saved
+    from trainckpt.state.registry import Registry
+
+PART = "script generators"  # no keyword can be spelled so
+
+
+def capture(registry: Registry, out: Captured) -> None:
+    """Add the state of every generator in a variable of the script."""
+    if states := dataset_generators.capture(_variables(registry)):
+        out.values[PART] = out.encode(states, PART)
+
+
+def restore(registry: Registry, saved: Saved) -> None:
+    """Restore the generators in the script's variables; `lost` names the others."""
+    dataset_generators.restore(_variables(registry), _states(saved), "the script")
+
+
+def lost(registry: Registry, saved: Saved) -> list[str]:
+    """Return the saved names whose generator is missing or of another kind, after `restore`."""
+    live = dataset_generators.capture(_variables(registry))
+    return sorted(name for name, state in _states(saved).items() if live.get(name) != state)
+
+
+def _states(saved: Saved) -> dict[str, bytes]:
+    tree = saved.values.get(PART)
+    return {} if tree is None or not saved.is_own else saved.decode(tree)
+
+
+def _variables(registry: Registry) -> dict[str, Any]:
+    """Return name -> generator; one object has one name, that of the outermost variable."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    script = vars(sys.modules["__main__"])
+    scopes = [("script", script)]
+    frames = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals is script and frame.f_code.co_name != "<module>":
+            frames.append(frame)
+        frame = frame.f_back
+    for depth, each in enumerate(reversed(frames)):
+        earlier = [other.f_code.co_name for other in frames[len(frames) - depth :]]
+        again = earlier.count(each.f_code.co_name)  # a function that calls itself
+        scopes.append((f"script.{each.f_code.co_name}{again or ''}", each.f_locals))
+    named = [
+        (f"{scope}.{name}", value)
+        for scope, names in scopes
+        for name, value in list(names.items())
+        if dataset_generators.is_generator(value)
+    ]
+    if not named:
+        return {}
+    seen = {id(generator) for generator in registry.watched.generators().values()}
+    seen.update(map(id, dataset_generators.find(_roots(registry))))
+    variables = {}
+    for name, generator in named:
+        if id(generator) not in seen:
+            seen.add(id(generator))
+            variables[name] = generator
+    return variables
+
+
+def _roots(registry: Registry) -> dict[str, Any]:
+    return {state.name: state.loader.underlying for state in registry.loaders}

@@ -1,0 +1,1 @@
+"""Ways an attempt ends: the notices, the final save within the deadline, and the exit."""

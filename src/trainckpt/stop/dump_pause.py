@@ -1,0 +1,293 @@
+"""Pause the processes at an agreed stop, after the commit, so that they can be dumped.
+
+    every rank, training thread, at the boundary of the stop
+    1   check for a dump request; rank 0's result counts                   none: leave
+    2   run the script's `before_dump` hooks; then shut NVML down (`suspend`)
+        ALL  exchange errors; after any error all leave
+    3   drop memory that the snapshot holds (`lean_dump`); then destroy the process groups, if
+        any rank has one that cannot be in a dump (`communicators`)
+        ALL  as before, after each of the two; both are undone after an error
+    4   notify the supervisor, and pause: nothing is touched any more. The supervisor dumps and
+        ends all of them, or reports why not; then 3 is undone, and all leave with the snapshot
+
+    the same processes, later, as another attempt, once the supervisor has released all of them
+    5   read the dropped memory from the snapshot, and compare it with its old value; make the
+        process groups again, and use them once
+        ALL  exchange errors, so that no rank waits for another in a collective
+    6   open NVML again; run the script's `after_restore` hooks
+        ALL  after any error all end at once, and the restorer goes on from the snapshot
+    The stop is undone before 5, so that the next one is received; training goes on.
+
+The watcher runs through all of this and has nothing to do: no request is pending.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.rank_status import LEFT, REFUSED, launch_folder
+from trainckpt.attempt.record_log import wait_until_all_run
+from trainckpt.attempt.script_hooks import HookFailed
+from trainckpt.dumping import handshake
+from trainckpt.dumping.handshake import RankQuiesced
+from trainckpt.errors import NoAgreement, UnusableSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainckpt.attempt.rank_status import RankStatusWriter
+    from trainckpt.attempt.record_log import AttemptId
+    from trainckpt.attempt.script_hooks import Hooks
+    from trainckpt.dumping.handshake import DumpRequest
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.stop.listener import NoticeListener
+
+    class Lean(Protocol):
+        """Memory that a dump can leave out."""
+
+        @property
+        def is_whole(self) -> bool:
+            """Return True if nothing has to be undone."""
+
+        def prepare(self, snapshot: str) -> None:
+            """Find the memory that the snapshot holds."""
+
+        def drop(self) -> int:
+            """Free that memory and return the bytes freed. All ranks call it, or none."""
+
+        def refill(self) -> None:
+            """Restore the dropped memory; do nothing if none was dropped."""
+
+        def make_buckets(self) -> None:
+            """Run the collective part of the refill, once each rank has refilled."""
+
+    class Communicators(Protocol):
+        """Process groups that cannot be in a dump."""
+
+        @property
+        def is_whole(self) -> bool:
+            """Return True if nothing has to be undone."""
+
+        @property
+        def is_needed(self) -> bool:
+            """Return True if this rank has any."""
+
+        def examine(self) -> None:
+            """Raise where they cannot be taken down."""
+
+        def tear_down(self) -> None:
+            """Take them down. All ranks, or none."""
+
+        def make(self) -> None:
+            """Make them again; nothing to do if none was taken down."""
+
+        def agree(self) -> None:
+            """Run one collective, once each rank has made the groups."""
+
+
+ASKED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
+LOOK_EVERY_S = 0.02
+
+
+class DumpPause:
+    """One rank's pause for a dump. Sequence of calls: `here` at each agreed stop.
+
+    Attributes:
+        why_not: Reason that the last requested dump was not made, or "".
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: RankStore,
+        hooks: Hooks,
+        number: AttemptId,
+        watch: NoticeListener,
+        teller: RankStatusWriter,
+        lean: Lean | None,
+        communicators: Communicators | None = None,
+    ) -> None:
+        """Store the arguments; `lean`: None if memory must stay as it is."""
+        self.why_not = ""
+        self._channel, self._hooks, self._number = channel, hooks, number
+        self._watch, self._teller, self._lean = watch, teller, lean
+        self._communicators = communicators
+        self._apart: Communicators | None = None  # at this stop, if any rank has to
+        self._folder = launch_folder()
+        self._times = 0
+        self._obeyed, self._told = "", RankQuiesced("")
+
+    @property
+    def is_asked(self) -> bool:
+        """Return True if this rank sees a dump request."""
+        order = handshake.given(self._folder) if self._folder is not None else None
+        return order is not None and order.id != self._obeyed
+
+    def here(self, round_: int, snapshot: str | None) -> bool:
+        """Pause for a dump, if one was requested. Every rank calls it, after the last save.
+
+        Args:
+            round_: Round of the stop.
+            snapshot: Full name of the snapshot committed at this very boundary, or None.
+
+        Returns:
+            True: these processes were dumped and are another attempt now; training goes on.
+            False: leave.
+        """
+        self.why_not = ""
+        if self._folder is None:
+            return False
+        self._times += 1
+        order = handshake.given(self._folder)
+        if order is not None and order.refused:
+            order = None  # its requester does not wait any more
+        mine = {"id": order.id if order else "", "round": round_, "snapshot": snapshot}
+        try:
+            everyone = self._gather("asked", mine, ASKED_WITHIN_S)
+            if (
+                order is None
+                or order.id == self._obeyed
+                or {m["id"] for m in everyone} != {order.id}
+            ):
+                return False
+            self._obeyed = order.id
+            self._watch.deadline.hold()
+            return self._obey(order, everyone[0]["snapshot"], max(m["round"] for m in everyone))
+        except NoAgreement as error:
+            self.why_not = error.message if order is not None else ""
+            if not self._is_whole:  # putting it back takes all ranks
+                self._end(error.message)
+            return False
+        finally:
+            self._watch.deadline.go_on()
+
+    @property
+    def _is_whole(self) -> bool:
+        parts = (self._lean, self._apart)
+        return all(part is None or part.is_whole for part in parts)
+
+    def _obey(self, order: DumpRequest, snapshot: str | None, round_: int) -> bool:
+        self._told = RankQuiesced(order.id)
+        self.why_not = self._get_ready(snapshot) or self._wait(order)
+        if self.why_not:
+            if self._channel.world.rank == 0:
+                logger.warning("no process dump, the snapshot stands: %s", self.why_not)
+            self._put_back()
+            return False
+        self._watch.forget_stop(round_)  # first: a signal from now on is another stop's
+        self._come_back()
+        self._teller.update(asked=False)
+        if self._channel.world.rank == 0:
+            logger.info("restored from a process dump, as attempt %d", self._number.value)
+        return True
+
+    def _get_ready(self, snapshot: str | None) -> str:
+        """Run steps 2 and 3; return the errors of all ranks, or ""."""
+        lean = self._lean if snapshot is not None else None
+        mine = self._communicators is not None and self._communicators.is_needed
+        is_needed = any(self._gather("communicators", mine))
+        self._apart = apart = self._communicators if is_needed else None
+
+        def prepare() -> None:
+            self._hooks.call_before_dump()
+            self._watch.suspend()  # after the hooks, which may close an NVML of their own
+            if lean is not None:
+                lean.prepare(snapshot or "")
+            if apart is not None:
+                apart.examine()
+
+        def drop() -> None:
+            if lean is not None:
+                self._told = replace(self._told, snapshot=snapshot or "", dropped=lean.drop())
+
+        why = self._agree("ready", _try(prepare)) or self._agree("dropped", _try(drop))
+        if apart is None or why:
+            return why
+        why = self._agree("apart", _try(apart.tear_down))
+        if not why and self._channel.world.rank == 0:
+            logger.info("process groups are destroyed for the process dump")
+        return why
+
+    def _wait(self, order: DumpRequest) -> str:
+        """Run step 4; return why there is no dump, or "" after the restore."""
+        assert self._folder is not None
+        before = self._number.value
+        try:
+            handshake.rests(self._folder, self._channel.world.rank, self._told)
+        except OSError as error:
+            return f"cannot write into the supervisor's folder: {error}"
+        while True:
+            why, now = "", handshake.given(self._folder)
+            if now is None or now.id != order.id or now.is_alone:
+                why = "its supervisor is gone"
+            elif now.refused:
+                why = now.refused
+            if self._number.value != before:  # last: a dump may fall between any two lines
+                wait_until_all_run(self._folder)  # from here on this process may end
+                return ""
+            if why:
+                return why
+            time.sleep(LOOK_EVERY_S)
+
+    def _come_back(self) -> None:
+        """Run steps 5 and 6."""
+
+        def open_again() -> None:
+            self._watch.resume()
+            self._hooks.call_after_restore()
+
+        why = self._fill()
+        why = self._agreed("back", why or _try(open_again))
+        if why:
+            self._end(f"cannot continue after the restore: {why}")
+
+    def _put_back(self) -> None:
+        """Refill, since the script may read its tensors after the stop."""
+        if why := self._fill():
+            self._end(f"cannot read back the memory dropped for the dump: {why}")
+
+    def _fill(self) -> str:
+        """Run step 5; return the errors of any rank that left memory or groups incomplete, or
+        ""."""
+        lean, apart = self._lean, self._apart
+        why = "" if lean is None else self._agreed("filled", _try(lean.refill))
+        if apart is not None and not why:
+            why = self._agreed("made", _try(apart.make))
+            why = why or self._agreed("together", _try(apart.agree))
+        return why or ("" if lean is None else _try(lean.make_buckets))
+
+    def _agreed(self, key: str, why: str) -> str:
+        """Run `_agree`; an unresponsive rank counts as ended."""
+        try:
+            return self._agree(key, why)
+        except NoAgreement as error:
+            return why or error.message
+
+    def _end(self, why: str) -> None:
+        """End the process at once: the script's view and its saves could be anything."""
+        logger.error("%s; leaving at once. The snapshot stands: run `trainckpt resume`", why)
+        self._teller.update(state=LEFT, how=REFUSED, exit_code=UnusableSnapshot.exit_code)
+        os._exit(UnusableSnapshot.exit_code)
+
+    def _agree(self, key: str, why: str) -> str:
+        """Return the errors of all ranks, joined."""
+        whys = [f"rank {rank}: {each}" for rank, each in enumerate(self._gather(key, why)) if each]
+        return "; ".join(whys)
+
+    def _gather(self, key: str, value: Any, within_s: float = RANKS_TIMEOUT_S) -> list[Any]:
+        return self._channel.gather(f"rest {self._times}/{key}", value, within_s)
+
+
+def _try(call: Callable[[], object]) -> str:
+    """Call and return the error as text, or "": the other ranks need any error."""
+    try:
+        call()
+    except HookFailed as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - as said
+        return getattr(error, "message", None) or repr(error)
+    return ""

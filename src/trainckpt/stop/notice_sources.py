@@ -1,0 +1,176 @@
+"""Notice sources besides signals and notice files: clocks, machine health, the supervisor.
+
+    the wall time    by the option, or by Slurm's variable
+    Slurm            where no variable holds the job's end, rank 0 asks
+    the supervisor   after it was killed (SIGKILL, or the kernel short of memory)
+
+Without the supervisor a scheduler's signal reaches no rank, no restart follows, and a repeated
+command would train beside the ranks. So they stop as at any notice: nothing is lost, and the run
+directory is free.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import AUTO
+from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, supervisor_died
+from trainckpt.attempt.record_log import OtherJob, other_job
+from trainckpt.errors import ConfigurationError
+from trainckpt.notice import Notice
+from trainckpt.preemption import gpu_health, slurm, spot
+from trainckpt.preemption.polling import PollingSource
+from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainckpt.attempt.options import Options
+    from trainckpt.notice import NoticeSource
+    from trainckpt.ranks.world import World
+
+
+REASON = "`trainckpt run`, which started this, is gone"
+
+
+class SupervisorLost:
+    """Notice source for a lost supervisor, polled once a second; no descriptor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def start(self) -> None:
+        """Nothing to set up."""
+
+    def fileno(self) -> int | None:
+        """Return None: the watcher polls it about once a second."""
+        return None
+
+    def poll(self) -> list[Notice]:
+        """A stop, from when it is gone."""
+        return [Notice(REASON)] if supervisor_died(self._folder) else []
+
+    def stop(self) -> None:
+        """Nothing to put back."""
+
+
+WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
+
+
+def further_sources(
+    options: Options,
+    grace_s: float | None,
+    world: World,
+    environment: Mapping[str, str] | None = None,
+) -> list[NoticeSource]:
+    """Return the sources of this rank, not started."""
+    environment = os.environ if environment is None else environment
+    return [
+        *_wall_time(options.wall_time, grace_s, environment),
+        *_job_end(grace_s, world, environment),
+        *(_of_this_host(options.notices, environment) if world.local_rank == 0 else []),
+        *_supervisor(world, environment),
+    ]
+
+
+def machine_sources(
+    wanted: Sequence[str],
+    vendor_files: Path = spot.VENDOR_FILES,
+    driver: Path = Path(gpu_health.DEVICE_FILE),
+) -> list[str]:
+    """Return the option names of this machine's notice sources. No network, no driver call."""
+    if tuple(wanted) != (AUTO,):
+        return list(dict.fromkeys(wanted))
+    cloud = spot.this_cloud(vendor_files)
+    has_nvml = driver.exists() and importlib.util.find_spec("pynvml") is not None
+    return [*([cloud] if cloud else []), *(["nvml"] if has_nvml else [])]
+
+
+def lead_s(grace_s: float | None, whole_s: float) -> float:
+    """Return how long before its end a job of `whole_s` seconds is stopped, in seconds."""
+    return grace_s or min(WALL_TIME_LEAD_S, whole_s / 4)
+
+
+def check_notices(wanted: Sequence[str]) -> None:
+    """Refuse notice sources unavailable here, on every rank alike.
+
+    Raises:
+        ConfigurationError: a name needs an extra that is not installed.
+    """
+    if "nvml" in wanted and importlib.util.find_spec("pynvml") is None:
+        raise ConfigurationError(
+            "the option notices names nvml, but pynvml is not installed",
+            hint='pip install "trainckpt[gpu]"',
+        )
+
+
+def _of_this_host(wanted: Sequence[str], environment: Mapping[str, str]) -> list[NoticeSource]:
+    found: list[NoticeSource] = []
+    for name in machine_sources(wanted):
+        thread = f"trainckpt-{name}"
+        if name == "nvml":
+            visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+            gpus = gpu_health.GpuHealth(importlib.import_module("pynvml"), visible, logger.warning)
+            found.append(PollingSource(gpus, gpus.pause_s, logger.warning, thread, gpus.close))
+        else:
+            cloud = spot.CLOUDS[name](spot.metadata_of(name, environment))
+            found.append(PollingSource(cloud, cloud.pause_s, logger.warning, thread))
+    return found
+
+
+def _wall_time(
+    option_s: float | None, grace_s: float | None, environment: Mapping[str, str]
+) -> list[NoticeSource]:
+    now_s, started_s = time.monotonic(), process_start_s()
+    ends_s = wall_time_end(option_s, environment, time.time(), now_s, started_s)
+    if ends_s is None and SUPERVISOR_VARIABLE not in environment:
+        return []
+    ends_s = math.inf if ends_s is None else ends_s
+    lead = lead_s(grace_s, ends_s - started_s)
+    return [WallTime(ends_s, lead, anew=OtherJobsEnd(option_s, grace_s))]
+
+
+class OtherJobsEnd:
+    """Return the end and lead of the job in which a dump of this process was restored, or None.
+
+    The old job's end would stop it as soon as it runs again.
+    """
+
+    def __init__(self, option_s: float | None, grace_s: float | None) -> None:
+        self._option_s, self._grace_s = option_s, grace_s
+        self._job: OtherJob | None = None
+        self._end: tuple[float, float] | None = None
+
+    def __call__(self) -> tuple[float, float] | None:
+        """Return the end on the monotonic clock and the lead in seconds; computed once for each
+        job."""
+        job = other_job()
+        if job != self._job and job is not None:
+            slurm_ends = {SLURM_VARIABLE: job.job_ends or ""}
+            now_s = time.monotonic()
+            ends_s = wall_time_end(self._option_s, slurm_ends, time.time(), now_s, job.started)
+            ends_s = math.inf if ends_s is None else ends_s
+            self._job, self._end = job, (ends_s, lead_s(self._grace_s, ends_s - job.started))
+        return self._end
+
+
+def _supervisor(world: World, environment: Mapping[str, str]) -> list[NoticeSource]:
+    folder = environment.get(SUPERVISOR_VARIABLE)
+    return [SupervisorLost(Path(folder))] if folder and world.local_rank == 0 else []
+
+
+def _job_end(
+    grace_s: float | None, world: World, environment: Mapping[str, str]
+) -> list[NoticeSource]:
+    job = slurm.job_to_requeue(environment)
+    if world.rank != 0 or job is None or environment.get(SLURM_VARIABLE):
+        return []
+    scontrol = slurm.Scontrol(job, environment)
+    return [slurm.JobEnd(scontrol.show, lambda whole_s: lead_s(grace_s, whole_s))]

@@ -1,0 +1,410 @@
+"""End an attempt in one of four ways, and record how it ended.
+
+    stop      all ranks agreed: snapshot; the processes may be dumped here, and continue later
+              (`dump_pause`); else record, barrier, workers killed, `Stopped`
+    finish    the script is done: final snapshot, barrier, record; then copies to slower tiers,
+              until a notice asks the process to leave
+    abandon   an exception: the final count is published, so that others need not wait for this
+              rank; record. No barrier, no snapshot: the state may be anything
+    cut short the ranks could not agree, or a deadline has come: record, and exit, any thread
+
+The record is written after the snapshot is committed and before the process ends, because launchers
+swallow exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.log import exit_code_of, logger
+from trainckpt.attempt.rank_status import LEFT, RETURNED
+from trainckpt.data.untracked_loaders import on_workers_started
+from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
+from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
+from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
+from trainckpt.preemption import kubernetes
+from trainckpt.preemption.slurm import COMMAND_S
+from trainckpt.ranks.watcher import end_with_71
+from trainckpt.stop.requeue import LINGER_S, Requeue
+from trainckpt.stop.stopped import Stopped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainckpt.attempt.options import Options
+    from trainckpt.attempt.rank_status import RankStatusWriter
+    from trainckpt.attempt.record_log import AttemptLog
+    from trainckpt.data.loader import TrackedLoader
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.ranks.decision import Decision
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.save.requests import SaveRequests
+    from trainckpt.stop.dump_pause import DumpPause
+    from trainckpt.stop.final_save import FinalSave
+    from trainckpt.stop.listener import NoticeListener
+    from trainckpt.stop.survivor_setup import SurvivorSetup
+
+
+BARRIER_TIMEOUT_S = 60.0
+ASKED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
+EXIT_AFTER_S = 5.0
+RECORD_WITHIN_S = 2.0
+KEPT_WORKERS = (
+    "an untracked DataLoader with persistent_workers=True has started its workers. A resume starts "
+    "them anew, with other randomness, and draws once more from the main generator. Track it with "
+    "loader=[train, validation] and iterate ckpt.loader(validation), or set "
+    "persistent_workers=False"
+)
+RECORDED = 20  # parts named in a record, the weakest first
+_FINDINGS, _NEWEST = "findings", "newest findings"
+SAVE_IN_FLIGHT_S = 5.0  # wait after an exception for a nearly finished save
+
+
+class HardExit:
+    """End this process at once, wherever main is. Any thread.
+
+    Notices are received, and ranks watched, before an attempt can record its end: until its
+    `Shutdown` is built the process only exits with 71.
+    """
+
+    def __init__(self) -> None:
+        self._end: Callable[[str], object] = end_with_71
+
+    def __call__(self, why: str) -> None:
+        """End the process for this reason."""
+        self._end(why)
+
+    def record_first(self, cut_short: Callable[[str], object]) -> None:
+        """End the process by this function from now on; it records the end before."""
+        self._end = cut_short
+
+
+class Shutdown:
+    """End one attempt, once.
+
+    Attributes:
+        stopped: True if it ended by an agreed stop.
+        log: The attempt's record.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: Options,
+        channel: RankStore,
+        last_save: FinalSave,
+        watch: NoticeListener,
+        log: AttemptLog,
+        teller: RankStatusWriter,
+        requests: SaveRequests,
+        loaders: Sequence[tuple[object, TrackedLoader]],
+        where: Callable[[], Cursor],
+        hard_exit: HardExit,
+        restored: Sequence[Restored] = (),
+        survival: SurvivorSetup | None = None,
+        rest: DumpPause | None = None,
+    ) -> None:
+        """Store the arguments; from here on a hard exit is recorded.
+
+        Args:
+            options, channel, last_save, watch, log, teller, requests: Of the attempt.
+            loaders: The owner's own list: a loader may be registered later.
+            where: Returns the cursor of the run.
+            hard_exit: Ends this process at once.
+            restored: Results of restoring each part of this attempt's initial state.
+            survival: Notified of the attempt's end: an orderly exit is not a lost rank.
+            rest: Permits a process dump at a stop; None: no dumps.
+        """
+        self._left = self.stopped = False
+        self._pid = os.getpid()
+        self._restored = tuple(restored)
+        self._survival = survival
+        self._rest = rest
+        self.log = log
+        self._options = options
+        self._channel = channel
+        self._last_save = last_save
+        self._watch = watch
+        self._teller = teller
+        self._requests = requests
+        self._loaders = loaders
+        self._where = where
+        self._ending = threading.Lock()
+        self._recorded = threading.Event()
+        self._begun_s = time.monotonic()
+        self._is_resumed, self._keeps_workers = last_save.parent is not None, False
+        self._findings: list[Restored] = []  # of this rank, since the resume
+        self._newest_findings: str | None = None  # on rank 0: the newest ones read
+        on_workers_started(self._born_untracked)
+        self._code = options.exit_code
+        hard_exit.record_first(self.cut_short)
+
+    @property
+    def left(self) -> bool:
+        """Return True if the attempt has ended; always True in a process forked by the script,
+        which is no part of the attempt."""
+        return self._left or os.getpid() != self._pid
+
+    @property
+    def exactness(self) -> Exactness:
+        """Return the exactness of this attempt's resume, as far as known."""
+        return decide(self._restored)
+
+    def set_restored(self, parts: Sequence[Restored]) -> None:
+        """Replace the restored parts, once all ranks have reported theirs."""
+        self._restored = tuple(parts)
+
+    def note(self, parts: Sequence[Restored]) -> None:
+        """Log and record differences seen only after training has gone on. Training thread.
+
+        If they lower the exactness reported so far, the new one is logged too. Rank 0 logs and
+        records those of the other ranks at the next save, or at the end.
+        """
+        before = self.exactness.word
+        for part in parts:
+            self._restored += (part,)
+            if part.how is How.REPLAYED:
+                logger.info("%s", part.reason)
+            else:
+                logger.warning("not exact: %s", part.reason)
+        self._correct(before)
+        self._publish([part for part in parts if part.is_inexact])
+
+    def _publish(self, parts: Sequence[Restored]) -> None:
+        """Put inexact parts of this rank where rank 0 finds them; nothing waits for it."""
+        rank = self._channel.world.rank
+        if not parts or rank == 0 or not self._is_resumed:
+            return
+        self._findings += parts
+        own = [part.to_json() for part in self._findings]
+        newest = f"{rank}/{len(own)}"
+        with contextlib.suppress(NoAgreement):  # the store is gone: this rank has logged them
+            self._channel.put_all({f"{_FINDINGS}/{rank}": own, _NEWEST: newest})
+
+    def read_findings(self) -> None:
+        """Log and record the inexact parts of other ranks that are new, on rank 0. Training thread.
+
+        One message to the store, and more only if some rank has published since.
+        """
+        world = self._channel.world
+        if world.rank or world.size == 1 or not self._is_resumed:
+            return
+        with contextlib.suppress(NoAgreement):
+            newest = self._channel.peek(_NEWEST)
+            if newest is None or newest == self._newest_findings:
+                return
+            others = range(1, world.size)
+            everyone = self._channel.peek_all([f"{_FINDINGS}/{rank}" for rank in others])
+            self._newest_findings, before = newest, self.exactness.word
+            for rank, parts in zip(others, everyone, strict=True):
+                for part in map(Restored.from_json, parts or ()):
+                    if part not in (replace(known, rank=None) for known in self._restored):
+                        self._restored += (replace(part, rank=rank),)
+                        logger.warning("not exact: %s", self._restored[-1].sentence)
+            self._correct(before)
+
+    def _correct(self, before: str) -> None:
+        """Log the resume's exactness if it has become inexact since it was `before`."""
+        now = self.exactness
+        if self._is_resumed and now.word == INEXACT != before:
+            logger.warning("this resume is %s (reported before: %s)", now.line, before)
+
+    def _born_untracked(self, loader: Any) -> None:
+        """Report the persistent workers of an untracked loader."""
+        if self.left or self._keeps_workers or not loader.persistent_workers:
+            return
+        self._keeps_workers, before = True, self.exactness.word
+        if self._is_resumed:
+            part = Restored("untracked loader", How.NOT_KEPT, KEPT_WORKERS)
+            self._restored += (part,)
+            self._publish([part])
+        logger.warning("not exact: %s", KEPT_WORKERS)
+        self._correct(before)
+
+    def stop(self, cursor: Cursor, due: Decision) -> bool:
+        """Stop here on all ranks. Raise `Stopped`, or return False with `on_stop="return"`.
+
+        Returns True after the processes were dumped here and restored: training goes on.
+        """
+        self._watch.reached()
+        reason, may_rest = due.notice.reason, self._rest is not None and self._rest.is_asked
+        if not may_rest:
+            self._survived()
+        self._last_save.take(cursor, reason, self._watch.deadline, stops=True)
+        snapshot, lost = self._last_save.standing(cursor)
+        if self._rest is not None and self._rest.here(due.round, None if lost else snapshot):
+            self._channel = self._last_save.go_on(self._channel)
+            return True
+        if may_rest:
+            self._survived()
+        self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
+        if self._channel.world.rank == 0:
+            where = f"saved {snapshot}"
+            if lost:
+                where = f"not saved, {snapshot} stands, {lost} micro-batches are lost"
+            logger.info("stopped by %s at %s: %s", reason, cursor, where)
+        self.stopped = True
+        self._end(STOPPED, cursor, self._code, reason)
+        self._barrier("stopped")
+        for _, loader in self._loaders:
+            loader.shutdown()
+        self._last_save.flush(reason, self._watch.deadline)
+        self._note_tiers(cursor)
+        self._last_save.release_memory(keep=True)
+        self._ask_to_be_queued_again(reason)
+        leaves = self._options.on_stop == "exit"
+        self._stop_watching(leaves=leaves)
+        if not leaves:
+            self._teller.update(state=RETURNED)
+            return False
+        exit_soon(self._code, EXIT_AFTER_S)
+        raise Stopped(self._code, snapshot, reason)
+
+    def finish(self, cursor: Cursor) -> None:
+        """End the attempt after the script is done.
+
+        Raises:
+            SaveFailed: the final snapshot did not commit; raised after all ranks left in order.
+        """
+        self._survived()
+        failure = self._last_save.take(cursor, "final", self._watch.deadline)
+        self._watch.finishes()  # committed: whatever is decided from now on is ignored
+        self._barrier("finished")
+        code = failure.exit_code if failure else 0
+        self._end(FAILED if failure else FINISHED, cursor, code, "final")
+        self._last_save.flush_all(self._watch.asked_to_leave)
+        self._note_tiers(cursor)
+        self._last_save.release_memory(keep=failure is not None)
+        self._stop_watching()
+        if failure:
+            raise failure
+
+    def abandon(self, error: BaseException | None, cursor: Cursor) -> None:
+        """End the attempt on an exception that leaves the script."""
+        if self.left:
+            return
+        if self._survival is not None:
+            self._survival.after(error)
+            self._survival.close(left=False)
+        with contextlib.suppress(NoAgreement):
+            self._watch.watcher.publish_final()
+        code = exit_code_of(error) if isinstance(error, SystemExit) else 1
+        code = error.exit_code if isinstance(error, TrainckptError) else code
+        self._last_save.wait(SAVE_IN_FLIGHT_S)
+        self._last_save.give_up_flushing()
+        self._last_save.release_memory(keep=True)
+        self._end(FAILED, cursor, code, repr(error)[:500])
+        if code == 0 and self._channel.world.rank == 0:
+            self._say_what_is_lost(cursor)
+        self._watch.end()
+
+    def _say_what_is_lost(self, cursor: Cursor) -> None:
+        """Warn of unsaved work at `sys.exit()`, which a script's author may take for a normal
+        end."""
+        snapshot, lost = self._last_save.standing(cursor)
+        if lost:
+            logger.warning(
+                "the script left by sys.exit() at %s with %s unsaved micro-batches; a resume "
+                "starts at %s. To save first, leave the loop with `break`, or call ckpt.close()",
+                cursor,
+                lost,
+                snapshot or "step 0",
+            )
+
+    def cut_short(self, why: str) -> None:
+        """End this process now, wherever main is. Any thread."""
+        code = self._code if self.left else NoAgreement.exit_code
+        exit_soon(code, RECORD_WITHIN_S)  # against any later hang
+        logger.error("%s: leaving at once; committed snapshots stand", why)
+        with contextlib.suppress(Exception):
+            self._end(KILLED, self._where(), NoAgreement.exit_code, why)
+        self._recorded.wait(RECORD_WITHIN_S)  # main may have begun to record another end
+        os._exit(self._code)
+
+    def exit_now(self) -> None:
+        """Exit the process: a boundary was reached after the script caught `Stopped`."""
+        logger.warning("the script caught Stopped and continued; leaving now")
+        os._exit(self._code)
+
+    def _end(self, how: str, cursor: Cursor, code: int, reason: str) -> None:
+        """Record how the attempt ended; the first call wins."""
+        with self._ending:
+            if self.left:
+                return
+            self._left, self._code = True, code
+        if how != KILLED:  # a store that does not answer must not hold up an end against time
+            self.read_findings()
+        self._requests.fail_waiting(how)
+        snapshot, lost = self._last_save.standing(cursor)
+        exactness = self.exactness
+        outcome: dict[str, Any] = {
+            "outcome": how,
+            "snapshot": snapshot,
+            "kind": "snapshot",
+            "exactness": exactness.word,
+            "lost_micro_batches": lost,
+            "tiers": self._last_save.holding(snapshot),
+            "seconds": round(time.monotonic() - self._begun_s, 3),
+            "exit_code": code,
+            "reason": reason,
+        }
+        if exactness.weaker:
+            outcome["restored"] = [part.to_json() for part in exactness.weaker[:RECORDED]]
+        if self._last_save.skipped:
+            outcome["skipped"] = self._last_save.skipped
+        if self._last_save.chosen:
+            outcome["chosen"] = self._last_save.chosen
+        if self._rest is not None and self._rest.why_not:
+            outcome["no_dump"] = self._rest.why_not
+        self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
+        self._teller.update(state=LEFT, how=how, exit_code=code)
+        kubernetes.last_word(os.environ, outcome)
+        self._recorded.set()
+
+    def _note_tiers(self, cursor: Cursor) -> None:
+        """Record the tiers that received the snapshot since the record was written."""
+        snapshot, _ = self._last_save.standing(cursor)
+        tiers, outcome = self._last_save.holding(snapshot), self.log.record.outcome
+        if outcome is not None and tiers != outcome["tiers"]:
+            self.log.change(outcome={**outcome, "tiers": tiers})
+
+    def _ask_to_be_queued_again(self, reason: str) -> None:
+        """Ask Slurm to requeue the job; a script that runs on after the stop decides for itself."""
+        requeue = Requeue.of(os.environ)
+        if requeue is None or self._options.requeue == "never" or self._options.on_stop != "exit":
+            return
+        # Nothing is left to lose from here on. No deadline applies, here or outside, since
+        # the job counts as completed if a lingering process ends before Slurm kills it.
+        self._watch.deadline.met()
+        self._teller.update(grace_s=None)
+        if self._channel.world.rank == 0:
+            requeue.ask(reason)
+        self._barrier("asked", ASKED_WITHIN_S)
+
+    def _survived(self) -> None:
+        if self._survival is not None:
+            self._survival.close(left=True)
+
+    def _barrier(self, name: str, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
+        try:
+            self._channel.barrier(name, timeout_s)
+        except NoAgreement as error:
+            logger.warning("leaving without the other ranks: %s", error.message)
+
+    def _stop_watching(self, *, leaves: bool = False) -> None:
+        self._watch.end(leaves=leaves)
+        for problem in self._watch.watcher.problems:
+            logger.warning("notice watcher: %s", problem)
+        self._barrier("gone")  # the process with the store leaves last
+
+
+def exit_soon(code: int, seconds: float) -> None:
+    """End this process so many seconds from now, unless it has ended before."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,310 @@
+"""The local tier: a directory on a file system shared by all hosts of the run.
+
+Every name becomes visible only after its bytes are on stable storage: write to a temporary name,
+fsync it, rename or link, fsync the folder. A new folder is fsynced into its parent first. So is,
+once, each folder found there: a process killed at the wrong moment may have left it unsynced. A
+power cut leaves temporary files, never half a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections import deque
+from pathlib import Path
+from stat import S_ISREG
+from typing import TYPE_CHECKING
+
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.storage.direct_io import Direct
+from trainckpt.storage.disk import CANNOT, Disk
+from trainckpt.storage.file_reader import NUM_READERS, FileReader, read_parts
+from trainckpt.storage.file_writer import new_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+TEMPORARY = ".tmp-"
+UNFINISHED = f"{TEMPORARY}copy-"  # prefix of new bytes of an existing file
+CREATING = ("write", "create")  # verbs of `translated` with a missing folder, not a missing file
+MOST_FOLDERS = 50  # remembered as synced; a forgotten one is synced once more
+
+
+class LocalTier:
+    """Named bytes in one directory. See `base.Tier` for the contract.
+
+    Attributes:
+        num_readers: Threads reading parts at once; fewer if other processes read at the same time.
+    """
+
+    name = "local"
+
+    def __init__(self, root: str | os.PathLike[str], disk: Disk | None = None) -> None:
+        self.root = Path(root).absolute()
+        self.url = str(self.root)
+        self.disk = disk or Disk()
+        self._direct = Direct(self.url)
+        self.num_readers = NUM_READERS
+        self._durable: set[Path] = set()  # folders with names known to be synced
+
+    def write(
+        self,
+        key: str,
+        blocks: Iterable[memoryview],
+        num_bytes: int | None = None,
+        held: int = 1,
+        *,
+        replacing: bool = False,
+    ) -> None:
+        """Create `key` with the bytes of `blocks`; durable on return."""
+        path = self._path(key)
+        with translated("write", path):
+            self._make_folders(path.parent)
+            if replacing:
+                with self._temporary(path, UNFINISHED) as temporary:
+                    self._write_file(temporary, blocks, num_bytes, held)
+                    self.disk.rename(temporary, path)
+            else:
+                self._write_file(path, blocks, num_bytes, held)
+            self.disk.sync_folder(path.parent)
+
+    def write_parts(
+        self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]
+    ) -> None:
+        """Create `key` with parts at their positions, several at once; durable on return."""
+        path = self._path(key)
+        with translated("write", path):
+            self._make_folders(path.parent)
+            with new_file(self.disk, path, self._direct) as file:
+                file.reserve(num_bytes)
+                for first_byte, part in parts:
+                    file.put(first_byte, part)
+                file.must_hold(num_bytes)
+            self.disk.sync_folder(path.parent)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Atomically make `data` the bytes of `key`."""
+        path = self._path(key)
+        with translated("write", path):
+            self._make_folders(path.parent)
+            with self._temporary(path) as temporary:
+                self._write_file(temporary, [memoryview(data)])
+                self.disk.rename(temporary, path)
+            self.disk.sync_folder(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create `key` with `data`; return False, and change nothing, if it exists."""
+        path = self._path(key)
+        with translated("create", path):
+            self._make_folders(path.parent)
+            try:
+                self._create(path, data)
+            except FileExistsError:
+                return False
+            self.disk.sync_folder(path.parent)
+        return True
+
+    def size(self, key: str) -> int | None:
+        """Return the bytes of `key`; None if it is missing."""
+        path = self._path(key)
+        with translated("look at", path):
+            try:
+                found = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        if not S_ISREG(found.st_mode):  # opening a pipe would wait for its other end
+            raise UnusableSnapshot(f"{key} is not a file")
+        return found.st_size
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """Return all bytes of `key`, at most `max_bytes`."""
+        if self.size(key) is None:
+            raise UnusableSnapshot(f"{key} is missing")
+        path = self._path(key)
+        with translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
+            size = file.num_bytes  # of the open file, even if another replaces it meanwhile
+            if size > max_bytes:
+                raise UnusableSnapshot(f"{key} is {size} bytes, more than {max_bytes}")
+            data = bytearray(size)
+            read_parts(file, [(0, memoryview(data))], lambda number: None)
+        return bytes(data)
+
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
+        """Fill `into` from `first_byte` on; a file too short is an error."""
+        self.read_parts(key, [(first_byte, into)])
+
+    def read_parts(
+        self,
+        key: str,
+        parts: Sequence[tuple[int, memoryview]],
+        done: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Fill every part, several at once; `done` gets each part's number, on any thread."""
+        with self.opened(key) as file:
+            read_parts(file, parts, done, self.num_readers)
+
+    @contextlib.contextmanager
+    def opened(self, key: str) -> Iterator[FileReader]:
+        """Open the file of `key` for many reads, on any thread. Errors as `read_parts`."""
+        path = self._path(key)
+        with translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
+            yield file
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names in `folder`, sorted, without temporary ones; empty if there is none."""
+        path = self._path(folder)
+        with translated("list", path):
+            try:
+                found = sorted(entry.name for entry in path.iterdir())
+            except FileNotFoundError:
+                return []
+        return [name for name in found if not name.startswith(TEMPORARY)]
+
+    def remove(self, key: str) -> None:
+        """Remove `key`; durable on return."""
+        path = self._path(key)
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            self.disk.remove(path)
+            self.disk.sync_folder(path.parent)
+
+    def make_folder(self, folder: str) -> tuple[Path, ...]:
+        """Make `folder` durably ("" is the tier's root); return the folders made, top first."""
+        path = self._path(folder)
+        with translated("create", path):
+            return self._make_folders(path)
+
+    def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
+        """Remove the files in `folder` except those in `keep`; without any, the folder too."""
+        path = self._path(folder)
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            entries = sorted(path.iterdir())
+            for entry in entries:
+                if entry.name not in keep:
+                    self.disk.remove(entry)
+            if not any(entry.name in keep for entry in entries):
+                self.disk.remove_folder(path)
+
+    def clear_unfinished(self, folder: str) -> None:
+        """Delete remains in `folder` of new bytes for existing files."""
+        path = self._path(folder)
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            for entry in sorted(path.iterdir()):
+                if entry.name.startswith(UNFINISHED):
+                    self.disk.remove(entry)
+
+    def _path(self, key: str) -> Path:
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run's place")
+        return self.root.joinpath(*parts)
+
+    def _make_folders(self, path: Path) -> tuple[Path, ...]:
+        missing: list[Path] = []
+        existing = path
+        while not existing.is_dir():
+            missing.append(existing)
+            existing = existing.parent
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                self.disk.make_folder(folder)
+            # Even if another rank made it: the file must not become durable before its folder.
+            self.disk.sync_folder(folder.parent)
+            self._is_durable(folder)
+        for folder in [path, *path.parents]:
+            if not folder.is_relative_to(self.root):
+                break
+            if folder not in self._durable:
+                # This user may not open the run directory's parent; then another user made it.
+                with contextlib.suppress(PermissionError):
+                    self.disk.sync_folder(folder.parent)
+                self._is_durable(folder)
+        return tuple(reversed(missing))
+
+    def _is_durable(self, folder: Path) -> None:
+        """Remember a synced folder; bounded, for every snapshot has its own folder."""
+        if len(self._durable) >= MOST_FOLDERS:
+            self._durable.clear()
+        self._durable.add(folder)
+
+    def _write_file(
+        self, path: Path, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1
+    ) -> None:
+        marks = deque[int]()
+        at = 0
+        with new_file(self.disk, path, self._direct) as file:
+            if num_bytes is not None:
+                file.reserve(num_bytes)
+            for block in blocks:
+                file.put(at, block)
+                at += len(block)
+                marks.append(file.mark())
+                if len(marks) == held:  # the caller may reuse the oldest block's memory next
+                    file.settle_to(marks.popleft())
+            if num_bytes is not None:
+                file.must_hold(num_bytes)
+
+    def _create(self, path: Path, data: bytes) -> None:
+        with self._temporary(path) as temporary:
+            self._write_file(temporary, [memoryview(data)])
+            try:
+                self.disk.link(temporary, path)
+            except FileExistsError:
+                raise
+            except OSError as error:
+                if error.errno not in CANNOT:
+                    raise
+            else:
+                return
+        # Without hard links: exclusive, but a crash may leave an empty file. Readers of records
+        # take it for an unfinished claim.
+        self._write_file(path, [memoryview(data)])
+
+    @contextlib.contextmanager
+    def _temporary(self, path: Path, prefix: str = TEMPORARY) -> Iterator[Path]:
+        """A name beside `path` for a file of this writer alone; gone when the context ends."""
+        temporary = path.with_name(f"{prefix}{secrets.token_hex(8)}")
+        try:
+            yield temporary
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                self.disk.remove(temporary)
+
+
+@contextlib.contextmanager
+def translated(verb: str, path: Path) -> Iterator[None]:
+    """Turn errors of system calls in the block into this package's errors, with a hint."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if verb in CREATING:
+            raise _no_folder(verb, path) from error
+        raise UnusableSnapshot(f"cannot {verb} {path}: it is missing") from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        hint = {
+            errno.EACCES: f"make {path} readable and writable for this user",
+            errno.EPERM: f"make {path} readable and writable for this user",
+            errno.ENOSPC: f"free space on the file system of {path}",
+            errno.EDQUOT: f"free space within the quota that holds {path}",
+            errno.ENOTDIR: "name a directory: a file stands in its place, or in its path",
+            errno.EROFS: "name a run on a file system that can be written",
+        }.get(error.errno or 0, "")
+        raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
+
+
+def _no_folder(verb: str, path: Path) -> TierUnavailable:
+    """Return the error for a folder impossible to make, probably on an unmounted volume."""
+    for at in (*reversed(path.parents), path):
+        # Path's methods raise if this user may not search a folder.
+        if os.path.islink(at) and not os.path.exists(at):  # noqa: PTH110, PTH114
+            end = os.path.realpath(at)
+            return TierUnavailable(
+                f"cannot {verb} {path}: {at} is a link to {end}, which is not there",
+                hint=f"mount the file system of {end}, or name another directory",
+            )
+    return TierUnavailable(
+        f"cannot {verb} {path}: its folder is missing, and cannot be made",
+        hint=f"see whether the file system of {path.parent} is mounted, or name another directory",
+    )

@@ -1,0 +1,336 @@
+"""The object-store tier: keys of a run as objects in a bucket, laid out like files in a directory.
+
+    write        small objects in one request. Larger ones in parts, several in flight; the
+                 request joining them comes last. A failed upload is aborted and leaves no object
+    replace      one request: readers see the old bytes or the new ones
+    create       a request refused by the store if the name exists. A probe tries this once; in
+                 stores without it, ranks claim names: see `create_exclusive`
+    read_parts   ranged requests, several in flight, of just the wanted bytes
+
+An answered write is durable. There are no folders: an empty prefix does not exist. Every request
+has a time limit and is retried (`retry`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
+
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.storage import create_exclusive, multipart_upload
+from trainckpt.storage.isolate_random import give_own_randomness
+from trainckpt.storage.redact import redacted
+from trainckpt.storage.retry import Limits, RetryPolicy
+from trainckpt.storage.store_errors import BEYOND, TAKEN, meaning
+from trainckpt.storage.worker_pool import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+    from contextlib import AbstractContextManager
+
+    from trainckpt.storage.object_client import Entry, ObjectClient
+    from trainckpt.storage.retry import Health
+
+    Result = TypeVar("Result")
+
+TEMPORARY = ".tmp-"
+PROBE = "probe"
+READ_BYTES = 16 << 20  # per request
+NUM_READERS = 8
+STALE_UPLOAD_S = 24 * 3600.0
+
+
+def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier:
+    """Return the tier at `url`, such as `s3://bucket/run`, without a request.
+
+    Raises:
+        ConfigurationError: unknown kind of store, or its package is not installed.
+    """
+    from trainckpt.storage.open_store import open_client  # imports fsspec: for stores only
+
+    name, client, root = open_client(url)
+    give_own_randomness()
+    shown = redacted(url)
+    calls = RetryPolicy(shown, limits)
+    calls.login = client.login
+    return ObjectStoreTier(name, shown.rstrip("/"), client, root, calls)
+
+
+class ObjectStoreTier:
+    """Named bytes in one store. See `base.Tier` for the contract.
+
+    Attributes:
+        url: URL without secrets.
+    """
+
+    def __init__(
+        self, name: str, url: str, client: ObjectClient, root: str, calls: RetryPolicy
+    ) -> None:
+        self.name, self.url = name, url
+        self._client, self._root, self._calls = client, root, calls
+        self._probing = threading.Lock()
+        self._creates_only: bool | None = None
+        self._has_bucket = False
+        self._left: set[str] = set()  # paths of uploads not aborted yet: parts may remain
+
+    def at(self, folder: str) -> ObjectStoreTier:
+        """Return the tier of a folder in this one, over the same connections."""
+        path = self._path(folder)
+        return ObjectStoreTier(self.name, f"{self.url}/{folder}", self._client, path, self._calls)
+
+    # ---- write
+
+    def write(
+        self,
+        key: str,
+        blocks: Iterable[memoryview],
+        num_bytes: int | None = None,
+        held: int = 1,
+        *,
+        replacing: bool = False,
+    ) -> None:
+        """Create `key` with the bytes of `blocks`; durable on return."""
+        del held  # blocks are copied
+        path = self._path(key) if replacing else self._new(key)
+        size = 2 * self._calls.limits.part_bytes
+        if num_bytes is not None:  # else the total is unknown
+            size = multipart_upload.part_bytes(num_bytes, size)
+        parts = multipart_upload.gathered(blocks, size)
+        first = next(parts, b"")
+        if len(first) < size:
+            self._put(key, path, first)
+            return
+        with self._uploading(key, path, size) as (put, _):
+            for number, data in enumerate(chain([first], parts), 1):
+                put(number, partial(bytes, data))
+
+    def write_parts(
+        self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]
+    ) -> None:
+        """Create `key` with parts at their positions, sent as they come; durable on return."""
+        path = self._new(key)
+        size = multipart_upload.part_bytes(num_bytes, self._calls.limits.part_bytes)
+        if num_bytes <= size:
+            pieces = multipart_upload.Pieces(num_bytes, max(num_bytes, 1), in_order=False)
+            for first_byte, part in parts:
+                pieces.add(first_byte, part)
+            pieces.must_be_whole()
+            self._put(key, path, pieces.take(1) if num_bytes else b"")
+            return
+        with self._uploading(key, path, size) as (put, in_order):
+            pieces = multipart_upload.Pieces(num_bytes, size, in_order=in_order)
+            for first_byte, part in parts:
+                for number in pieces.add(first_byte, part):
+                    put(number, partial(pieces.take, number))
+            pieces.must_be_whole()
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Atomically make `data` the bytes of `key`."""
+        self._put(key, self._path(key), data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create `key` with `data`; False, and nothing changed, if it exists."""
+        path = self._path(key)
+        if not self.creates_only():
+            return create_exclusive.create(self, key, data)
+
+        def ask(tried: int) -> bool:
+            try:
+                self._client.put(path, data, create_only=True)
+            except Exception as error:
+                if meaning(error) != TAKEN:
+                    raise
+                # An earlier try may have succeeded without its answer arriving.
+                is_ours = bool(tried) and self._client.size(path) == len(data)
+                return is_ours and self._client.whole(path, len(data)) == data
+            return True
+
+        return self._ask(f"create {key}", ask)
+
+    def creates_only(self) -> bool:
+        """Return True if the store refuses to create an existing name; probed once."""
+        with self._probing:
+            if self._creates_only is None:
+                self._creates_only = self._client.may_create_only and self._probe()
+        return self._creates_only
+
+    # ---- read
+
+    def size(self, key: str) -> int | None:
+        """Return the bytes of `key`; None if it is missing."""
+        path = self._path(key)
+        found = self._ask(f"look at {key}", lambda _: self._client.size(path))
+        if found is None and not self._has_bucket:  # raises if the bucket is missing
+            self._ask(f"look at {key}", lambda _: self._client.must_have_bucket(path))
+        self._has_bucket = True
+        return found
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """Return all bytes of `key`, at most `max_bytes`."""
+        path = self._path(key)
+        return self._ask(f"read {key}", lambda _: self._client.whole(path, max_bytes))
+
+    def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
+        """Fill `into` from `first_byte` on; an object too short is an error."""
+        self.read_parts(key, [(first_byte, into)])
+
+    def read_parts(
+        self,
+        key: str,
+        parts: Sequence[tuple[int, memoryview]],
+        done: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Fill every part, several at once; `done` gets each part's number, on any thread."""
+        path = self._path(key)
+        lock, missing = threading.Lock(), [len(into) for _, into in parts]
+
+        def one(number: int, at: int, num_bytes: int) -> None:
+            first_byte, into = parts[number]
+            self._fill(key, path, first_byte + at, into[at : at + num_bytes])
+            with lock:
+                missing[number] -= num_bytes
+                is_full = missing[number] == 0
+            if is_full:
+                done(number)
+
+        requests = [
+            partial(one, number, at, min(READ_BYTES, len(into) - at))
+            for number, (_, into) in enumerate(parts)
+            for at in range(0, max(len(into), 1), READ_BYTES)
+        ]
+        with Workers(min(NUM_READERS, len(requests)), "trainckpt-read") as workers:
+            for request in requests:
+                if len(requests) == 1:
+                    request()
+                else:
+                    workers.submit(request)
+            workers.settle()
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names in `folder`, sorted, without temporary ones; empty if there is none."""
+        return [name for name in self._names(folder) if not name.startswith(TEMPORARY)]
+
+    def entries(self, folder: str) -> Sequence[Entry]:
+        """Return names with their write times, including temporary ones, in any order."""
+        path = self._path(folder)
+        return self._ask(f"list {folder or self.url}", lambda _: self._client.entries(path))
+
+    def age_s(self, key: str) -> float | None:
+        """Return the seconds since `key` was written; None if it is missing.
+
+        The store's clock counts, if the store tells it.
+        """
+        path = self._path(key)
+        return self._ask(f"look at {key}", lambda _: self._client.age_s(path))
+
+    # ---- remove
+
+    def remove(self, key: str) -> None:
+        """Remove `key`; durable on return."""
+        path = self._path(key)
+        self._ask(f"remove {key}", lambda _: self._client.remove(path))
+
+    def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
+        """Remove the names in `folder` except those in `keep`."""
+        names = [name for name in self._names(folder) if name not in keep]
+        with Workers(min(NUM_READERS, len(names)), "trainckpt-remove") as workers:
+            for name in names:
+                workers.submit(partial(self.remove, f"{folder}/{name}" if folder else name))
+            workers.settle()
+        if folder and not keep:
+            path = self._path(folder)
+            self._ask(f"remove {folder}/", lambda _: self._client.remove_marker(path))
+
+    def clear_unfinished(self, folder: str) -> None:
+        """Do nothing: an unfinished upload is no object. See `abort_stale_uploads`."""
+
+    # ---- how it stands
+
+    def health(self) -> Health:
+        """Return the state of calls to the store, as far as this process knows."""
+        return self._calls.breaker.health()
+
+    def abort_stale_uploads(self, older_than_s: float = STALE_UPLOAD_S) -> int:
+        """Drop the parts sent by dead writers for unfinished objects; return their number."""
+        return self._ask(
+            "abort old uploads",
+            lambda _: self._client.abort_uploads(self._root, older_than_s=older_than_s),
+        )
+
+    # ---- inside
+
+    def _uploading(
+        self, key: str, path: str, size: int
+    ) -> AbstractContextManager[tuple[multipart_upload.Put, bool]]:
+        return multipart_upload.uploading(
+            self._calls, self._client, path=path, key=key, size=size, left=self._left
+        )
+
+    def _new(self, key: str) -> str:
+        """Return the path of a key; refuse an existing one."""
+        if self.size(key) is not None:
+            raise TierUnavailable(f"{self.url}: cannot write {key}: it is there already")
+        return self._path(key)
+
+    def _put(self, key: str, path: str, data: bytes) -> None:
+        try:
+            self._ask(f"write {key}", lambda _: self._client.put(path, data))
+        except BaseException:
+            if self._client.put_leaves_parts(len(data)):
+                self._left.add(path)
+            raise
+        if self._left:  # the store answers again
+            multipart_upload.drop_left(self._calls, self._client, self._left)
+
+    def _fill(self, key: str, path: str, first_byte: int, into: memoryview) -> None:
+        if not len(into):
+            return
+
+        def ask(_: int) -> bytes:
+            try:
+                return self._client.get(path, first_byte, len(into))
+            except Exception as error:
+                if meaning(error) != BEYOND:
+                    raise
+                return b""
+
+        data = self._ask(f"read {key}", ask)
+        if len(data) != len(into):
+            raise UnusableSnapshot(f"{key} ends {len(into) - len(data)} bytes too early")
+        into[:] = data
+
+    def _names(self, folder: str) -> Sequence[str]:
+        # Some programs make a marker object for a folder: its name in the folder is empty.
+        return sorted({each.name for each in self.entries(folder)} - {""})
+
+    def _probe(self) -> bool:
+        """Create one name twice; return True if the store refused the second."""
+        key = f"{PROBE}/{secrets.token_hex(8)}"
+        path = self._path(key)
+
+        def second(_: int) -> bool:
+            try:
+                self._client.put(path, b"2", create_only=True)
+            except Exception as error:
+                if meaning(error) != TAKEN:
+                    raise
+                return True
+            return False
+
+        self._put(key, path, b"1")
+        try:
+            return self._ask(f"create {key}", second)
+        finally:
+            self.remove(key)
+
+    def _path(self, key: str) -> str:
+        parts = key.split("/") if key else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run's place")
+        return "/".join([self._root, *parts])
+
+    def _ask(self, what: str, call: Callable[[int], Result]) -> Result:
+        return self._calls.make(what, call)

@@ -1,0 +1,148 @@
+"""Memory of this host with shard files for other hosts, beside the arenas of its own ranks.
+
+    arenas/copy00003.0, .1      replica of rank 3's shard file; two, filled in turn
+    arenas/sealed00002.0, .1    rank 2's own shard file, encrypted, as other hosts have it
+    arenas/fetched00002.0       the same, as stored: fetched after a resume on a new host, so other
+                                hosts can replicate it again
+    snapshots/<folder>/         published names of the above, and
+        manifest.json           the snapshot's manifest: without access to the run directory, a
+                                host still knows its content
+
+The arena with the newest snapshot stays untouched until the other one is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from trainckpt.storage.private_files import must_be_private, write_private
+from trainckpt.storage.shared_memory import ArenaInUse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from trainckpt.storage.arena import Arena
+    from trainckpt.storage.shared_memory import SharedMemoryDir
+
+MANIFEST = "manifest.json"
+
+
+class DoubleBuffer:
+    """Two arenas for one kind of file; the one without the newest snapshot may be filled."""
+
+    def __init__(self, place: SharedMemoryDir, name: str, *, anew: bool = False) -> None:
+        """With `anew`, replace arenas left unfinished by an earlier attempt.
+
+        A process of that attempt may still be writing to them.
+        """
+        self._place, self._name, self._anew = place, name, anew
+        self._open: dict[int, Arena] = {}
+
+    def free(self, newest: str | None) -> Arena:
+        """Return an arena without the snapshot of the folder `newest`.
+
+        Raises:
+            OSError: other processes have locked both, or as the system reports it.
+        """
+        for number in range(2):
+            if number not in self._open:
+                with contextlib.suppress(ArenaInUse):
+                    self._open[number] = self._opened(number)
+            arena = self._open.get(number)
+            if arena is not None and newest not in arena.holds():
+                return arena
+        raise ArenaInUse(f"{self._name} is in use by another process")
+
+    def _opened(self, number: int) -> Arena:
+        path = arena_path(self._place, self._name, number)
+        arena = self._place.open_arena(path)
+        if not self._anew or arena.holds():
+            return arena
+        arena.remove()
+        return self._place.open_arena(path)
+
+    def capacity_bytes(self, newest: str | None) -> tuple[int, int]:
+        """Return the bytes of the arena `free` would return, and of both, as far as opened."""
+        found = [self._open[number] for number in sorted(self._open)]
+        free = (arena.capacity_bytes for arena in found if newest not in arena.holds())
+        return next(free, 0), sum(arena.capacity_bytes for arena in found)
+
+    def release(self, newest: str | None) -> None:
+        """Remove the published names of other snapshots."""
+        for arena in self._open.values():
+            if newest not in arena.holds():
+                with contextlib.suppress(OSError):
+                    arena.retract()
+
+    def close(self, *, keep: bool) -> None:
+        """Unlock both arenas; `keep` their bytes, or remove them."""
+        for arena in self._open.values():
+            with contextlib.suppress(OSError):
+                if keep:
+                    arena.close()
+                else:
+                    arena.remove()
+        self._open.clear()
+
+
+def arena_path(place: SharedMemoryDir, name: str, number: int) -> Path:
+    """Return the path of one of a slot's two arenas."""
+    return place.root / "arenas" / f"{name}.{number}"
+
+
+def sealed_slot(rank: int) -> str:
+    """Return the slot name of a rank's own file, encrypted."""
+    return f"sealed{rank:05d}"
+
+
+def fetched_slot(rank: int) -> str:
+    """Return the slot name of a rank's own file, fetched for other hosts to replicate."""
+    return f"fetched{rank:05d}"
+
+
+def remove_slot(place: SharedMemoryDir, name: str) -> None:
+    """Remove a slot's unlocked arenas and their published names."""
+    for number in range(2):
+        path = arena_path(place, name, number)
+        if path.exists():
+            with contextlib.suppress(OSError):
+                place.open_arena(path).remove()
+
+
+def write_manifest(place: SharedMemoryDir, folder: str, data: bytes) -> None:
+    """Write the manifest atomically: readers find it whole or not at all."""
+    target = place.root / folder
+    must_be_private(target.parent)
+    must_be_private(target)
+    write_private(target / MANIFEST, data)
+
+
+def read_manifest(place: SharedMemoryDir, folder: str, max_bytes: int) -> bytes | None:
+    """Return the manifest; None if it is missing or longer than `max_bytes`."""
+    try:
+        descriptor = os.open(place.root / folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(max_bytes + 1)
+    return data if len(data) <= max_bytes else None
+
+
+def release_manifests(place: SharedMemoryDir, keep: Iterable[str]) -> None:
+    """Remove the manifests of all snapshots except those in `keep`."""
+    kept = set(keep)
+    for folder in place.folders():
+        if folder not in kept:
+            with contextlib.suppress(OSError):
+                (place.root / folder / MANIFEST).unlink(missing_ok=True)
+                (place.root / folder).rmdir()  # fails if it has other files
+
+
+def files(place: SharedMemoryDir, folder: str) -> list[str]:
+    """Return the file names in memory of one snapshot, including the manifest; sorted."""
+    with contextlib.suppress(OSError):
+        return sorted(path.name for path in (place.root / folder).iterdir())
+    return []

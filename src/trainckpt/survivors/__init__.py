@@ -1,0 +1,1 @@
+"""Save the newest step on the ranks left after others have died."""

@@ -1,0 +1,314 @@
+"""Step history: each rank holds its state as the last two windows began, for survivors to save.
+
+    boundary          `note`: all of this rank, as a `StepState`. Its own state goes to its partner
+                      (`partner_state`); its share of the large tensors, and its partners', is
+                      copied beside training
+    before a step     (at an epoch's end: before the next state) waits until every rank's own state
+                      of this window is with its partner, and the copies are made. So all ranks hold
+                      the newest state or the one before, whenever one dies: at most one step is
+                      lost
+
+Without partners nothing is copied nor waited for: the newest state is whole on each rank until it
+steps. Threads: `note` and the hook on the training thread; `freeze` and `held` on the survivors'.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trainckpt.attempt.log import logger
+from trainckpt.errors import NoAgreement
+from trainckpt.format.manifest import SPLIT, TensorEntry
+from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.snapshot.save_plan import equal_groups, plan_save
+from trainckpt.state import replicas, staging
+from trainckpt.state.capture import capture
+from trainckpt.state.device_copy import DeviceCopier
+from trainckpt.state.dynamo import untraced
+from trainckpt.state.overlap import only_stepped
+from trainckpt.state.step_state import (
+    Gradients,
+    HostCopies,
+    ShareCopies,
+    StepState,
+    small_file,
+    without_gradients,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from trainckpt.format.cursor import Cursor
+    from trainckpt.format.layout import Layout
+    from trainckpt.format.shard_file import Region
+    from trainckpt.ranks.store import RankStore
+    from trainckpt.state.captured import Captured
+    from trainckpt.state.registry import Registry
+    from trainckpt.survivors.partner_state import PartnerStateExchange
+
+HOLD_S = 60.0  # a step waits so long for the others
+PROVED_FIRST, PROVED_EVERY = 2, 64  # states whose copies are compared with live tensors
+COMPARED_EVERY = 64  # states after which replicas are compared again, by samples
+
+
+@dataclass(frozen=True)
+class ReplicatedState:
+    """Tensors with equal replicas on all ranks, as the ranks have agreed.
+
+    Attributes:
+        facts: Names, types and shapes for which this holds.
+        layouts: Tensor -> how its bytes are shared out.
+        regions: Of this rank: all of each of those tensors.
+        entries: Manifest entry of each.
+    """
+
+    facts: Any
+    layouts: Mapping[str, Layout]
+    regions: tuple[Region, ...]
+    entries: dict[str, TensorEntry]
+
+    def share(self, owner: int) -> tuple[Region, ...]:
+        """Return the regions of these tensors that a rank stores."""
+        return plan_save(self.regions, self.layouts, rank=owner)
+
+
+class StepHistory:
+    """Step history of one rank of an attempt.
+
+    Attributes:
+        alike: None before the first state.
+        progress: Counts boundaries and steps, to show that the training thread advances.
+        off: Why nothing is recorded any more, or "".
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        channel: RankStore,
+        small: PartnerStateExchange | None,
+        num_threads: int = 1,
+        *,
+        side: DeviceCopier | None = None,
+    ) -> None:
+        """Hook every optimizer's step.
+
+        Args:
+            registry: What is tracked.
+            channel: Fresh keys.
+            small: Passes each rank's own state to its partner; None: there are no partners.
+            num_threads: That copy beside training.
+            side: Copies from a GPU; no other part of the attempt uses it.
+        """
+        self.replicated: ReplicatedState | None = None
+        self.progress, self.why_off = 0, ""
+        self._registry, self._channel, self._small = registry, channel, small
+        self._num_threads = num_threads
+        self._world, self._rank = channel.world.size, channel.world.rank
+        self._states: list[StepState] = []  # the newest last, two at most
+        self._side = side = side or DeviceCopier()
+        self._shares_copied, self._copies = ShareCopies(side), HostCopies(side)
+        side.look_for_recorded()
+        self._shares: tuple[ReplicatedState | None, list[Region]] = None, []
+        self._excluded: set[str] = set()
+        self._number = self._compared = 0
+        self._frozen = self._drops_gradients = False
+        self._lock = threading.Lock()
+        self._hook = register_optimizer_step_pre_hook(untraced(self._before_step))
+
+    def record(self, cursor: Cursor) -> None:
+        """Record the state at a window's beginning, on all ranks. Collective as `capture` is."""
+        if self.why_off or not self._wait_until_safe():
+            return None
+        if self._side.is_replayed:
+            return self._turn_off("a CUDA graph takes the steps, and calls no hooks")
+        self._drop_oldest()
+        try:
+            with self._registry.unchanged():
+                moment = self._capture_state(cursor)
+        except NoAgreement as error:
+            return self._turn_off(error.message)
+        except Exception as error:  # noqa: BLE001 - training goes on without
+            return self._turn_off(repr(error))
+        if moment is None:
+            return None
+        self._record_gradients(moment)
+        with self._lock:
+            self._states = [*self._states[-1:], moment]
+            self.progress += 1
+        if self._small is not None:
+            self._small.send(moment)
+        if moment.overlapped is not None:
+            copy = threading.Thread(
+                target=_run, args=(moment.overlapped,), name="trainckpt-moment", daemon=True
+            )
+            copy.start()
+        return None
+
+    def on_own_stream(self) -> AbstractContextManager[None]:
+        """Read tensors on a GPU without waiting for work queued there by the training thread.
+
+        That work may include a collective that never ends. Work queued before the newest state is
+        done, as `capture` waits for it.
+        """
+        return self._side.apart()
+
+    @property
+    def is_live(self) -> bool:
+        """True if no step was taken since the newest state."""
+        return bool(self._states) and self._states[-1].live
+
+    def freeze(self) -> None:
+        """Stop the training thread's steps and records. It may hang, or wait in here."""
+        with self._lock:
+            self._frozen = True
+
+    def states(self) -> list[StepState]:
+        """Return the recorded states, the oldest first. After `freeze`."""
+        for moment in self._states:
+            moment.settle()
+        return list(self._states)
+
+    def close(self) -> None:
+        """Record nothing from now on."""
+        self.why_off = self.why_off or "closed"
+        self._hook.remove()
+        self._states = []
+        self._shares_copied.close()
+        self._copies.close()
+
+    def _capture_state(self, cursor: Cursor) -> StepState | None:
+        captured = without_gradients(capture(self._registry))
+        if captured.placed:
+            self._turn_off("the state is sharded; the newest replicated snapshot will stand")
+            return None
+        self._number += 1
+        stepped = only_stepped(captured, self._registry, (self._side.kind,)) - self._excluded
+        replicated = self._find_replicated(captured, stepped)
+        moment = StepState(
+            cursor,
+            replicated.entries,
+            small_file(captured, replicated.layouts, self._rank, self._world),
+        )
+        whole = {name: captured.tensors[name] for name in replicated.layouts}
+        live = {name: tensor for name, tensor in whole.items() if name in stepped}
+        moment.versions = {name: tensor._version for name, tensor in live.items()}
+        others = {name: tensor for name, tensor in whole.items() if name not in live}
+        moment.whole = {**live, **self._copies.make(others)}
+        if self._small is not None:
+            regions = [
+                r for r in self._own_shares(replicated) if r.tensor in stepped and r.num_bytes
+            ]
+            proves = self._number <= PROVED_FIRST or self._number % PROVED_EVERY == 0
+            moment.copied, moment.overlapped = self._shares_copied.begin(
+                captured, regions, proves=proves, num_threads=self._num_threads
+            )
+        return moment
+
+    def _own_shares(self, alike: ReplicatedState) -> list[Region]:
+        """Return the regions this rank copies: its own share, and those of its partners."""
+        if self._shares[0] is not alike:
+            assert self._small is not None
+            owners = {self._rank, *self._small.owners}
+            shares = {r.key: r for owner in owners for r in alike.share(owner)}
+            self._shares = alike, list(shares.values())
+        return self._shares[1]
+
+    def _delete_keys(self) -> None:
+        """Delete the keys of the comparison before: all ranks have read them.
+
+        All have sent their part of the current one. The store holds a key until it is deleted.
+        """
+        before = f"moments/{self._compared}"
+        keys = [f"{before}/{self._rank}"]
+        if self._rank == 0:
+            keys += self._channel.fold_keys(before)
+        self._channel.forget(keys if self._compared else [])
+
+    def _find_replicated(self, captured: Captured, stepped: set[str]) -> ReplicatedState:
+        """Compare on all ranks, whenever the tensors differ from before, and once in a while."""
+        groups = {f"{model.name} parameters" for model in self._registry.models}
+        groups |= {optimizer.name for optimizer in self._registry.optimizers}
+        captured.groups = {n: g for n, g in captured.groups.items() if g in groups}
+        facts = [(n, captured.tensors[n].dtype, captured.tensors[n].shape) for n in captured.groups]
+        known = self.replicated is not None and self.replicated.facts == facts
+        if not known or self._number % COMPARED_EVERY == 0:
+            sampled = stepped if known else ()
+            mine = replicas.group_digests(
+                captured, self._rank, self._world, sampled=sampled, number=self._number
+            )
+            key = f"moments/{self._number}"
+            equal = self._channel.fold(key, mine, equal_groups, RANKS_TIMEOUT_S)
+            self._delete_keys()
+            self._compared = self._number
+            layouts = replicas.split_layouts(captured, set(equal), self._world)
+            regions = tuple(r for r in staging.held(captured, layouts) if r.tensor in layouts)
+            entries = {
+                r.tensor: TensorEntry(r.dtype, r.of, SPLIT, layouts[r.tensor]) for r in regions
+            }
+            self.replicated = ReplicatedState(facts, layouts, regions, entries)
+        assert self.replicated is not None
+        return self.replicated
+
+    def _record_gradients(self, moment: StepState) -> None:
+        """Record gradients; a script that drops them is noticed one window later."""
+        gradients = Gradients(self._registry)
+        before = self._states[-1] if self._states else None
+        if before is not None and before.gradients is not None and not before.is_carried:
+            before.gradients = None
+            self._drops_gradients = True
+        moment.gradients = None if self._drops_gradients or gradients.are_none else gradients
+
+    def _before_step(self, *_: object) -> None:
+        """Run on the training thread, before any optimizer of this process steps."""
+        if self._side.is_recording():  # no step yet; the next `note` turns this off
+            return
+        if self.why_off or not self.is_live or not self._wait_until_safe():
+            return
+        with self._lock:
+            for moment in self._states:
+                moment.live = moment.live and self._frozen
+            self.progress += 1
+        self._block_while_frozen()
+
+    def _drop_oldest(self) -> None:
+        """Release the older state: the newest is safe, and the older one's memory is reused."""
+        while True:
+            self._block_while_frozen()
+            with self._lock:
+                if not self._frozen:
+                    self._states = self._states[-1:]
+                    return
+
+    def _wait_until_safe(self) -> bool:
+        """Return when all ranks hold the newest state, so that the one before may go."""
+        for moment in self._states[-1:]:
+            if self._small is not None and not moment.safe.wait(HOLD_S):
+                self._turn_off("another rank's state did not reach its partner")
+                return False
+            self._block_while_frozen()
+            moment.settle()
+            if moment.spoiled:
+                self._excluded.update(moment.spoiled)
+                logger.debug("copied at each step from now on: %s", ", ".join(moment.spoiled)[:500])
+        return True
+
+    def _block_while_frozen(self) -> None:
+        """Block while survivors save; the process ends when they have."""
+        while self._frozen:
+            threading.Event().wait(1.0)
+
+    def _turn_off(self, reason: str) -> None:
+        self.why_off = reason
+        self._states = []
+        if self._rank == 0:
+            logger.warning("if a rank dies, the others will not save: %s", reason)
+
+
+def _run(overlapped: Any) -> None:
+    for _ in overlapped.run():
+        pass

@@ -1,1 +1,0 @@
-"""Tiers: named bytes in, the same bytes out. The only room that touches storage."""

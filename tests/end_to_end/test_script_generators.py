@@ -1,0 +1,96 @@
+"""Random generators in variables of a script go on where they were."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import runpy
+
+import pytest
+
+SCRIPT = """
+import random
+import sys
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from trainckpt import Checkpointer
+
+
+class Crash(Exception):
+    pass
+
+
+place, stop, losses = ARGUMENTS
+top = np.random.default_rng(1)
+torch.manual_seed(0)
+
+
+def main():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    order = torch.Generator().manual_seed(4)
+    loader = DataLoader(torch.arange(16.0).view(8, 2), batch_size=2, shuffle=True, generator=order)
+    python = random.Random(2)
+    drawn = torch.Generator().manual_seed(3)
+    with Checkpointer(place, model=model, optimizer=optimizer, loader=loader, every="1 steps") as c:
+        for epoch in c.epochs(2):
+            for batch in c.batches():
+                noise = top.normal() + python.random() + torch.rand((), generator=drawn).item()
+                loss = (model(batch) * noise).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item().hex())
+                if len(losses) == stop:
+                    raise Crash("stopped")
+
+
+main()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(place, stop=None, text=SCRIPT):
+        losses = []
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        arguments = {"ARGUMENTS": (tmp_path / place, stop, losses)}
+        with pytest.raises(Exception, match="stopped") if stop else contextlib.nullcontext():
+            runpy.run_path(str(script), arguments, run_name="__main__")
+        return losses
+
+    return run
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6])
+def test_generators_in_variables_of_a_script_go_on_where_they_were(run, caplog, stop):
+    caplog.set_level(logging.INFO, "trainckpt")
+    straight = run("straight")
+    run("stopped", stop)
+    rest = run("stopped")
+    assert 0 < len(rest) < len(straight) == 8
+    assert rest == straight[-len(rest) :]
+    assert ": bitwise" in caplog.text
+    assert "not bitwise" not in caplog.text
+
+
+def test_a_variable_without_its_generator_is_named(run, caplog):
+    caplog.set_level(logging.INFO, "trainckpt")
+    run("stopped", 3)
+    in_a_list = SCRIPT.replace("top = np.random.default_rng(1)", "top = [np.random.default_rng(1)]")
+    run("stopped", text=in_a_list.replace("top.normal", "top[0].normal"))
+    assert "these names do not hold the saved generators: script.top" in caplog.text
+    assert "same data, not bitwise" in caplog.text
+
+
+def test_a_variable_with_a_generator_of_another_kind_is_named(run, caplog):
+    caplog.set_level(logging.INFO, "trainckpt")
+    run("stopped", 3)
+    legacy = SCRIPT.replace("np.random.default_rng(1)", "np.random.RandomState(1)")
+    run("stopped", text=legacy)
+    assert "these names do not hold the saved generators: script.top" in caplog.text
+    assert "same data, not bitwise" in caplog.text

@@ -1,0 +1,47 @@
+"""How many bytes a snapshot would hold, also of tensors that have no plain size."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainckpt.state.registry import Registry
+from trainckpt.state.state_size import weigh
+
+
+def test_state_gradients_and_moments_are_counted():
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    registry = Registry()
+    registry.add("model", model)
+    registry.add("optimizer", optimizer)
+    empty = weigh(registry, gradients=True)
+    assert (empty.state, empty.gradients, empty.possible_gradients) == (64, 0, 64)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    full = weigh(registry, gradients=True)
+    assert (full.gradients, full.now) == (64, full.state + 64)
+    assert full.state == 3 * 64 + 4  # AdamW's step count besides
+
+
+def test_a_sparse_gradient_has_a_size_too():
+    """Its `nbytes` raises, and no signal may be lost over that."""
+    model = nn.Embedding(10, 4, sparse=True)
+    registry = Registry()
+    registry.add("model", model)
+    model(torch.tensor([1, 2])).sum().backward()
+    assert weigh(registry, gradients=True).gradients == 2 * 8 + 2 * 4 * 4
+
+
+def test_gradients_are_not_looked_at_from_other_threads():
+    """Reading `.grad` while another thread is in a backward corrupts torch's memory."""
+
+    class Watched(nn.Linear):
+        pass
+
+    model = Watched(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    tracked = Registry()
+    tracked.add("model", model)
+    assert weigh(tracked, gradients=False).gradients == 0
+    assert weigh(tracked, gradients=True).gradients == 24
