@@ -105,6 +105,17 @@ def test_two_ranks_gather_what_both_brought(two):
     assert results == [["a", "b"]] * 2
 
 
+def test_a_second_exchange_under_the_same_key_is_refused(two):
+    """Its ranks would not wait for each other, and would read the values of the first."""
+    threads = [threading.Thread(target=rank.gather, args=("key", 1, 10)) for rank in two]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    with pytest.raises(AssertionError, match="rank 1 exchanged 'key' a second time"):
+        two[1].gather("key", 2, 10)
+
+
 def test_a_gather_that_some_rank_does_not_join_names_it(two):
     """At 3 a.m. the number of the silent rank is what counts."""
     with pytest.raises(NoAgreement, match="'x' from rank 0"):

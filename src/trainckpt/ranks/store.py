@@ -137,7 +137,11 @@ class RankStore(Protocol):
     def _assemble(self, key: str, timeout_s: float) -> None:
         """Wait for all ranks: the last to arrive sets one key for the others. Few messages per
         rank."""
-        if self.count(f"{key}/{_ARRIVED}") >= self.world.size:
+        arrived = self.count(f"{key}/{_ARRIVED}")
+        if arrived > self.world.size:
+            # Ranks that met under this key before would read each other's old values.
+            raise AssertionError(f"rank {self.world.rank} exchanged {key!r} a second time")
+        if arrived == self.world.size:
             self.put(f"{key}/{_ALL_HERE}", True)
         elif not self.wait(f"{key}/{_ALL_HERE}", timeout_s):
             here = self.peek_all([f"{key}/{rank}" for rank in range(self.world.size)])

@@ -40,7 +40,7 @@ from trainckpt.storage.cached_tier import MemoryCachedTier
 from trainckpt.storage.tiered_reader import TieredReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from trainckpt.format.files import FileEntry
     from trainckpt.format.manifest import Manifest
@@ -192,7 +192,7 @@ def read_candidate(
                     name=name,
                     load=read.load,
                 )
-            results = channel.gather("alone", read.alone(), RANKS_TIMEOUT_S)
+            results = part.gather("results", read.read(), RANKS_TIMEOUT_S)
             _must_fit(name, results)
         reasons = list(dict.fromkeys(r["message"] for r in results if r["kind"] != "ok"))
         from_memory = any(r["near"] for r in results)
@@ -281,31 +281,25 @@ class _Read:
         assert self.manifest is not None
         return self.manifest
 
-    def alone(self) -> dict[str, Any]:
-        """Read this rank's part of the snapshot."""
-        return self._result(self._alone)
-
     @property
     def reader(self) -> Reader | None:
         """Reads more of the candidate, without this host's memory."""
         return self._reading.again if self._reading is not None else None
 
-    def _alone(self) -> dict[str, Any]:
-        manifest = self.load()
-        self._reading, self.saved = read_state(
-            self._tier,
-            manifest,
-            self._registry,
-            self._world,
-            later=self._opened,
-            num_threads=self.num_threads,
-        )
-        exact = self._reading.targets.exact
-        return {"kind": "ok", "exact": exact}
-
-    def _result(self, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
+        """Read this rank's part of the snapshot; return the result, without raising for a bad
+        one."""
         try:
-            result = call()
+            manifest = self.load()
+            self._reading, self.saved = read_state(
+                self._tier,
+                manifest,
+                self._registry,
+                self._world,
+                later=self._opened,
+                num_threads=self.num_threads,
+            )
+            result = {"kind": "ok", "exact": self._reading.targets.exact}
         except NoAgreement:
             raise
         except TrainckptError as error:
