@@ -32,23 +32,23 @@ GOAL_US = 5.0
 @contextlib.contextmanager
 def agreement_alone() -> Iterator[Callable[[], object]]:
     """`Agreement.at_boundary` on one rank, signals watched."""
-    agreement = BoundaryGate()
-    watcher = Watcher(agreement, LocalStore(World(0, 1, 0, "here")), [SignalSource()])
+    gate = BoundaryGate()
+    watcher = Watcher(gate, LocalStore(World(0, 1, 0, "here")), [SignalSource()])
     watcher.start()
-    yield agreement.at_boundary
+    yield gate.at_boundary
     watcher.stop()
 
 
 @contextlib.contextmanager
 def agreement_and_check() -> Iterator[Callable[[], object]]:
     """The same, and the look whether the wakeup descriptor is still ours."""
-    agreement, source = BoundaryGate(), SignalSource()
-    watcher = Watcher(agreement, LocalStore(World(0, 1, 0, "here")), [source])
+    gate, source = BoundaryGate(), SignalSource()
+    watcher = Watcher(gate, LocalStore(World(0, 1, 0, "here")), [source])
     watcher.start()
 
     def boundary() -> object:
         source.check()
-        return agreement.at_boundary()
+        return gate.at_boundary()
 
     yield boundary
     watcher.stop()

@@ -179,7 +179,7 @@ def by_signal(ours, case):
     def strike(trainer):
         if case.rank == case.ranks - 1:
             signal.raise_signal(signal.SIGTERM)
-        while not ours.checkpointer._agreement.has_open_round():
+        while not ours.checkpointer._gate.has_open_round():
             time.sleep(0.001)
 
     return strike

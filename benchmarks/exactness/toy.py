@@ -43,5 +43,5 @@ def strike(ckpt, *, here):
     """SIGTERM to this process if `here`; all ranks wait until they have heard of it."""
     if here:
         os.kill(os.getpid(), signal.SIGTERM)
-    while not ckpt._agreement.has_open_round():
+    while not ckpt._gate.has_open_round():
         time.sleep(0.001)

@@ -48,7 +48,7 @@ from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import open_slower
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
-from trainckpt.start_attempt import Attempt, RankContext, seen_since, set_out
+from trainckpt.start_attempt import Attempt, RankContext, seen_since, start_attempt
 from trainckpt.state.registry import Registry
 from trainckpt.stop.listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
@@ -65,18 +65,18 @@ class CheckpointerProperties:
 
     _attempt: Attempt | None
     _position: ProgressCounter
-    _slips: LoopChecks
+    _loop_checks: LoopChecks
 
     @property
     def cursor(self) -> Cursor:
         """Position of the run; inside the loop, that of the micro-batch being trained."""
-        self._slips.knows_epoch = True
+        self._loop_checks.knows_epoch = True
         return self._position.cursor
 
     @property
     def resumed_from(self) -> Cursor | None:
         """Position at which this attempt resumed, or None if it began at step 0."""
-        self._slips.knows_epoch = True
+        self._loop_checks.knows_epoch = True
         return self._attempt.resumed_from if self._attempt else None
 
     @property
@@ -109,8 +109,8 @@ class Checkpointer(CheckpointerProperties, Hooked):
         self, run: str | os.PathLike[str] | None = None, *, loader: Any = None, **keywords: Any
     ) -> None:
         prepare()
-        self._teller = RankStatusWriter(run or "")
-        with self._teller.refusals():
+        self._status_writer = RankStatusWriter(run or "")
+        with self._status_writer.refusals():
             self._set_up(run, loader, keywords)
 
     def _set_up(self, run: Any, loader: Any, keywords: dict[str, Any]) -> None:
@@ -121,12 +121,12 @@ class Checkpointer(CheckpointerProperties, Hooked):
         self._world = current_world()
         data_world = pop_data_world(keywords)
         self._position = ProgressCounter(self.options.accumulate)
-        self._slips = LoopChecks(self._position)
+        self._loop_checks = LoopChecks(self._position)
         has_peers = data_world is not None and data_world.size < self._world.size
         self._registry = registry = Registry(has_peers=has_peers)
-        self._hooks, self._pace, self._requests = Hooks(), Timings(), SaveRequests()
-        self._outlook = SaveEstimator(self.options, registry, self._position, self._pace)
-        self._files, self._arrival = (
+        self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
+        self._estimator = SaveEstimator(self.options, registry, self._position, self._timings)
+        self._files, self._phased_restore = (
             tracked_files(registry, run),
             PhasedRestore(registry, self._position),
         )
@@ -145,37 +145,37 @@ class Checkpointer(CheckpointerProperties, Hooked):
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        self._agreement, hard_exit = BoundaryGate(), HardExit()
-        self._watch = NoticeListener(
-            agreement=self._agreement,
+        self._gate, hard_exit = BoundaryGate(), HardExit()
+        self._listener = NoticeListener(
+            gate=self._gate,
             tier=self._tier,
-            outlook=self._outlook,
+            estimator=self._estimator,
             options=self.options,
-            teller=self._teller,
+            status_writer=self._status_writer,
             hard_exit=hard_exit,
         )
-        self._teller.update(
+        self._status_writer.update(
             rank=self._world.rank,
             host=self._world.host,
             run=self._tier.url,
-            grace_s=self._watch.grace_s,
+            grace_s=self._listener.grace_s,
         )
-        self._crew = RankContext(
+        self._context = RankContext(
             options=self.options,
             tier=self._tier,
             world=self._world,
             registry=self._registry,
             position=self._position,
-            pace=self._pace,
-            outlook=self._outlook,
-            arrival=self._arrival,
-            watch=self._watch,
+            timings=self._timings,
+            estimator=self._estimator,
+            phased_restore=self._phased_restore,
+            listener=self._listener,
             hard_exit=hard_exit,
-            teller=self._teller,
+            status_writer=self._status_writer,
             requests=self._requests,
             loaders=self._loaders,
             problems=self._problems,
-            last_words=CrashMarker(self._tier, self._world.rank),
+            crash_marker=CrashMarker(self._tier, self._world.rank),
             files=self._files,
             hooks=self._hooks,
             slower=slower,
@@ -187,7 +187,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
     def __enter__(self) -> Checkpointer:
         if self._attempt is None:
             self.resume()
-            self._slips.knows_epoch = False  # the script has not read the epoch yet
+            self._loop_checks.knows_epoch = False  # the script has not read the epoch yet
         return self
 
     def __exit__(
@@ -196,7 +196,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         if kind is None:
             self.close()
         elif self._attempt is not None:
-            self._attempt.departure.abandon(error, self._position.cursor)
+            self._attempt.shutdown.abandon(error, self._position.cursor)
 
     def resume(self, mode: str | None = None) -> Cursor:
         """Resume from the newest usable snapshot, or begin at step 0. Called once.
@@ -215,13 +215,13 @@ class Checkpointer(CheckpointerProperties, Hooked):
         """
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
-        self._attempt = attempt = set_out(self._crew, mode or self.options.resume)
-        self._slips.begin(attempt.resumed_from)
+        self._attempt = attempt = start_attempt(self._context, mode or self.options.resume)
+        self._loop_checks.begin(attempt.resumed_from)
         if attempt.resumed_from is not None:
             try:
                 self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
             except BaseException as error:
-                attempt.departure.abandon(error, self._position.cursor)
+                attempt.shutdown.abandon(error, self._position.cursor)
                 raise
         return self.cursor
 
@@ -235,13 +235,13 @@ class Checkpointer(CheckpointerProperties, Hooked):
             ConfigurationError: A resumed run was trained past the snapshot's boundary.
             Stopped: The ranks had agreed on a stop at this boundary.
         """
-        if self._attempt is None or self._attempt.departure.left:
+        if self._attempt is None or self._attempt.shutdown.left:
             return
         self._end_training()
         if self._boundary(closing=True):
             cursor = self._position.cursor
             self._requests.take_deferred(self._attempt.saver, cursor, waits=True)
-            self._attempt.departure.finish(cursor)
+            self._attempt.shutdown.finish(cursor)
 
     # ---- loops
 
@@ -252,7 +252,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         """
         self._must_have_resumed()
         self._position.manage_epochs()
-        self._slips.enter_epochs(has_any=self._position.cursor.epoch < number)
+        self._loop_checks.enter_epochs(has_any=self._position.cursor.epoch < number)
         while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
             for original, _ in self._loaders:
                 set_epoch(original, epoch)
@@ -293,7 +293,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
             name=name,
             leader=leader,
             on_boundary=self._loader_boundary if first else None,
-            before_first_fetch=self._arrival.before_first_fetch if first else None,
+            before_first_fetch=self._phased_restore.before_first_fetch if first else None,
             report=self._report,
         )
         if first and self._recorder is not None:
@@ -302,7 +302,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         self._loaders.append((loader, tracked))
         self._note(tracked.problems())
         self._position.watch_loader(tracked)
-        self._arrival.register_late(self._registry.loaders[-1], tracked if first else None)
+        self._phased_restore.register_late(self._registry.loaders[-1], tracked if first else None)
         return tracked
 
     def track_file(self, file: Any) -> None:
@@ -356,9 +356,9 @@ class Checkpointer(CheckpointerProperties, Hooked):
         tag = check_tag(tag) if tag else None
         number, pending = self._requests.add(tag)
         if not pending.ended:  # else all have taken it before this rank asked
-            self._watch.watcher.request_save(number, tag)
-        if attempt.departure.left or self._watch.watcher.lost:
-            self._requests.fail_waiting("ended" if attempt.departure.left else "lost its store")
+            self._listener.watcher.request_save(number, tag)
+        if attempt.shutdown.left or self._listener.watcher.lost:
+            self._requests.fail_waiting("ended" if attempt.shutdown.left else "lost its store")
         return pending.wait(wait) if wait else pending
 
     # ---- the boundary
@@ -366,80 +366,84 @@ class Checkpointer(CheckpointerProperties, Hooked):
     def _boundary(self, *, evaluation: bool = False, closing: bool = False) -> bool:
         """Count, save if due, act on decisions. Return True if training goes on."""
         attempt = self._attempt
-        if attempt is None or attempt.departure.left:
+        if attempt is None or attempt.shutdown.left:
             return self._boundary_after_leaving()
-        position, policy, now_s = self._position, attempt.policy, time.monotonic()
-        self._pace.on_boundary(now_s)
+        position, schedule, now_s = self._position, attempt.schedule, time.monotonic()
+        self._timings.on_boundary(now_s)
         position.reach_boundary(evaluation=evaluation)
-        if self._to_prove or self._arrival.under_way or self._recorder is not None:
+        if self._to_prove or self._phased_restore.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation, closing=closing)
-        resumable = (position.between_batches or not evaluation) and not self._arrival.to_come
+        resumable = (
+            position.between_batches or not evaluation
+        ) and not self._phased_restore.to_come
         attempt.begin_window(position, resumable=resumable and not evaluation)
         if resumable and self._requests.deferred:
             self._requests.take_deferred(attempt.saver, position.cursor)
             self._after_save(attempt)
-        if resumable and policy.due_by_steps(position.step, position.micro):
+        if resumable and schedule.due_by_steps(position.step, position.micro):
             attempt.saver.save(
-                position.cursor, policy.reason, (), SaveHandle(), **policy.save_arguments
+                position.cursor, schedule.reason, (), SaveHandle(), **schedule.save_arguments
             )
             self._after_save(attempt)
-        self._watch.check()
-        if policy.due_by_time(now_s) and self._world.rank == 0:
-            self._watch.watcher.request(Notice(policy.reason, action="save"))
+        self._listener.check()
+        if schedule.due_by_time(now_s) and self._world.rank == 0:
+            self._listener.watcher.request(Notice(schedule.reason, action="save"))
         while (
-            due := self._agreement.at_boundary(resumable=resumable, window_end=not position.micro)
+            due := self._gate.at_boundary(resumable=resumable, window_end=not position.micro)
         ) is not None:
             if not due.stops:
                 self._requests.take(attempt.saver, position.cursor, due)
-                self._agreement.close_round(due.round)
-            elif not attempt.departure.stop(position.cursor, due):
+                self._gate.close_round(due.round)
+            elif not attempt.shutdown.stop(position.cursor, due):
                 return False
             self._after_save(attempt)
-        if self._agreement.has_skipped():
-            self._requests.fail_skipped(self._agreement.skipped())
+        if self._gate.has_skipped():
+            self._requests.fail_skipped(self._gate.skipped())
         return True
 
     def _after_save(self, attempt: Attempt) -> None:
-        attempt.departure.read_findings()
-        self._pace.after_boundary(time.monotonic())
+        attempt.shutdown.read_findings()
+        self._timings.after_boundary(time.monotonic())
 
     def _seldom(self, *, evaluation: bool, closing: bool) -> None:
         """Do the rare work of the first boundaries, an unfinished resume, or a proof."""
         attempt = self._must_have_resumed()
-        if self._first or (self._to_prove and self._slips.trained):
+        if self._first or (self._to_prove and self._loop_checks.trained):
             self._to_prove = self._first  # an optimizer makes its state in the first step
             self._must_be_able_to_save(attempt, at_first=self._first)
         if self._first:
             self._first = False
             self._registry.watched.training_begins()
-            self._slips.on_first_boundary(asks=not (evaluation or closing or self._hooks.on_resume))
+            self._loop_checks.on_first_boundary(
+                asks=not (evaluation or closing or self._hooks.on_resume)
+            )
             self._files.warn_uncut(attempt.number)
             attempt.log.change_soon(state=RUNNING)
-            self._crew.last_words.stop()
-        if self._arrival.under_way:
+            self._context.crash_marker.stop()
+        if self._phased_restore.under_way:
             entered = self._position.cursor.evaluations
-            found = self._arrival.reach(evaluation=entered, has_loader=bool(self._loaders))
-            attempt.departure.note(seen_since(found))
+            found = self._phased_restore.reach(evaluation=entered, has_loader=bool(self._loaders))
+            attempt.shutdown.note(seen_since(found))
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
-            self._recorder.strike(cursor, self._agreement.has_open_round)
+            self._recorder.strike(cursor, self._gate.has_open_round)
 
     def _must_be_able_to_save(self, attempt: Attempt, *, at_first: bool) -> None:
         try:
-            with self._teller.refusals():
-                attempt.must_be_able_to_save(self._crew, at_first=at_first)
+            with self._status_writer.refusals():
+                attempt.must_be_able_to_save(self._context, at_first=at_first)
         except ConfigurationError as error:
-            attempt.departure.abandon(error, self._position.cursor)
+            attempt.shutdown.abandon(error, self._position.cursor)
             raise
 
     def _end_training(self) -> None:
-        self._slips.end()
+        self._loop_checks.end()
         try:
-            with self._teller.refusals():
-                self._arrival.must_not_undo(self._slips.trained)
+            with self._status_writer.refusals():
+                self._phased_restore.must_not_undo(self._loop_checks.trained)
         except ConfigurationError as error:
-            self._must_have_resumed().departure.abandon(error, self._position.cursor)
+            self._must_have_resumed().shutdown.abandon(error, self._position.cursor)
             raise
 
     def _loader_boundary(self) -> None:
@@ -450,9 +454,9 @@ class Checkpointer(CheckpointerProperties, Hooked):
 
     def _boundary_after_leaving(self) -> bool:
         """Handle a boundary after the attempt's end: an error only after a stop."""
-        if self._attempt is not None and self._attempt.departure.stopped:
+        if self._attempt is not None and self._attempt.shutdown.stopped:
             if not self._has_returned():
-                self._attempt.departure.exit_now()
+                self._attempt.shutdown.exit_now()
             return False
         return True
 
@@ -462,7 +466,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         """Warn of inexact parts; a resume logs and records them again."""
         self._problems += problems
         if self._attempt is not None and self._attempt.resumed_from is not None:
-            self._attempt.departure.note(problems)
+            self._attempt.shutdown.note(problems)
             return
         for problem in problems:
             logger.warning("not exact: %s", problem.reason)
@@ -472,10 +476,10 @@ class Checkpointer(CheckpointerProperties, Hooked):
         if self._attempt is None:
             self._note([part])  # as its state is loaded
         else:
-            self._attempt.departure.note([part])
+            self._attempt.shutdown.note([part])
 
     def _has_returned(self) -> bool:
-        stopped = self._attempt is not None and self._attempt.departure.stopped
+        stopped = self._attempt is not None and self._attempt.shutdown.stopped
         return stopped and self.options.on_stop == "return"
 
     def _must_have_resumed(self) -> Attempt:

@@ -90,16 +90,16 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place
 
 
-def own_objects(crew: RankContext) -> list[str]:
+def own_objects(context: RankContext) -> list[str]:
     """Return the names of tracked objects of the script's own types, which may count
     micro-batches."""
-    kinds = {generic.name: type(generic.target) for generic in crew.registry.generics}
+    kinds = {generic.name: type(generic.target) for generic in context.registry.generics}
     return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
 
 
-def said_by_objects(crew: RankContext, beginning: ResumePoint) -> list[Restored]:
+def said_by_objects(context: RankContext, beginning: ResumePoint) -> list[Restored]:
     """Return the tracked objects' reports on saved state that is not exact and verified."""
-    saved, registry = beginning.saved, crew.registry
+    saved, registry = beginning.saved, context.registry
     if saved is None:
         return []
     found = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
@@ -118,12 +118,12 @@ def said_by_objects(crew: RankContext, beginning: ResumePoint) -> list[Restored]
     return found
 
 
-def said_after_loading(crew: RankContext, beginning: ResumePoint) -> list[Restored]:
+def said_after_loading(context: RankContext, beginning: ResumePoint) -> list[Restored]:
     """Return the objects whose own state_dict does not reproduce the state they loaded."""
     saved = beginning.saved
     if saved is None:
         return []
-    return [part for each in crew.registry.generics for part in reloaded.compare(each, saved)]
+    return [part for each in context.registry.generics for part in reloaded.compare(each, saved)]
 
 
 def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:
@@ -248,16 +248,16 @@ class RankContext:
     world: World
     registry: Registry
     position: ProgressCounter
-    pace: Timings
-    outlook: SaveEstimator
-    arrival: PhasedRestore
-    watch: NoticeListener
+    timings: Timings
+    estimator: SaveEstimator
+    phased_restore: PhasedRestore
+    listener: NoticeListener
     hard_exit: HardExit
-    teller: RankStatusWriter
+    status_writer: RankStatusWriter
     requests: SaveRequests
     loaders: list[tuple[Any, TrackedLoader]]
     problems: list[Restored]
-    last_words: CrashMarker
+    crash_marker: CrashMarker
     files: TrackedFiles
     hooks: Hooks
     slower: TierConfig
@@ -286,8 +286,8 @@ class Attempt:
     beginning: ResumePoint
     log: AttemptLog
     saver: SaveCoordinator
-    departure: Shutdown
-    policy: SaveSchedule
+    shutdown: Shutdown
+    schedule: SaveSchedule
     survival: SurvivorSetup | None = None
 
     @property
@@ -300,7 +300,7 @@ class Attempt:
         if self.survival is not None and resumable and not position.micro:
             self.survival.note(position.cursor)
 
-    def must_be_able_to_save(self, crew: RankContext, *, at_first: bool) -> None:
+    def must_be_able_to_save(self, context: RankContext, *, at_first: bool) -> None:
         """Refuse a state that no save could store, and warn if the disk lacks room for it.
 
         Called at the first boundary and at the first after a step, so that it fails early. All
@@ -309,30 +309,33 @@ class Attempt:
         reason.
 
         Args:
-            crew: Dependencies of this rank.
+            context: Dependencies of this rank.
             at_first: This is the first boundary.
 
         Raises:
             ConfigurationError: a tracked object's state cannot be stored; named in the message.
         """
-        if at_first or crew.world.size == 1:
-            check = partial(must_be_storable, crew.registry)
-            gather_or_raise(crew.channel, f"storable/{int(at_first)}", check, RANKS_TIMEOUT_S)
+        if at_first or context.world.size == 1:
+            check = partial(must_be_storable, context.registry)
+            gather_or_raise(context.channel, f"storable/{int(at_first)}", check, RANKS_TIMEOUT_S)
         else:
             try:
-                must_be_storable(crew.registry)
+                must_be_storable(context.registry)
             except ConfigurationError as error:
                 logger.error("no checkpoint can be saved: %s; next: %s", error.message, error.hint)
-        is_first = crew.world.rank == 0
-        if not (is_first and isinstance(crew.tier, LocalTier)) or crew.options.exclude:
+        is_first = context.world.rank == 0
+        if not (is_first and isinstance(context.tier, LocalTier)) or context.options.exclude:
             return
         with contextlib.suppress(OSError):
-            needed, free = weigh(crew.registry, gradients=False).state, free_bytes(crew.tier.root)
+            needed, free = (
+                weigh(context.registry, gradients=False).state,
+                free_bytes(context.tier.root),
+            )
             if 0 <= free < needed:
                 logger.error(
                     "%s has %.1f MB left, and a checkpoint needs %.1f MB: unless space is freed, "
                     "nothing can be saved there",
-                    crew.tier.url,
+                    context.tier.url,
                     free / 1e6,
                     needed / 1e6,
                 )
@@ -343,123 +346,123 @@ class Attempt:
         return self.beginning.cursor
 
 
-def set_out(crew: RankContext, mode: str) -> Attempt:
+def start_attempt(context: RankContext, mode: str) -> Attempt:
     """Claim the next attempt, choose and read its snapshot, apply it. Every rank calls it.
 
     Raises:
         TrainckptError: as `Checkpointer.resume` documents, on every rank alike.
     """
-    with crew.teller.refusals(), gc_paused():
-        beginning = _begin(crew, mode)
+    with context.status_writer.refusals(), gc_paused():
+        beginning = _begin(context, mode)
         try:
-            return _make_ready(crew, beginning)
+            return _make_ready(context, beginning)
         except BaseException:
-            crew.last_words.stop()
-            crew.watch.end()
+            context.crash_marker.stop()
+            context.listener.end()
             raise
 
 
-def _make_ready(crew: RankContext, beginning: ResumePoint) -> Attempt:
-    devices = crew.registry.devices()
+def _make_ready(context: RankContext, beginning: ResumePoint) -> Attempt:
+    devices = context.registry.devices()
     own = gpu_settings.describe(gpu_settings.training_devices(devices))
-    everyone = crew.channel.gather("devices", own, RANKS_TIMEOUT_S)
-    here = take_fingerprint(crew.world.size, devices, everyone)
+    everyone = context.channel.gather("devices", own, RANKS_TIMEOUT_S)
+    here = take_fingerprint(context.world.size, devices, everyone)
     parent = str(beginning.manifest.name) if beginning.manifest else None
-    log = AttemptLog(crew.tier, beginning.record, writes=crew.world.rank == 0)
+    log = AttemptLog(context.tier, beginning.record, writes=context.world.rank == 0)
     if beginning.manifest is not None:
-        encryption.check_stays_encrypted(beginning.manifest, crew.options)
-    initial = _read_initial(crew, beginning)
-    record_parent(crew.channel, log, parent, _chosen(crew, initial))
+        encryption.check_stays_encrypted(beginning.manifest, context.options)
+    initial = _read_initial(context, beginning)
+    record_parent(context.channel, log, parent, _chosen(context, initial))
     if initial is not None:
         put(initial.loading)
     number = AttemptId(beginning.record.attempt)
-    facts = ManifestDefaults(beginning.run, number, parent, here, crew.options.keep_last)
-    seals = encryption.set_up(crew.options, crew.channel, beginning.run)
-    arenas = _arenas(crew, beginning)
+    facts = ManifestDefaults(beginning.run, number, parent, here, context.options.keep_last)
+    seals = encryption.set_up(context.options, context.channel, beginning.run)
+    arenas = _arenas(context, beginning)
     hosts = beginning.record.facts["hosts"]
     saver = SaveCoordinator(
-        tier=crew.tier,
-        channel=crew.channel,
-        registry=crew.registry,
+        tier=context.tier,
+        channel=context.channel,
+        registry=context.registry,
         facts=facts,
         log=log,
-        pace=crew.pace,
+        timings=context.timings,
         arenas=arenas,
-        window_start=crew.position.window_start,
+        window_start=context.position.window_start,
         sealing=seals,
-        uploads=_uploads(crew, arenas, log, facts, beginning),
+        uploads=_uploads(context, arenas, log, facts, beginning),
         replication=ReplicationControl(
             arenas,
-            crew.world.rank,
-            set_up(crew.options, crew.channel, crew.tier.url, hosts),
-            partial(set_up_local, crew.channel, crew.tier.url, hosts),
+            context.world.rank,
+            set_up(context.options, context.channel, context.tier.url, hosts),
+            partial(set_up_local, context.channel, context.tier.url, hosts),
         ),
-        saves_gradients=partial(_saves_gradients, crew),
-        blocks_step=crew.options.memory_every.steps == 1,
+        saves_gradients=partial(_saves_gradients, context),
+        blocks_step=context.options.memory_every.steps == 1,
     )
     survival = survive(
-        options=crew.options,
-        channel=crew.channel,
-        tier=crew.tier,
-        registry=crew.registry,
+        options=context.options,
+        channel=context.channel,
+        tier=context.tier,
+        registry=context.registry,
         facts=facts,
         saver=saver,
-        hard_exit=crew.hard_exit,
+        hard_exit=context.hard_exit,
         hosts=hosts,
-        teller=crew.teller,
+        status_writer=context.status_writer,
         seals=seals,
     )
-    rest = None
+    dump_pause = None
     if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
         # This host has no key to read an encrypted snapshot back.
-        rest = _rest(crew, facts, saver, lean=survival is None and seals is None)
+        dump_pause = _dump_pause(context, facts, saver, lean=survival is None and seals is None)
     parts = list[Restored]()
     if beginning.manifest is not None:
-        parts += other_state(beginning, own_objects(crew)) + said_by_objects(crew, beginning)
+        parts += other_state(beginning, own_objects(context)) + said_by_objects(context, beginning)
         parts += not_deterministic(here) + differences(beginning.manifest.fingerprint, here)
-    departure = Shutdown(
-        options=crew.options,
-        channel=crew.channel,
-        last_save=_final_save(crew, saver, beginning),
-        watch=crew.watch,
+    shutdown = Shutdown(
+        options=context.options,
+        channel=context.channel,
+        last_save=_final_save(context, saver, beginning),
+        listener=context.listener,
         log=log,
-        teller=crew.teller,
-        requests=crew.requests,
-        loaders=crew.loaders,
-        where=lambda: crew.position.cursor,
-        hard_exit=crew.hard_exit,
-        restored=[*crew.problems, *parts] if beginning.manifest is not None else [],
+        status_writer=context.status_writer,
+        requests=context.requests,
+        loaders=context.loaders,
+        where=lambda: context.position.cursor,
+        hard_exit=context.hard_exit,
+        restored=[*context.problems, *parts] if beginning.manifest is not None else [],
         survival=survival,
-        rest=rest,
+        dump_pause=dump_pause,
     )
     if beginning.manifest is not None:
         _refer(saver, seals, beginning)
-        _arrive(crew, departure, beginning)
-        parts = [*crew.problems, *parts, *said_after_loading(crew, beginning)]
-        departure.set_restored(of_all_ranks(crew.channel, parts))
-    if crew.world.rank == 0:
-        say_where(crew.tier, beginning, departure.exactness, crew.registry)
-        _say_what_was_chosen(crew, initial)
+        _arrive(context, shutdown, beginning)
+        parts = [*context.problems, *parts, *said_after_loading(context, beginning)]
+        shutdown.set_restored(of_all_ranks(context.channel, parts))
+    if context.world.rank == 0:
+        say_where(context.tier, beginning, shutdown.exactness, context.registry)
+        _say_what_was_chosen(context, initial)
         lost = launch.missing_supervisor(os.environ)
-        say_how_it_stops(crew.outlook.describe(), crew.watch.grace_s, lost)
-    policy = SaveSchedule(
-        crew.options.every,
-        crew.position.step,
+        say_how_it_stops(context.estimator.describe(), context.listener.grace_s, lost)
+    schedule = SaveSchedule(
+        context.options.every,
+        context.position.step,
         time.monotonic(),
-        _interval(crew, beginning),
-        crew.options.memory_every,
+        _interval(context, beginning),
+        context.options.memory_every,
     )
     if beginning.saved is not None:  # only `PhasedRestore` needs it, until the first batch
         beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
     if beginning.manifest is not None:
-        saver.replication.begin_from([crew.tier, *crew.slower.tiers], beginning.manifest)
+        saver.replication.begin_from([context.tier, *context.slower.tiers], beginning.manifest)
     saver.uploads.start()
     return Attempt(
         beginning=beginning,
         log=log,
         saver=saver,
-        departure=departure,
-        policy=policy,
+        shutdown=shutdown,
+        schedule=schedule,
         survival=survival,
     )
 
@@ -482,27 +485,27 @@ def _refer(
 
 
 def _uploads(
-    crew: RankContext,
+    context: RankContext,
     arenas: Arenas,
     log: AttemptLog,
     facts: ManifestDefaults,
     beginning: ResumePoint,
 ) -> Uploads:
     """Build the uploads of this attempt's snapshots to the slower tiers."""
-    copy_from = None if crew.options.encrypt_to else arenas.copy_from
-    near = ArenaFirstReader(crew.tier, copy_from)
+    copy_from = None if context.options.encrypt_to else arenas.copy_from
+    near = ArenaFirstReader(context.tier, copy_from)
     work = UploadContext(
-        run_tier=crew.tier,
+        run_tier=context.tier,
         arena_first=near,
-        channel=crew.channel,
+        channel=context.channel,
         log=log,
         run=facts.run,
         number=facts.number,
-        keep_last=crew.options.keep_last,
+        keep_last=context.options.keep_last,
     )
-    durable, every = crew.slower.durable, crew.options.every
+    durable, every = context.slower.durable, context.options.every
     step = beginning.cursor.step if beginning.cursor is not None else 0
-    flushers = [
+    uploaders = [
         TierUploader(
             tier,
             work,
@@ -511,172 +514,177 @@ def _uploads(
             every=tier_interval.interval_of(every, tier),
             begun_step=step,
         )
-        for number, tier in enumerate(crew.slower.tiers)
+        for number, tier in enumerate(context.slower.tiers)
     ]
-    return Uploads(flushers, durable)
+    return Uploads(uploaders, durable)
 
 
-def _read_initial(crew: RankContext, beginning: ResumePoint) -> InitialWeights | None:
+def _read_initial(context: RankContext, beginning: ResumePoint) -> InitialWeights | None:
     """Read the initial weights of `init_from` at step 0; compared on all ranks."""
-    if beginning.manifest is not None or crew.options.init_from is None:
+    if beginning.manifest is not None or context.options.init_from is None:
         return None
     begun_s = time.monotonic()
     try:
-        return read_initial(crew.options.init_from, crew.registry, crew.channel)
+        return read_initial(context.options.init_from, context.registry, context.channel)
     except BaseException as error:
-        if crew.world.rank == 0:
-            record_refusal(crew.tier, beginning.record, error, time.monotonic() - begun_s)
+        if context.world.rank == 0:
+            record_refusal(context.tier, beginning.record, error, time.monotonic() - begun_s)
         raise
 
 
-def _chosen(crew: RankContext, initial: InitialWeights | None) -> dict[str, Any]:
+def _chosen(context: RankContext, initial: InitialWeights | None) -> dict[str, Any]:
     """Return the options to store in the attempt's record."""
-    found: dict[str, Any] = {KEEP_LAST: crew.options.keep_last, WHERE: where(crew.tier)}
-    found |= crew.slower.to_facts()
+    found: dict[str, Any] = {KEEP_LAST: context.options.keep_last, WHERE: where(context.tier)}
+    found |= context.slower.to_facts()
     if initial is not None:
         found["init_from"] = initial.source
-    if crew.options.exclude:
-        found["exclude"] = list(crew.options.exclude)
-    if crew.data_world is not None:
-        found["data_ranks"] = crew.data_world.size
+    if context.options.exclude:
+        found["exclude"] = list(context.options.exclude)
+    if context.data_world is not None:
+        found["data_ranks"] = context.data_world.size
     return found
 
 
-def _say_what_was_chosen(crew: RankContext, initial: InitialWeights | None) -> None:
+def _say_what_was_chosen(context: RankContext, initial: InitialWeights | None) -> None:
     for sentence in misspelled_variables(os.environ):
         logger.warning(sentence)
     if initial is not None:
         logger.info("weights and buffers loaded from %s", initial.source)
-    if excluded := sum(len(model.excluded) for model in crew.registry.models):
-        by = ", ".join(crew.options.exclude)
+    if excluded := sum(len(model.excluded) for model in context.registry.models):
+        by = ", ".join(context.options.exclude)
         logger.info("exclude leaves %d tensors out of snapshots: %s", excluded, by)
-    if crew.data_world is not None:
-        logger.debug("the data is divided over %s", crew.data_world)
+    if context.data_world is not None:
+        logger.debug("the data is divided over %s", context.data_world)
 
 
-def _begin(crew: RankContext, mode: str) -> ResumePoint:
+def _begin(context: RankContext, mode: str) -> ResumePoint:
     def claimed(attempt: int) -> None:
-        crew.last_words.listen(attempt)
-        crew.teller.update(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
-        crew.watch.start(attempt, crew.channel, is_first=crew.world.rank == 0)
+        context.crash_marker.listen(attempt)
+        context.status_writer.update(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
+        context.listener.start(attempt, context.channel, is_first=context.world.rank == 0)
 
     recipients: tuple[str, ...] = ()
     try:
-        tier_interval.check(crew.options.every, crew.slower)
-        if crew.data_world is not None:
-            for original, tracked in crew.loaders:
-                crew.data_world.check(tracked.name, original)
-        recipients = encryption.check(crew.options)
-        crew.registry.exclude(crew.options.exclude)
+        tier_interval.check(context.options.every, context.slower)
+        if context.data_world is not None:
+            for original, tracked in context.loaders:
+                context.data_world.check(tracked.name, original)
+        recipients = encryption.check(context.options)
+        context.registry.exclude(context.options.exclude)
         reach = TierSet(
-            crew.tier,
-            crew.slower,
-            crew.options.accept_older,
-            crew.opener,
-            encrypts=bool(crew.options.encrypt_to),
+            context.tier,
+            context.slower,
+            context.options.accept_older,
+            context.opener,
+            encrypts=bool(context.options.encrypt_to),
         )
-        with crew.registry.unchanged():
-            capture(crew.registry)  # refuse an unstorable state now, not at the first save
+        with context.registry.unchanged():
+            capture(context.registry)  # refuse an unstorable state now, not at the first save
             return begin(
-                tier=crew.tier,
-                channel=crew.channel,
-                registry=crew.registry,
+                tier=context.tier,
+                channel=context.channel,
+                registry=context.registry,
                 mode=mode,
                 on_claimed=claimed,
                 reach=reach,
             )
     except BaseException:
-        crew.last_words.stop()
-        crew.watch.end()
+        context.crash_marker.stop()
+        context.listener.end()
         raise
 
 
-def _arenas(crew: RankContext, beginning: ResumePoint) -> Arenas:
+def _arenas(context: RankContext, beginning: ResumePoint) -> Arenas:
     """Build this rank's shared memory, one of those on its host."""
     reclaim()
     hosts = beginning.record.facts["hosts"]
-    local = [rank for rank, host in enumerate(hosts) if host == crew.world.host]
-    budget = crew.options.memory_budget
+    local = [rank for rank, host in enumerate(hosts) if host == context.world.host]
+    budget = context.options.memory_budget
     newest = beginning.manifest.name.folder if beginning.manifest is not None else None
-    return Arenas(crew.tier.url, crew.world.rank, local, budget, newest=newest)
+    return Arenas(context.tier.url, context.world.rank, local, budget, newest=newest)
 
 
-def _saves_gradients(crew: RankContext) -> bool:
+def _saves_gradients(context: RankContext) -> bool:
     """Return True if saves by time may fall amid a window, as far as windows were seen by now."""
-    every, micro_batches = crew.options.every, crew.position.window or crew.options.accumulate or 1
+    every, micro_batches = (
+        context.options.every,
+        context.position.window or context.options.accumulate or 1,
+    )
     return micro_batches > 1 and (every.auto or every.seconds is not None)
 
 
-def _interval(crew: RankContext, beginning: ResumePoint) -> Callable[[], float]:
+def _interval(context: RankContext, beginning: ResumePoint) -> Callable[[], float]:
     """Return a function for the seconds until the next automatic save; rank 0 requests it."""
     mean_s = PRIOR_S
-    if crew.options.every.auto and crew.world.rank == 0:
+    if context.options.every.auto and context.world.rank == 0:
         own = beginning.record.attempt
-        before = [r for n, r in read_attempts(crew.tier).items() if n < own]
+        before = [r for n, r in read_attempts(context.tier).items() if n < own]
         mean_s = mean_time_between_failures_s(before)
 
     def seconds() -> float:
-        found = interval_s(crew.pace.stall_s, crew.pace.save_s, mean_s)
-        if crew.options.every.auto and crew.pace.stall_s is not None:
+        found = interval_s(context.timings.stall_s, context.timings.save_s, mean_s)
+        if context.options.every.auto and context.timings.stall_s is not None:
             logger.debug("next save in %.0f s", found)
         return found
 
     return seconds
 
 
-def _rest(
-    crew: RankContext, facts: ManifestDefaults, saver: SaveCoordinator, *, lean: bool
+def _dump_pause(
+    context: RankContext, facts: ManifestDefaults, saver: SaveCoordinator, *, lean: bool
 ) -> DumpPause:
     """Build the pause that lets the processes be dumped at a stop.
 
     Args:
         lean: True if nothing else reads the state while the training thread pauses.
     """
-    drops = LeanDump(crew.tier, facts.run, crew.world, crew.registry, saver.release_memory)
-    crew.hooks.before_dump.insert(0, saver.arenas.unlock_memory)
-    position = crew.position
+    drops = LeanDump(context.tier, facts.run, context.world, context.registry, saver.release_memory)
+    context.hooks.before_dump.insert(0, saver.arenas.unlock_memory)
+    position = context.position
     apart = Communicators(lambda: (position.cursor.step, position.cursor.micro))
     return DumpPause(
-        channel=crew.channel,
-        hooks=crew.hooks,
+        channel=context.channel,
+        hooks=context.hooks,
         number=facts.number,
-        watch=crew.watch,
-        teller=crew.teller,
+        listener=context.listener,
+        status_writer=context.status_writer,
         lean=drops if lean else None,
         communicators=apart,
     )
 
 
-def _final_save(crew: RankContext, saver: SaveCoordinator, beginning: ResumePoint) -> FinalSave:
+def _final_save(context: RankContext, saver: SaveCoordinator, beginning: ResumePoint) -> FinalSave:
     hosts = set(beginning.record.facts["hosts"])
-    on_one_host = len(hosts) == 1 and isinstance(crew.tier, LocalTier)
-    if on_one_host and isinstance(crew.tier, LocalTier):
-        on_one_host = not is_remote(file_system(crew.tier.root))
+    on_one_host = len(hosts) == 1 and isinstance(context.tier, LocalTier)
+    if on_one_host and isinstance(context.tier, LocalTier):
+        on_one_host = not is_remote(file_system(context.tier.root))
     parent = None
     if beginning.manifest is not None and beginning.cursor is not None:
         parent = str(beginning.manifest.name), beginning.cursor
     return FinalSave(
-        channel=crew.channel,
+        channel=context.channel,
         saver=saver,
-        outlook=crew.outlook,
-        requests=crew.requests,
+        estimator=context.estimator,
+        requests=context.requests,
         parent=parent,
-        host_goes=lambda: crew.watch.machine_goes,
+        host_goes=lambda: context.listener.machine_goes,
         on_one_host=on_one_host,
     )
 
 
-def _arrive(crew: RankContext, departure: Shutdown, beginning: ResumePoint) -> None:
+def _arrive(context: RankContext, shutdown: Shutdown, beginning: ResumePoint) -> None:
     """Apply the snapshot; an error here counts as a death of the attempt on it."""
     assert beginning.manifest is not None
     assert beginning.saved is not None
     cursor = beginning.cursor
     assert cursor is not None
     try:
-        first_loader = crew.loaders[0][1] if crew.loaders else None
-        crew.arrival.begin(beginning.saved, cursor, beginning.manifest.window, first_loader)
-        crew.files.resumed(beginning.saved, beginning.record.attempt)
+        first_loader = context.loaders[0][1] if context.loaders else None
+        context.phased_restore.begin(
+            beginning.saved, cursor, beginning.manifest.window, first_loader
+        )
+        context.files.resumed(beginning.saved, beginning.record.attempt)
     except BaseException as error:
-        crew.last_words.stop()
-        departure.abandon(error, cursor)
+        context.crash_marker.stop()
+        shutdown.abandon(error, cursor)
         raise

@@ -68,7 +68,7 @@ def train(rank, place, world, until, act=None, inside=(), optimizer=torch.optim.
                     tracked["optimizer"].zero_grad()
                 elif at.step in inside:
                     ckpt.save()
-                    while not ckpt._agreement.has_open_round():
+                    while not ckpt._gate.has_open_round():
                         time.sleep(0.001)
                 if ckpt.cursor.step == until:
                     return losses

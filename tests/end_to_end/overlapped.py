@@ -70,7 +70,7 @@ def restored(place, save, make, device):
         ckpt.boundary()
         found = [v for o in optimizers for s in o.state.values() for v in s.values()]
         found = [*model.state_dict().values(), *found]
-        ckpt._attempt.departure.abandon(None, ckpt.cursor)
+        ckpt._attempt.shutdown.abandon(None, ckpt.cursor)
     finally:
         del os.environ[AT_VARIABLE]
     return found

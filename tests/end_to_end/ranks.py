@@ -131,7 +131,7 @@ def fails_on_one(rank, place, world, until):
                 fragile.broken = rank == 1 and index < 3
                 if index in (0, 3):
                     pending = ckpt.save()
-                    while not ckpt._agreement.has_open_round():
+                    while not ckpt._gate.has_open_round():
                         pass
                 model(x).sum().backward()
                 optimizer.step()
@@ -150,7 +150,7 @@ def asks_alone_at_a_stop(rank, place, mode):
         for _ in ckpt.epochs(3):
             for number, (x,) in enumerate(ckpt.batches()):
                 if rank == 1 and pending is None and number == 4:
-                    ckpt._watch.watcher.request(Notice("test", mode=mode))
+                    ckpt._listener.watcher.request(Notice("test", mode=mode))
                     pending = ckpt.save(tag="best-of-1")
                 model(x).sum().backward()
                 if number % 2:

@@ -22,7 +22,7 @@ HOW = {"epochs": 3, "on_stop": "return", "keep_last": 1}
 
 
 def stop(ckpt, **more):
-    ckpt._watch.watcher.request(Notice("test", **more))
+    ckpt._listener.watcher.request(Notice("test", **more))
 
 
 def stopped(place, inside, **options):

@@ -59,8 +59,8 @@ def test_a_notice_file_that_is_none_is_said_and_training_goes_on(tmp_path, caplo
 
     with caplog.at_level("WARNING", "trainckpt"):
         _, ckpt = attempt(tmp_path, epochs=1, inside=held)
-    assert ckpt._attempt.departure.left
-    assert not ckpt._attempt.departure.stopped
+    assert ckpt._attempt.shutdown.left
+    assert not ckpt._attempt.shutdown.stopped
 
 
 def test_a_stop_inside_a_window_is_exact_and_continues_at_that_micro_batch(tmp_path, straight):
@@ -142,7 +142,7 @@ def test_a_run_saved_again_before_its_first_batch_of_an_epoch_keeps_the_epoch(tm
     def save_and_crash():
         with Checkpointer(tmp_path, **Parts().tracked()) as ckpt:
             pending = ckpt.save()
-            while not ckpt._agreement.has_open_round():
+            while not ckpt._gate.has_open_round():
                 time.sleep(0.01)
             for _ in ckpt.epochs(3):
                 next(ckpt.batches())

@@ -39,7 +39,7 @@ def script(place, log, crash=None, save=(), epochs=3, evaluations=2):
             for number in range(1, evaluations + 1):
                 if (epoch, number) in save:
                     ckpt.save()
-                    while not ckpt._agreement.has_open_round():
+                    while not ckpt._gate.has_open_round():
                         time.sleep(0.001)
                 with ckpt.evaluation():
                     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_an_evaluation_in_the_middle_of_an_epoch_is_no_place_to_save_at(tmp_path
                 parts.train_on(batch, at.micro + 1 == ACCUMULATE)
                 if at.micro_batches == 2:
                     pending = ckpt.save()
-                    while not ckpt._agreement.has_open_round():
+                    while not ckpt._gate.has_open_round():
                         time.sleep(0.001)
                     with ckpt.evaluation():
                         saved_at.append(pending.snapshot)

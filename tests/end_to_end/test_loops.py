@@ -72,7 +72,7 @@ class Loop:
         return self.parts.scheduler.get_last_lr()
 
     def stop(self):
-        self.ckpt._watch.watcher.request(Notice("test"))
+        self.ckpt._listener.watcher.request(Notice("test"))
 
 
 def assert_exact(script, place, *attempts, **whole):

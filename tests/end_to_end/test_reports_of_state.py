@@ -533,7 +533,7 @@ def test_a_signal_amid_an_evaluation_stops_once_the_weights_are_swapped_back(tmp
                         program.swap()
                         if number == strike:
                             os.kill(os.getpid(), signal.SIGTERM)
-                            while not ckpt._agreement.has_open_round():
+                            while not ckpt._gate.has_open_round():
                                 time.sleep(0.001)
                         losses[f"e{number}"] = program.loss(number).item().hex()
                         program.swap()

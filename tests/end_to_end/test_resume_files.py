@@ -174,7 +174,7 @@ def test_a_file_is_cut_back_once_where_state_is_applied_twice(run, out):
             if not crash:
                 assert ckpt.resumed_from.evaluations == 1
             pending = None if ckpt.resumed_from else ckpt.save()
-            while pending and not ckpt._agreement.has_open_round():
+            while pending and not ckpt._gate.has_open_round():
                 pass
             with ckpt.evaluation():
                 with out.open("a") as stream:

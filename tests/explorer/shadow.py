@@ -43,9 +43,7 @@ class Shadow:
         self.setup = setup
         self.steps = Steps(setup)
         self.state = setup.first_state()
-        self.agreements = [
-            _without_waiting(BoundaryGate(clock=lambda: 0.0)) for _ in setup.programs
-        ]
+        self.gates = [_without_waiting(BoundaryGate(clock=lambda: 0.0)) for _ in setup.programs]
         self.publications: list[dict[int, Publication]] = [{} for _ in setup.rounds]
         self.finals: dict[int, Publication] = {}
         self.decisions: dict[int, Decision] = {}
@@ -59,7 +57,7 @@ class Shadow:
             self._compare_who_waits()
             self._follow(step, after)
             self.state = after
-            counts = [agreement.passed for agreement in self.agreements]
+            counts = [gate.passed for gate in self.gates]
             assert counts == [rank.passed for rank in after.ranks], step
         self._compare_who_waits()
         return self.compared
@@ -81,19 +79,19 @@ class Shadow:
 
     def _ask(self, r: int) -> Decision | None:
         op = self.setup.programs[r][self.state.ranks[r].at]
-        return self.agreements[r].at_boundary(resumable=op.resumable, window_end=op.window_end)
+        return self.gates[r].at_boundary(resumable=op.resumable, window_end=op.window_end)
 
     def _follow(self, step: Step, after: State) -> None:
         r, k = step.rank, step.round
         if step.what == "opens":
-            count = self.agreements[r].open_round(k + 1)
+            count = self.gates[r].open_round(k + 1)
             assert count == after.ranks[r].opened[k]
         elif step.what == "sends":
             self._send(r, k)
         elif step.what == "hears":
             self._hear(r, k)
         elif step.what in ("leaves", "raises"):
-            count = self.agreements[r].finish()
+            count = self.gates[r].finish()
             assert count == after.ranks[r].passed
             self.finals[r] = Publication(0, r, count, can_save=False)
         elif r < 0:
@@ -139,14 +137,14 @@ class Shadow:
             assert mine == expected
 
     def _hear(self, r: int, k: int) -> None:
-        decision, agreement = self.decisions[k], self.agreements[r]
-        agreement.decided(decision)
+        decision, gate = self.decisions[k], self.gates[r]
+        gate.decided(decision)
         if decision.failed and decision.notice.action == "stop":
             with pytest.raises(NoAgreement):  # no main that lived on could go on
-                agreement.at_boundary()
+                gate.at_boundary()
 
     def _boundary(self, r: int) -> None:
-        agreement = self.agreements[r]
+        gate = self.gates[r]
         verdict = self.steps.verdict(self.state, r)
         due = self._ask(r)
         if due is None:
@@ -154,9 +152,9 @@ class Shadow:
         else:
             assert verdict == Verdict(due.notice.action, due.round - 1)
             if due.notice.action == "save":
-                agreement.close_round(due.round)
+                gate.close_round(due.round)
         held = [count != NOT_OPENED for count in self.state.ranks[r].opened]
-        assert agreement.has_open_round() <= any(held)
+        assert gate.has_open_round() <= any(held)
         self.compared.append(verdict.what)
 
 
@@ -164,10 +162,10 @@ def _for_round(final: Publication, round_: int) -> Publication:
     return Publication(round_, final.rank, final.passed, final.can_save)
 
 
-def _without_waiting(agreement: BoundaryGate) -> BoundaryGate:
+def _without_waiting(gate: BoundaryGate) -> BoundaryGate:
     def wait_for(ready: Callable[[], bool]) -> None:
         if not ready():
             raise WouldWait
 
-    agreement._changed.wait_for = wait_for
-    return agreement
+    gate._changed.wait_for = wait_for
+    return gate

@@ -59,7 +59,7 @@ def _training(place, act):
             ckpt._attempt.saver.wait()  # what it pruned is gone too
             act(ckpt.cursor.step)
             waiting = [ckpt.save()]
-            while not ckpt._agreement.has_open_round():
+            while not ckpt._gate.has_open_round():
                 pass
             model(torch.ones(1, 100)).sum().backward()
             optimizer.step()

@@ -82,7 +82,7 @@ def record(place, disk, saves, keep_last=9):
         registry=registry,
         facts=facts,
         log=log,
-        pace=Timings(),
+        timings=Timings(),
         arenas=arenas,
         window_start=Cursor,
     )

@@ -114,7 +114,7 @@ def train_through(server, run, **options):
                 time.sleep(0.01)
         elif len(pending) > len(saved):
             saved.append(pending[-1].wait("local").snapshot)
-            for flusher in ckpt._attempt.saver.uploads.flushers:
+            for flusher in ckpt._attempt.saver.uploads.uploaders:
                 while flusher.newest is None or newer(saved[-1], flusher.newest):
                     time.sleep(0.01)
             begins = number + 2

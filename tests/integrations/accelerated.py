@@ -216,7 +216,7 @@ def tracked(place, seen, strike_at=None, epochs=EPOCHS, prepare=None, **how):
             if number + 1 == strike_at:
                 strike(ckpt, here=rank == 0)
     assert ckpt.has_ended
-    return None if ckpt._attempt.departure.stopped else training.state()
+    return None if ckpt._attempt.shutdown.stopped else training.state()
 
 
 def one(training, seen, number, x, ids):

@@ -24,7 +24,7 @@ class Held(lightning_gpt.TraceCallback):
         super().on_train_batch_end(trainer, *batch)
         ckpt, until = self.resume.checkpointer, time.monotonic() + LIMIT_S
         if ckpt.cursor.micro_batches + 1 == HELD_AFTER and (Path(self.folder) / "../hold").exists():
-            while not ckpt._agreement.has_open_round() and time.monotonic() < until:
+            while not ckpt._gate.has_open_round() and time.monotonic() < until:
                 time.sleep(LOOK_S)
 
 

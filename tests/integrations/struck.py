@@ -17,6 +17,6 @@ def strike(ckpt, *, here=True):
     if here:
         os.kill(os.getpid(), signal.SIGTERM)
     until = time.monotonic() + HOLD_S
-    while not ckpt._agreement.has_open_round():
+    while not ckpt._gate.has_open_round():
         assert time.monotonic() < until, "the signal was not noticed"
         time.sleep(0.001)

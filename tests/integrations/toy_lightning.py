@@ -175,7 +175,7 @@ class StopAt(lightning.Callback):
             )
             signal.raise_signal(signal.SIGTERM)
             until = time.monotonic() + WAIT_S
-            while not ours.checkpointer._agreement.has_open_round():
+            while not ours.checkpointer._gate.has_open_round():
                 assert time.monotonic() < until, "the notice was not heard"
                 time.sleep(0.001)
 

@@ -145,7 +145,7 @@ class Training:
         told = self.trainer.train(**how)
         trainer = self.trainer
         ours = getattr(self, "ours", None)
-        if ours is not None and ours.checkpointer._attempt.departure.stopped:
+        if ours is not None and ours.checkpointer._attempt.shutdown.stopped:
             return None
         kept = [trainer.model.state_dict(), trainer.optimizer.state_dict()]
         kept.append(trainer.lr_scheduler.state_dict())

@@ -246,9 +246,9 @@ def test_a_refused_resume_tells_its_supervisor(tmp_path, monkeypatch):
 def test_a_rank_that_comes_back_in_another_namespace_of_numbers_says_so(tmp_path, monkeypatch):
     """Its memory, out of a dump, knows the one it was dumped in; nobody would find it there."""
     monkeypatch.setenv(SUPERVISOR_VARIABLE, str(tmp_path))
-    teller = RankStatusWriter("run")
-    teller._status = replace(teller._status, namespace="pid:[1]")
-    teller.update(asked=False)
+    status_writer = RankStatusWriter("run")
+    status_writer._status = replace(status_writer._status, namespace="pid:[1]")
+    status_writer.update(asked=False)
     assert read_rank_statuses(tmp_path)[0].namespace == namespace_of("self")
 
 

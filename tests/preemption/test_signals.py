@@ -63,7 +63,7 @@ def test_a_signal_becomes_a_stop_notice_named_after_it(source, signum):
 def test_a_signal_is_seen_by_the_watcher_while_main_is_stuck_in_c():
     """Main sits in a C read, where no Python handler runs, until the notice has arrived."""
     read, write = os.pipe()
-    agreement = BoundaryGate()
+    gate = BoundaryGate()
     heard = SignalSource()
 
     class Telling(Watcher):
@@ -71,12 +71,12 @@ def test_a_signal_is_seen_by_the_watcher_while_main_is_stuck_in_c():
             super().request(notice)
             os.write(write, b"!")
 
-    watcher = Telling(agreement, LocalStore(World(0, 1, 0, "here")), [heard])
+    watcher = Telling(gate, LocalStore(World(0, 1, 0, "here")), [heard])
     watcher.start()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     buffer = ctypes.create_string_buffer(1)
     assert ctypes.CDLL(None).read(read, buffer, 1) == 1
-    assert agreement.at_boundary().notice.reason == "SIGTERM"
+    assert gate.at_boundary().notice.reason == "SIGTERM"
     watcher.stop()
 
 

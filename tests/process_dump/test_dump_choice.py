@@ -104,15 +104,15 @@ def test_when_a_boundary_will_be_saved_is_foreseen_from_the_pace(
 
 def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
-    pace = Timings()
-    teller = ProgressReporter(pace, 1)
-    assert teller.poll() == []
+    timings = Timings()
+    status_writer = ProgressReporter(timings, 1)
+    assert status_writer.poll() == []
     assert read_paces(tmp_path) == []  # no boundary yet
     now = time.monotonic()
-    pace.on_boundary(now - 5.0)
-    pace.after_boundary(now - 3.0)
-    pace.on_boundary(now - 1.0)
-    teller.poll()
+    timings.on_boundary(now - 5.0)
+    timings.after_boundary(now - 3.0)
+    timings.on_boundary(now - 1.0)
+    status_writer.poll()
     (told,) = read_paces(tmp_path)
     assert told.since_s >= 1.0
     assert (told.micro_batch_s, told.save_s) == (2.0, None)
@@ -133,15 +133,15 @@ def test_images_are_encrypted_to_whom_the_ranks_say_or_else_the_options(tmp_path
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", theirs)
     assert recipients() == (theirs,), "a command without a Checkpointer"
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
-    teller = RankStatusWriter(tmp_path)
-    teller.update(attempt=1)
+    status_writer = RankStatusWriter(tmp_path)
+    status_writer.update(attempt=1)
     assert recipients() == ()
-    teller.update(encrypt_to=(ours,))
+    status_writer.update(encrypt_to=(ours,))
     assert recipients() == (ours,)
     dumping = Dumping(DumpTarget(None, tmp_path, (), None), Ability(), print)
     dumping._tier = tier
     assert dumping._why_not(record) == ""
-    teller.update(encrypt_to=("nobody",))
+    status_writer.update(encrypt_to=("nobody",))
     assert "nobody" in dumping._why_not(record)
 
 

@@ -127,9 +127,9 @@ class Rank:
         act = act or self.kill_the_host
         if moment is not None:
             channel = Interrupted(channel, moment, act)
-        self.agreement = Noting(act if moment == DECIDED else lambda: None)
+        self.gate = Noting(act if moment == DECIDED else lambda: None)
         self.watcher = Watcher(
-            self.agreement, channel, [SignalSource()], on_failed_stop=lambda _: self.end_with_71()
+            self.gate, channel, [SignalSource()], on_failed_stop=lambda _: self.end_with_71()
         )
         self.watcher.start()
         boss.ask("watching")
@@ -141,26 +141,26 @@ class Rank:
     def boundary(self):
         """What is due; 71 where the ranks cannot agree."""
         try:
-            return self.agreement.at_boundary()
+            return self.gate.at_boundary()
         except NoAgreement:
             return self.end_with_71()
 
     def end_with_71(self):
         """The failed stop, from whichever thread learns of it."""
-        self.boss.end(71, self.agreement.passed, self.agreement.published)
+        self.boss.end(71, self.gate.passed, self.gate.published)
 
     def stop_here(self, *facts):
         """A stop is due: leave in order, as far as the store allows."""
         self.watcher.publish_final()
         self.watcher.stop()
-        self.boss.end(0, self.agreement.passed, self.agreement.published, *facts)
+        self.boss.end(0, self.gate.passed, self.gate.published, *facts)
 
 
 def train_until_stopped(boss, rank, size, port, moment, signalled):
     """The signalled rank asks for a stop after its third micro-batch."""
     here = Rank(boss, rank, size, port, moment)
     while (due := here.boundary()) is None:
-        if rank == signalled and here.agreement.passed == 3:
+        if rank == signalled and here.gate.passed == 3:
             here.watcher.request(Notice("SIGTERM"))
     assert due.notice.action == "stop"
     here.stop_here()
@@ -170,7 +170,7 @@ def stop_and_then_lose_the_store(boss, rank, size, port):
     """The store dies when every rank knows what is due."""
     here = Rank(boss, rank, size, port)
     while here.boundary() is None:
-        if rank == 1 and here.agreement.passed == 3:
+        if rank == 1 and here.gate.passed == 3:
             here.watcher.request(Notice("SIGTERM"))
     boss.ask("all are there, kill the host")
     here.stop_here()
@@ -211,11 +211,11 @@ def train_unevenly(rank, told):
     training = Training()
     channel = training.channel.connection()
     while training.boundary():
-        if rank == 0 and training.agreement.passed == AHEAD:
+        if rank == 0 and training.gate.passed == AHEAD:
             channel.put("rank 0 is far ahead", True)
-        if rank == 2 and training.agreement.passed == 1:
+        if rank == 2 and training.gate.passed == 1:
             channel.get("rank 0 is far ahead", HANG_S)
-        if rank == told and training.agreement.passed == {0: AHEAD, 2: 1}[told]:
+        if rank == told and training.gate.passed == {0: AHEAD, 2: 1}[told]:
             terminate_myself()
     return training.leave()
 

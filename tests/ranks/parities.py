@@ -17,7 +17,7 @@ from trainckpt.snapshot.redundancy import CodedSet
 LENGTHS = (70_001, 50_000, 3, 64_000, 0)
 
 
-def set_out():
+def start_attempt():
     """The channel; and blocks so small that few bytes take several rounds."""
     replicate.SET_BLOCK_BYTES = replicate.COPY_BLOCK_BYTES = 16_384
     return connect(current_world(), "test/1")
@@ -33,7 +33,7 @@ def nothing():
 
 def keep_and_recover(rank):
     """Parities of one set, then every loss in turn; how many were made good, by code."""
-    channel, found = set_out(), {}
+    channel, found = start_attempt(), {}
     everyone = list(range(len(LENGTHS)))
     group = Exchange(channel, "set", everyone, 30)
     for num_parity in (1, 2, 3):
@@ -74,7 +74,7 @@ def check(coded, rank, lost, mine, kept, group):
 
 def copy_in_a_ring(rank):
     """Each rank's file to the next one."""
-    channel = set_out()
+    channel = start_attempt()
     size = channel.world.size
     groups = {
         owner: Exchange(channel, f"copy/{owner}", [owner, (owner + 1) % size], 30)
@@ -89,7 +89,7 @@ def copy_in_a_ring(rank):
 
 def lose_one(rank, how):
     """The second dies, or hangs, in the middle of it; what the others are told, and how soon."""
-    channel = set_out()
+    channel = start_attempt()
     group = Exchange(channel, "set", [0, 1, 2], 30)
     group.timeout_s = 1.0
     channel.barrier("connected", 30)

@@ -20,8 +20,8 @@ class Training:
     def __init__(self, coupled=False, **options):
         self.channel = connect(current_world(), "test/1")
         self.rank = self.channel.world.rank
-        self.agreement = BoundaryGate()
-        self.watcher = Watcher(self.agreement, self.channel, [SignalSource()], **options)
+        self.gate = BoundaryGate()
+        self.watcher = Watcher(self.gate, self.channel, [SignalSource()], **options)
         self.coupled = coupled
         self.dues = []
         self.watcher.start()
@@ -29,10 +29,10 @@ class Training:
 
     def boundary(self):
         """One boundary; False once a stop is due."""
-        while due := self.agreement.at_boundary():
+        while due := self.gate.at_boundary():
             self.dues.append(
                 (
-                    self.agreement.passed,
+                    self.gate.passed,
                     due.notice.action,
                     due.notice.reason,
                     due.notice.number,
@@ -41,7 +41,7 @@ class Training:
             )
             if due.notice.action == "stop":
                 return False
-            self.agreement.close_round(due.round)
+            self.gate.close_round(due.round)
         return True
 
     def micro_batch(self):
@@ -69,7 +69,7 @@ def train_until_signalled(rank, coupled, signalled):
     training = Training(coupled)
     while training.boundary():
         training.micro_batch()
-        if training.agreement.passed == signalled.get(rank):
+        if training.gate.passed == signalled.get(rank):
             terminate_myself()
     return training.leave()
 
@@ -80,7 +80,7 @@ def save_on_one_then_stop_on_another(rank):
     told = False
     while training.boundary():
         training.micro_batch()
-        if rank == 1 and training.agreement.passed == 4:
+        if rank == 1 and training.gate.passed == 4:
             training.watcher.request_save(1, "best")
         if rank == 2 and training.dues and not told:
             told = True
@@ -91,11 +91,11 @@ def save_on_one_then_stop_on_another(rank):
 def save_on_all(rank):
     """All ranks call for saves 1 and 2 at the same places, and train a fixed length."""
     training = Training()
-    while training.agreement.passed < 30:
+    while training.gate.passed < 30:
         training.boundary()
         training.micro_batch()
-        if training.agreement.passed in (5, 12):
-            training.watcher.request_save({5: 1, 12: 2}[training.agreement.passed], "all")
+        if training.gate.passed in (5, 12):
+            training.watcher.request_save({5: 1, 12: 2}[training.gate.passed], "all")
     return training.leave()
 
 
@@ -109,11 +109,11 @@ def one_leaves_early(rank):
         training.watcher.stop()
         training.channel.put("rank 0 has left", True)
         training.channel.get("the others stopped", 30)
-        return training.agreement.passed
+        return training.gate.passed
     gone = training.channel.connection()
     while training.boundary():
         training.micro_batch()
-        if rank == 1 and training.agreement.passed == 1:
+        if rank == 1 and training.gate.passed == 1:
             gone.get("rank 0 has left", 30)
             terminate_myself()
     training.watcher.publish_final()
@@ -129,10 +129,10 @@ def one_does_not_answer(rank):
     if rank == 2:
         channel.get("rank 2 may go", 30)
         return "left in peace"
-    agreement = BoundaryGate()
+    gate = BoundaryGate()
     sources = [SignalSource()] if rank == 0 else []
     watcher = Watcher(
-        agreement,
+        gate,
         channel,
         sources,
         decision_timeout_s=0.5,
@@ -141,7 +141,7 @@ def one_does_not_answer(rank):
     watcher.start()
     if rank == 0:
         terminate_myself()
-    while agreement.at_boundary() is None:
+    while gate.at_boundary() is None:
         pass
     return "acted on a stop that failed"
 

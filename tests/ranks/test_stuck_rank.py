@@ -15,7 +15,7 @@ def be_stuck_when_the_store_dies(boss, rank, size, port, moment):
     if rank == 2:
         threading.Event().wait()
     while here.boundary() is None:
-        if rank == 1 and here.agreement.passed == 3:
+        if rank == 1 and here.gate.passed == 3:
             here.watcher.request(Notice("SIGTERM"))
 
 

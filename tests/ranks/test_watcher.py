@@ -25,21 +25,21 @@ class Rank:
     """One rank's agreement and watcher."""
 
     def __init__(self, channel, sources=(), **options):
-        self.agreement = BoundaryGate()
-        self.watcher = Watcher(self.agreement, channel, sources, **options)
+        self.gate = BoundaryGate()
+        self.watcher = Watcher(self.gate, channel, sources, **options)
         self.watcher.start()
 
     def train(self, boundaries=10**9, until=None):
         """Pass boundaries until a stop is due, or save number `until`; what was due, and where."""
         dues = []
         for _ in range(boundaries):
-            while due := self.agreement.at_boundary():
+            while due := self.gate.at_boundary():
                 dues.append(
-                    (self.agreement.passed, due.notice.action, due.notice.mode, due.notice.number)
+                    (self.gate.passed, due.notice.action, due.notice.mode, due.notice.number)
                 )
                 if due.notice.action == "stop":
                     return dues
-                self.agreement.close_round(due.round)
+                self.gate.close_round(due.round)
                 if until is not None and due.notice.number == until:
                     return dues
         return dues
@@ -127,7 +127,7 @@ def test_alone_a_requested_save_is_due_at_the_very_next_boundary(ranks):
     rank = ranks()
     rank.train(3)
     rank.watcher.request_save(1, "best")
-    assert rank.agreement.at_boundary().notice.tag == "best"
+    assert rank.gate.at_boundary().notice.tag == "best"
 
 
 def test_alone_a_notice_of_a_source_stops_the_training(ranks):
@@ -155,7 +155,7 @@ def test_a_stricter_stop_opens_a_round_and_the_same_or_a_laxer_one_does_not(rank
     rank = ranks()
     for notice in (WINDOW, WINDOW, STOP, STOP, WINDOW):
         rank.watcher.request(notice)
-    assert rank.agreement.at_boundary(window_end=False).round == 2
+    assert rank.gate.at_boundary(window_end=False).round == 2
 
 
 def test_the_same_number_of_save_is_taken_once(ranks):
@@ -183,7 +183,7 @@ def test_a_save_that_cannot_be_taken_is_skipped_and_reported(ranks):
     rank = ranks(can_save=lambda: False)
     rank.watcher.request_save(1)
     assert rank.train(2) == []
-    assert [decision.notice.number for decision in rank.agreement.skipped()] == [1]
+    assert [decision.notice.number for decision in rank.gate.skipped()] == [1]
 
 
 def test_a_save_after_a_stop_opens_no_round(ranks):
@@ -223,7 +223,7 @@ def test_a_stop_that_was_undone_before_a_rank_heard_of_it_binds_nobody(ranks):
     assert dues[-1][1:3] == ("stop", "micro-batch")
     first.watcher.forget_stop(2)
     until = time.monotonic() + 30.0
-    while second.agreement.has_open_round() and time.monotonic() < until:
+    while second.gate.has_open_round() and time.monotonic() < until:
         time.sleep(0.001)
     assert len(kept) == before + 1, "rank 0 alone has acted on it"
     second.watcher.request(STOP)
@@ -280,7 +280,7 @@ def test_a_stop_that_a_rank_does_not_answer_fails_and_ends_the_process(ranks):
     rank.watcher.request(STOP)
     assert ended.wait(10)
     with pytest.raises(NoAgreement, match="no answer from rank 1"):
-        rank.agreement.at_boundary()
+        rank.gate.at_boundary()
 
 
 def test_a_save_that_a_rank_does_not_answer_is_skipped(ranks):
@@ -288,7 +288,7 @@ def test_a_save_that_a_rank_does_not_answer_is_skipped(ranks):
     (rank,) = ranks(2, only=[0], decision_timeout_s=0.05, on_failed_stop=lambda _: 1 / 0)
     rank.watcher.request_save(1)
     assert rank.train(1) == []
-    assert [decision.failed for decision in rank.agreement.skipped()] == [True]
+    assert [decision.failed for decision in rank.gate.skipped()] == [True]
 
 
 def test_a_finished_attempt_is_not_ended_by_a_stop_that_fails(ranks):
@@ -296,11 +296,11 @@ def test_a_finished_attempt_is_not_ended_by_a_stop_that_fails(ranks):
     ended = threading.Event()
     (rank,) = ranks(2, only=[0], decision_timeout_s=0.2, on_failed_stop=lambda _: ended.set())
     rank.watcher.request(STOP)
-    rank.agreement.finish()
+    rank.gate.finish()
     for thread in rank.watcher._threads[1:]:
         thread.join(0.5)
     assert not ended.is_set()
-    assert rank.agreement.at_boundary() is None
+    assert rank.gate.at_boundary() is None
 
 
 def test_half_of_the_time_left_is_kept_for_the_save():

@@ -19,7 +19,7 @@ from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.ranks.store import LocalStore, TorchStore
 from trainckpt.ranks.world import World
-from trainckpt.replicate import tier_uploader as flushers
+from trainckpt.replicate import tier_uploader as uploaders
 from trainckpt.replicate import upload_protocol
 from trainckpt.replicate.tier_uploader import TierUploader
 from trainckpt.replicate.upload_protocol import (
@@ -41,8 +41,8 @@ WITHIN_S = 60.0
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(flushers, "FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr(flushers, "MOST_RETRY_S", 0.2)
+    monkeypatch.setattr(uploaders, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(uploaders, "MOST_RETRY_S", 0.2)
 
 
 @pytest.fixture

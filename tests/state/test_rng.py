@@ -155,11 +155,11 @@ def test_what_has_no_device_here_is_named_in_the_resume_line():
     ]
     if torch.cuda.is_available():
         pytest.skip("here it can be put back")
-    crew = SimpleNamespace(registry=Registry())
+    context = SimpleNamespace(registry=Registry())
     beginning = SimpleNamespace(saved=saved)
-    assert len(start_attempt.said_by_objects(crew, beginning)) == 1
+    assert len(start_attempt.said_by_objects(context, beginning)) == 1
     saved.is_own = False  # then that is said of the rank itself
-    assert apply.rng_not_put_back(crew.registry, saved) == []
+    assert apply.rng_not_put_back(context.registry, saved) == []
 
 
 def test_an_older_releases_generators_go_back_by_number_to_as_many_devices():

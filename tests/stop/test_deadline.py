@@ -52,12 +52,12 @@ def test_torchrun_alone_grants_what_its_shutdown_timeout_says(environment, grant
 
 
 def test_the_pace_is_the_median_without_what_is_done_at_boundaries():
-    pace = Timings()
-    assert pace.micro_batch_s is None
+    timings = Timings()
+    assert timings.micro_batch_s is None
     for begun in (0.0, 10.0, 20.0, 30.0):
-        pace.on_boundary(begun + 1.0)
-        pace.after_boundary(begun + 10.0)  # a save of 9 s
-    assert pace.micro_batch_s == 1.0
+        timings.on_boundary(begun + 1.0)
+        timings.after_boundary(begun + 10.0)  # a save of 9 s
+    assert timings.micro_batch_s == 1.0
 
 
 def test_a_deadline_that_was_met_is_over_for_later_ones_too():
@@ -70,12 +70,12 @@ def test_a_deadline_that_was_met_is_over_for_later_ones_too():
 
 
 def test_the_slowest_and_the_fastest_of_the_last_saves_are_known():
-    pace = Timings()
-    assert (pace.seconds_per_byte, pace.least_seconds_per_byte) == (None, None)
-    pace.record_save(100, 1.0)
-    pace.record_save(100, 3.0)
-    pace.record_save(0, 9.0)
-    assert (pace.least_seconds_per_byte, pace.seconds_per_byte) == (0.01, 0.03)
+    timings = Timings()
+    assert (timings.seconds_per_byte, timings.least_seconds_per_byte) == (None, None)
+    timings.record_save(100, 1.0)
+    timings.record_save(100, 3.0)
+    timings.record_save(0, 9.0)
+    assert (timings.least_seconds_per_byte, timings.seconds_per_byte) == (0.01, 0.03)
 
 
 @pytest.mark.parametrize(("grace_s", "limit_s"), [(None, 30.0), (10.0, 5.0), (600.0, 30.0)])

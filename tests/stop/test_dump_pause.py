@@ -104,7 +104,7 @@ def trained(run, seen, stops, **hooks):
         before = stops.pop(len(seen), None)
         if before is not None:
             before()
-            ckpt._watch.watcher.request(Notice("asked", seconds_left=300.0))
+            ckpt._listener.watcher.request(Notice("asked", seconds_left=300.0))
 
     return attempt(run, inside=inside, seen=seen, parts=Parts(width=WIDTH), on_stop="return")
 
@@ -277,8 +277,8 @@ def test_a_rank_whose_memory_does_not_come_back_keeps_no_other_waiting(monkeypat
             channel=channel,
             hooks=Hooks(),
             number=AttemptId(1),
-            watch=None,
-            teller=None,
+            listener=None,
+            status_writer=None,
             lean=memories[rank],
         )
         with pytest.raises(Ended) as why:

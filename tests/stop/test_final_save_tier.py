@@ -188,10 +188,10 @@ def stop_on_a_slow_disk(run, **options):
         if ckpt.cursor.micro_batches == 8:
             ckpt._attempt.saver.wait()  # the one before: it would be measured, too
             for _ in range(3):
-                ckpt._pace.record_save(ckpt._outlook.facts().state_bytes, 600.0)
+                ckpt._timings.record_save(ckpt._estimator.facts().state_bytes, 600.0)
             notice(run, 1, reason="maintenance", seconds_left=120)
             until = time.monotonic() + 60
-            while not ckpt._agreement.has_open_round():
+            while not ckpt._gate.has_open_round():
                 assert time.monotonic() < until
                 time.sleep(0.01)
 

@@ -298,7 +298,7 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         if now - last_listened >= LISTEN_EVERY_S:
             last_listened = now
             if not heartbeat.attempt_is_alive(tier, live.attempt):
-                return _last_words(tier, live)
+                return _crash_marker(tier, live)
         if now - last_said >= SAY_EVERY_S:
             last_said = now
             newest = f"; newest snapshot: {record.newest_commit}" if record.newest_commit else ""
@@ -306,7 +306,7 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         time.sleep(LOOK_EVERY_S if isinstance(tier, LocalTier) else LISTEN_EVERY_S)
 
 
-def _last_words(tier: Place, live: AttemptRecord) -> AttemptRecord:
+def _crash_marker(tier: Place, live: AttemptRecord) -> AttemptRecord:
     """The outcome of an attempt whose heartbeat is gone; it was written just before, or never."""
     deadline = time.monotonic() + SILENT_FOR_S
     while (record := _read(tier, live)).outcome is None:

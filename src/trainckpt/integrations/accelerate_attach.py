@@ -62,7 +62,7 @@ def attach(
     ckpt = AttachedCheckpointer(accelerator, run, keywords)
     _attached[accelerator] = weakref.ref(ckpt)
     ckpt.resume()
-    ckpt._slips.knows_epoch = False  # the script has not seen the epoch
+    ckpt._loop_checks.knows_epoch = False  # the script has not seen the epoch
     return ckpt
 
 
@@ -89,7 +89,7 @@ class AttachedCheckpointer(Checkpointer):
     @property
     def has_ended(self) -> bool:
         """True once the attempt has finished, stopped or failed."""
-        return self._attempt is not None and self._attempt.departure.left
+        return self._attempt is not None and self._attempt.shutdown.left
 
     def resume(self, mode: str | None = None) -> Cursor:
         """Resume from the newest usable snapshot, and track its loaders at once."""

@@ -212,7 +212,7 @@ class TrainerHooks:
 
     def _has_left(self) -> bool:
         attempt = self._ckpt._attempt
-        return attempt is not None and attempt.departure.left
+        return attempt is not None and attempt.shutdown.left
 
 
 class _SkipsNothing:

@@ -62,7 +62,7 @@ class Watcher:
 
     def __init__(
         self,
-        agreement: BoundaryGate,
+        gate: BoundaryGate,
         channel: RankStore,
         sources: Sequence[NoticeSource] = (),
         *,
@@ -76,7 +76,7 @@ class Watcher:
         """Store the arguments; nothing runs before `start`.
 
         Args:
-            agreement: The boundary's side, this rank's.
+            gate: The boundary's side, this rank's.
             channel: Between the ranks, scoped to the attempt; one watcher per rank and scope.
             sources: Sources of notices.
             mode: Returns the mode of a notice without one, given the seconds left (None: unknown).
@@ -90,7 +90,7 @@ class Watcher:
                 `seconds_left` if that is less.
         """
         self.problems: list[str] = []
-        self._agreement, self._channel, self._world = agreement, channel, channel.world
+        self._gate, self._channel, self._world = gate, channel, channel.world
         self._sources = tuple(sources)
         self._mode = mode
         self._can_save = can_save
@@ -137,7 +137,7 @@ class Watcher:
         decided one has still to be taken is that save (with a tag it is another one).
         """
         any_save_will_do = notice.action == "save" and notice.tag is None
-        if any_save_will_do and self._agreement.has_save_to_come():
+        if any_save_will_do and self._gate.has_save_to_come():
             return
         mode = notice.mode or self._mode_of(notice.seconds_left)
         self._want(replace(notice, mode=mode))
@@ -155,14 +155,14 @@ class Watcher:
         with self._lock:
             self._forgotten = max(self._forgotten, round_)
             self._pending.forget_stop()
-        self._agreement.forget_stop(round_)
+        self._gate.forget_stop(round_)
 
     def publish_final(self) -> None:
         """Publish this rank's departure: no boundary counts any more, and no round waits for it.
 
         After `close()`'s last barrier, or at once after an exception or a stop.
         """
-        passed = self._agreement.finish()
+        passed = self._gate.finish()
         if not self._running or self._left or os.getpid() != self._pid or self._world.size == 1:
             return
         self._left = True
@@ -209,7 +209,7 @@ class Watcher:
 
     def _want(self, notice: Notice) -> None:
         with self._lock:
-            if not self._running or self._agreement.finished:
+            if not self._running or self._gate.finished:
                 return
             self._pending.add(notice)
             self._open_rounds()
@@ -228,8 +228,8 @@ class Watcher:
         """Add the next round to the open ones, and put this rank's answer into the outbox."""
         self._answered += 1
         k = self._answered
-        passed = self._agreement.open_round(k)
-        can_save = not self._agreement.finished and self._can_save()
+        passed = self._gate.open_round(k)
+        can_save = not self._gate.finished and self._can_save()
         settled = min(self._undecided, default=k) - 1
         publication = Publication(
             round=k,
@@ -258,18 +258,18 @@ class Watcher:
             stops = decision.stops and decision.round > self._forgotten
             self._pending.settle(decision, is_forgotten=decision.round <= self._forgotten)
             self._settled = max(self._settled, decision.settled)
-        if stops and not self._agreement.finished:
+        if stops and not self._gate.finished:
             if decision.failed:
                 self._fail_stop(decision.why)  # before main learns of it: this call does not return
             else:
                 self._on_stop(entry.now_left(decision.notice.seconds_left))
-        self._agreement.decided(decision)
+        self._gate.decided(decision)
         with self._lock:
             self._open_rounds()
         self._wake.ring()
 
     def _fail_stop(self, why: str) -> None:
-        if not self._agreement.finished:
+        if not self._gate.finished:
             self.problems.append(f"stop failed: {why}")
             self._on_failed_stop(why)
 
@@ -395,12 +395,12 @@ class Watcher:
             stopping = stopping or (self._pending.stop_mode is not None and bool(self._undecided))
         if not first or not self._running:
             return
-        if not self._agreement.finished:
+        if not self._gate.finished:
             self._on_lost(str(error))
         self.problems.append(str(error))
         if stopping:
             self._fail_stop(str(error))
-        self._agreement.broken(error)
+        self._gate.broken(error)
 
     def _leave_at_exit(self) -> None:
         """End the threads at exit: one that wakes in a dying interpreter crashes it."""

@@ -182,39 +182,39 @@ class Uploads:
     """The uploaders of one rank.
 
     Attributes:
-        flushers: One for each slower tier, nearest first.
+        uploaders: One for each slower tier, nearest first.
     """
 
     def __init__(self, uploaders: Sequence[TierUploader] = (), durable: str = LOCAL) -> None:
-        self.flushers = tuple(uploaders)
+        self.uploaders = tuple(uploaders)
         self._durable = durable
 
     def start(self) -> None:
         """Start every uploader at the beginning of the attempt."""
-        for flusher in self.flushers:
+        for flusher in self.uploaders:
             flusher.start()
 
     def on_commit(self, event: Committed) -> None:
         """Queue a snapshot committed in the run directory, as `TierUploader.offer`."""
         if self._durable == LOCAL:
             event.handle.reach(DURABLE)
-        for flusher in self.flushers:
+        for flusher in self.uploaders:
             flusher.offer(event.manifest, event.handle, event.num_bytes)
 
     @property
     def busy(self) -> list[str]:
         """Full names of snapshots that are being copied."""
-        return [name for flusher in self.flushers if (name := flusher.busy) is not None]
+        return [name for flusher in self.uploaders if (name := flusher.busy) is not None]
 
     def tiers_with(self, snapshot: str | None) -> list[str]:
         """Return the names of tiers that hold the final snapshot of an attempt."""
         if snapshot is None:
             return []
-        return [LOCAL, *(f.tier.name for f in self.flushers if f.newest == snapshot)]
+        return [LOCAL, *(f.tier.name for f in self.uploaders if f.newest == snapshot)]
 
     def predicted(self) -> list[tuple[str, float | None]]:
         """Return each slower tier's name, and the predicted seconds for the newest snapshot."""
-        return [(f.tier.name, f.copy_s()) for f in self.flushers]
+        return [(f.tier.name, f.copy_s()) for f in self.uploaders]
 
     def limit_s(self, reason: str, left_s: float | None, *, on_this_host: bool) -> float:
         """Return the seconds that `drain` may take at a stop for this reason.
@@ -224,11 +224,11 @@ class Uploads:
             left_s: Seconds until the deadline.
             on_this_host: The run directory lies on this machine alone.
         """
-        if not self.flushers:
+        if not self.uploaders:
             return 0.0
         leaving = FlushDeadline(
             left_s,
-            self.flushers[0].predicted_s(),
+            self.uploaders[0].predicted_s(),
             supervised=rank_status.is_supervised(),
             host_goes=on_this_host and reason.startswith(OF_MACHINE),
         )
@@ -236,10 +236,10 @@ class Uploads:
 
     def drain(self, drain: UploadDeadline) -> None:
         """Upload waiting snapshots at the end, within the deadline. Every rank; the last call."""
-        for flusher in self.flushers:
+        for flusher in self.uploaders:
             flusher.drain(drain)
 
     def abandon(self) -> None:
         """Abandon all uploads: the process ends."""
-        for flusher in self.flushers:
+        for flusher in self.uploaders:
             flusher.stop()

@@ -94,7 +94,7 @@ class SaveCoordinator:
         registry: Registry,
         facts: ManifestDefaults,
         log: AttemptLog,
-        pace: Timings,
+        timings: Timings,
         arenas: Arenas,
         window_start: Callable[[], Cursor],
         sealing: SnapshotEncryption | None = None,
@@ -106,7 +106,7 @@ class SaveCoordinator:
         """Store the arguments; one connection to the store is opened.
 
         Args:
-            tier, channel, registry, facts, log, pace, arenas: Of the attempt.
+            tier, channel, registry, facts, log, timings, arenas: Of the attempt.
             window_start: Returns the cursor at the beginning of the open window.
             sealing: Encrypts every file; None: nothing is encrypted.
             uploads: None: there are no slower tiers.
@@ -144,7 +144,7 @@ class SaveCoordinator:
         )
         self._is_encrypted = sealing is not None
         self._tracked_names = TrackedNamesCheck(registry)
-        self._registry, self._facts, self._pace = registry, facts, pace
+        self._registry, self._facts, self._timings = registry, facts, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
         self._plans = SavePlanCache(channel.world.rank, channel.world.size)
         self._comparing = ReplicaCheck(channel.world.rank, channel.world.size)
@@ -161,7 +161,7 @@ class SaveCoordinator:
             self._count_commit,
             StaleModelCheck(registry).on_commit,
             arenas.on_commit,
-            pace.on_commit,
+            timings.on_commit,
             self._report_commit,  # from here on a waiting caller goes on
             self.uploads.on_commit,
             self._writer.on_commit,
@@ -245,7 +245,7 @@ class SaveCoordinator:
         self._thread.start()
         if isinstance(shard, staging.StreamedShard) and not last:
             shard.is_read.wait()  # no memory for a copy: the tensors must not change meanwhile
-        self._pace.record_stall(time.monotonic() - begun_s)
+        self._timings.record_stall(time.monotonic() - begun_s)
         return pending
 
     def join(self, limit_s: float | None = None) -> None:
@@ -330,7 +330,7 @@ class SaveCoordinator:
             self.join(HOLD_S)
         if self.busy and self._may_wait:
             begun_s, num_bytes = self._begun
-            predicted_s = num_bytes * (self._pace.seconds_per_byte or 0.0)
+            predicted_s = num_bytes * (self._timings.seconds_per_byte or 0.0)
             if predicted_s - (time.monotonic() - begun_s) < max_wait_s:
                 self.join(PATIENCE_S)
                 self._may_wait = not self.busy
@@ -469,7 +469,7 @@ class SaveCoordinator:
         yield from self._copying.finish()
         begun_s, num_bytes = self._begun
         if self.arenas.descriptor is not None:
-            self._pace.record_copy(num_bytes, time.monotonic() - begun_s)
+            self._timings.record_copy(num_bytes, time.monotonic() - begun_s)
 
     def adopt(self, name: str, cursor: Cursor) -> None:
         """Take a snapshot that the survivors committed as the newest of this attempt."""

@@ -113,16 +113,16 @@ class SaveEstimator:
     """Collects facts for the decisions of `stop_plan`. Any thread; never blocks.
 
     Attributes:
-        pace: Timings of this rank.
+        timings: Timings of this rank.
     """
 
     def __init__(
-        self, options: Options, registry: Registry, position: ProgressCounter, pace: Timings
+        self, options: Options, registry: Registry, position: ProgressCounter, timings: Timings
     ) -> None:
         self._options = options
         self._registry = registry
         self._position = position
-        self.pace = pace
+        self.timings = timings
         self._logged = False
 
     def facts(self) -> StopFacts:
@@ -133,10 +133,10 @@ class SaveEstimator:
             stop_at=self._options.stop_at,
             micro=self._position.micro,
             window=self._position.window or self._options.accumulate,
-            micro_batch_s=self.pace.micro_batch_s,
+            micro_batch_s=self.timings.micro_batch_s,
             state_bytes=weight.state,
             gradient_bytes=weight.possible_gradients,
-            seconds_per_byte=self.pace.seconds_per_byte,
+            seconds_per_byte=self.timings.seconds_per_byte,
             memory_budget=budget_bytes(budget.share, budget.num_bytes),
         )
 
@@ -163,7 +163,7 @@ class SaveEstimator:
         costs nothing.
         """
         now_bytes = weigh(self._registry, gradients=True).now
-        return now_bytes * (self.pace.least_seconds_per_byte or 0.0)
+        return now_bytes * (self.timings.least_seconds_per_byte or 0.0)
 
     def memory_s(self) -> float | None:
         """Return the seconds of a save to shared memory now; None: nothing was measured.
@@ -171,7 +171,7 @@ class SaveEstimator:
         With encryption, memory holds a save twice, and the encryption speed is measured here: some
         milliseconds, on the training thread, once an attempt ends.
         """
-        per_byte = self.pace.copy_seconds_per_byte
+        per_byte = self.timings.copy_seconds_per_byte
         if per_byte is None:
             return None
         if self._options.encrypt_to:  # one thread, and memory that is as slow as fresh memory

@@ -106,15 +106,15 @@ class DumpPause:
         channel: RankStore,
         hooks: Hooks,
         number: AttemptId,
-        watch: NoticeListener,
-        teller: RankStatusWriter,
+        listener: NoticeListener,
+        status_writer: RankStatusWriter,
         lean: Lean | None,
         communicators: Communicators | None = None,
     ) -> None:
         """Store the arguments; `lean`: None if memory must stay as it is."""
         self.why_not = ""
         self._channel, self._hooks, self._number = channel, hooks, number
-        self._watch, self._teller, self._lean = watch, teller, lean
+        self._listener, self._status_writer, self._lean = listener, status_writer, lean
         self._communicators = communicators
         self._apart: Communicators | None = None  # at this stop, if any rank has to
         self._folder = launch_folder()
@@ -155,7 +155,7 @@ class DumpPause:
             ):
                 return False
             self._obeyed = order.id
-            self._watch.deadline.hold()
+            self._listener.deadline.hold()
             return self._obey(order, everyone[0]["snapshot"], max(m["round"] for m in everyone))
         except NoAgreement as error:
             self.why_not = error.message if order is not None else ""
@@ -163,7 +163,7 @@ class DumpPause:
                 self._end(error.message)
             return False
         finally:
-            self._watch.deadline.go_on()
+            self._listener.deadline.go_on()
 
     @property
     def _is_whole(self) -> bool:
@@ -178,9 +178,9 @@ class DumpPause:
                 logger.warning("no process dump, the snapshot stands: %s", self.why_not)
             self._put_back()
             return False
-        self._watch.forget_stop(round_)  # first: a signal from now on is another stop's
+        self._listener.forget_stop(round_)  # first: a signal from now on is another stop's
         self._come_back()
-        self._teller.update(asked=False)
+        self._status_writer.update(asked=False)
         if self._channel.world.rank == 0:
             logger.info("restored from a process dump, as attempt %d", self._number.value)
         return True
@@ -194,7 +194,7 @@ class DumpPause:
 
         def prepare() -> None:
             self._hooks.call_before_dump()
-            self._watch.suspend()  # after the hooks, which may close an NVML of their own
+            self._listener.suspend()  # after the hooks, which may close an NVML of their own
             if lean is not None:
                 lean.prepare(snapshot or "")
             if apart is not None:
@@ -237,7 +237,7 @@ class DumpPause:
         """Run steps 5 and 6."""
 
         def open_again() -> None:
-            self._watch.resume()
+            self._listener.resume()
             self._hooks.call_after_restore()
 
         why = self._fill()
@@ -270,7 +270,7 @@ class DumpPause:
     def _end(self, why: str) -> None:
         """End the process at once: the script's view and its saves could be anything."""
         logger.error("%s; leaving at once. The snapshot stands: run `trainckpt resume`", why)
-        self._teller.update(state=LEFT, how=REFUSED, exit_code=UnusableSnapshot.exit_code)
+        self._status_writer.update(state=LEFT, how=REFUSED, exit_code=UnusableSnapshot.exit_code)
         os._exit(UnusableSnapshot.exit_code)
 
     def _agree(self, key: str, why: str) -> str:

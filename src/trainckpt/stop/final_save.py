@@ -59,7 +59,7 @@ class FinalSave:
         *,
         channel: RankStore,
         saver: SaveCoordinator,
-        outlook: SaveEstimator,
+        estimator: SaveEstimator,
         requests: SaveRequests,
         parent: tuple[str, Cursor] | None = None,
         host_goes: Callable[[], bool] = lambda: False,
@@ -68,7 +68,7 @@ class FinalSave:
         """Store the arguments.
 
         Args:
-            channel, saver, outlook, requests: Of the attempt.
+            channel, saver, estimator, requests: Of the attempt.
             parent: Full name and cursor of the snapshot this attempt began from.
             host_goes: Returns True if this very host was announced to be taken away.
             on_one_host: The run directory is lost with this machine.
@@ -81,7 +81,7 @@ class FinalSave:
         self._kept: tuple[str, Cursor] | None = None  # in memory alone
         self._channel = channel
         self._saver = saver
-        self._outlook, self._requests = outlook, requests
+        self._estimator, self._requests = estimator, requests
 
     def wait(self, limit_s: float) -> None:
         """Return when no save is in flight, or after `limit_s` seconds."""
@@ -154,7 +154,7 @@ class FinalSave:
         in_flight = self._saver.busy
         snapshot, lost = self.standing(end.cursor)
         left_s = _within(end.deadline)
-        offer = StopPlan(left_s, self._outlook.save_s(), fallback=snapshot is not None)
+        offer = StopPlan(left_s, self._estimator.save_s(), fallback=snapshot is not None)
         mine = {"stands": bool(snapshot) and not lost, "in_flight": in_flight, **vars(offer)}
         mine["asked"] = self._requests.waiting()
         mine |= self._means(end.reason) if end.stops and not in_flight else {}
@@ -220,7 +220,7 @@ class FinalSave:
         """Return this rank's abilities besides a save to the run directory."""
         saver = self._saver
         ready = saver.arenas.are_ready and saver.arenas.outlive_process
-        memory_s = self._outlook.memory_s() if ready and saver.has_room else None
+        memory_s = self._estimator.memory_s() if ready and saver.has_room else None
         others_s = saver.replication.seconds
         both = (memory_s, others_s)
         machine_goes = final_save_tier.takes_machine(reason, os.environ)

@@ -193,11 +193,11 @@ class NoticeListener:
     def __init__(
         self,
         *,
-        agreement: BoundaryGate,
+        gate: BoundaryGate,
         tier: Place,
-        outlook: SaveEstimator,
+        estimator: SaveEstimator,
         options: Options,
-        teller: RankStatusWriter,
+        status_writer: RankStatusWriter,
         hard_exit: Callable[[str], object],
     ) -> None:
         """`hard_exit`: ends the process if the ranks could not agree on a stop, or at a missed
@@ -205,11 +205,11 @@ class NoticeListener:
         check_notices(options.notices)
         self.deadline = Deadline(lambda: hard_exit("the deadline has passed"))
         self._hard_exit = hard_exit
-        self._agreement, self._tier = agreement, tier
-        self._outlook = outlook
+        self._gate, self._tier = gate, tier
+        self._estimator = estimator
         self.grace_s = options.grace or granted_s()
         self._options = options
-        self._teller = teller
+        self._status_writer = status_writer
         self._heartbeat: Heartbeat | None = None
         self._signals = SignalSource(seconds_left=self.grace_s)
         self._signals.start()
@@ -217,7 +217,7 @@ class NoticeListener:
         self._early = _EarlySignalBuffer(
             self._heard,
             early_limit_s(self.grace_s),
-            partial(_leave_early, teller, options.exit_code),
+            partial(_leave_early, status_writer, options.exit_code),
         )
         self._early.start()
         self._started = False
@@ -237,7 +237,7 @@ class NoticeListener:
         others = further_sources(self._options, self.grace_s, world)
         self._polled = [source for source in others if isinstance(source, PollingSource)]
         others += [notices] if notices is not None else []
-        others += [ProgressReporter(self._outlook.pace, world.rank)]
+        others += [ProgressReporter(self._estimator.timings, world.rank)]
         sources = [self._heard, *(LoggedNoticeSource(source, self._was_asked) for source in others)]
         self._sources = sources
         if is_first:
@@ -245,10 +245,10 @@ class NoticeListener:
             self._heartbeat.start()
             weakref.finalize(self, self._heartbeat.stop)
         self.watcher = Watcher(
-            self._agreement,
+            self._gate,
             channel,
             sources,
-            mode=self._outlook.mode,
+            mode=self._estimator.mode,
             on_stop=self._stop_agreed,
             on_failed_stop=self._hard_exit,
             on_lost=self._lost,
@@ -336,7 +336,7 @@ class NoticeListener:
     def _was_asked(self) -> None:
         """Report the notice to the supervisor, which cannot see it and must not restart the run
         after it."""
-        self._teller.update(asked=True)
+        self._status_writer.update(asked=True)
 
     def _lost(self, why: str) -> None:
         logger.error(
@@ -351,7 +351,7 @@ class NoticeListener:
         self._patience.begin()
         left_s = self.deadline.left_s()
         if left_s is not None:
-            within_s = self._outlook.tighten_after_s(left_s)
+            within_s = self._estimator.tighten_after_s(left_s)
             timer = threading.Timer(within_s, self._settle_for_less)
             timer.daemon = True
             timer.start()
@@ -454,10 +454,10 @@ def _say_for_what_main_waits() -> None:
         frame = frame.f_back
 
 
-def _leave_early(teller: RankStatusWriter, code: int, reason: str) -> None:
+def _leave_early(status_writer: RankStatusWriter, code: int, reason: str) -> None:
     """Exit after a stop request for a run that does not begin: nothing was trained."""
     logger.warning("%s: leaving before the run has begun", reason)
-    teller.update(state=LEFT, how=STOPPED, exit_code=code)
+    status_writer.update(state=LEFT, how=STOPPED, exit_code=code)
     os._exit(code)
 
 

@@ -54,10 +54,10 @@ class RankProgress:
 class ProgressReporter:
     """Write the report file at each poll by the watcher."""
 
-    def __init__(self, pace: Timings, rank: int) -> None:
+    def __init__(self, timings: Timings, rank: int) -> None:
         folder = launch_folder()
         self._path = folder / f"pace{rank}.json" if folder else None
-        self._pace = pace
+        self._timings = timings
 
     def start(self) -> None:
         """Nothing to set up."""
@@ -68,9 +68,9 @@ class ProgressReporter:
 
     def poll(self) -> list[Notice]:
         """Report the progress; return no notices."""
-        since_s = self._pace.since_s(time.monotonic())
+        since_s = self._timings.since_s(time.monotonic())
         if self._path is not None and since_s is not None:
-            told = RankProgress(since_s, self._pace.micro_batch_s, self._pace.save_s)
+            told = RankProgress(since_s, self._timings.micro_batch_s, self._timings.save_s)
             with contextlib.suppress(OSError):
                 write_status(self._path, told)
         return []

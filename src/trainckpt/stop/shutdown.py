@@ -98,39 +98,39 @@ class Shutdown:
         options: Options,
         channel: RankStore,
         last_save: FinalSave,
-        watch: NoticeListener,
+        listener: NoticeListener,
         log: AttemptLog,
-        teller: RankStatusWriter,
+        status_writer: RankStatusWriter,
         requests: SaveRequests,
         loaders: Sequence[tuple[object, TrackedLoader]],
         where: Callable[[], Cursor],
         hard_exit: HardExit,
         restored: Sequence[Restored] = (),
         survival: SurvivorSetup | None = None,
-        rest: DumpPause | None = None,
+        dump_pause: DumpPause | None = None,
     ) -> None:
         """Store the arguments; from here on a hard exit is recorded.
 
         Args:
-            options, channel, last_save, watch, log, teller, requests: Of the attempt.
+            options, channel, last_save, listener, log, status_writer, requests: Of the attempt.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
             hard_exit: Ends this process at once.
             restored: Results of restoring each part of this attempt's initial state.
             survival: Notified of the attempt's end: an orderly exit is not a lost rank.
-            rest: Permits a process dump at a stop; None: no dumps.
+            dump_pause: Permits a process dump at a stop; None: no dumps.
         """
         self._left = self.stopped = False
         self._pid = os.getpid()
         self._restored = tuple(restored)
         self._survival = survival
-        self._rest = rest
+        self._dump_pause = dump_pause
         self.log = log
         self._options = options
         self._channel = channel
         self._last_save = last_save
-        self._watch = watch
-        self._teller = teller
+        self._listener = listener
+        self._status_writer = status_writer
         self._requests = requests
         self._loaders = loaders
         self._where = where
@@ -231,13 +231,18 @@ class Shutdown:
 
         Returns True after the processes were dumped here and restored: training goes on.
         """
-        self._watch.reached()
-        reason, may_rest = due.notice.reason, self._rest is not None and self._rest.is_asked
+        self._listener.reached()
+        reason, may_rest = (
+            due.notice.reason,
+            self._dump_pause is not None and self._dump_pause.is_asked,
+        )
         if not may_rest:
             self._survived()
-        self._last_save.take(cursor, reason, self._watch.deadline, stops=True)
+        self._last_save.take(cursor, reason, self._listener.deadline, stops=True)
         snapshot, lost = self._last_save.standing(cursor)
-        if self._rest is not None and self._rest.here(due.round, None if lost else snapshot):
+        if self._dump_pause is not None and self._dump_pause.here(
+            due.round, None if lost else snapshot
+        ):
             self._channel = self._last_save.go_on(self._channel)
             return True
         if may_rest:
@@ -253,14 +258,14 @@ class Shutdown:
         self._barrier("stopped")
         for _, loader in self._loaders:
             loader.shutdown()
-        self._last_save.flush(reason, self._watch.deadline)
+        self._last_save.flush(reason, self._listener.deadline)
         self._note_tiers(cursor)
         self._last_save.release_memory(keep=True)
         self._ask_to_be_queued_again(reason)
         leaves = self._options.on_stop == "exit"
         self._stop_watching(leaves=leaves)
         if not leaves:
-            self._teller.update(state=RETURNED)
+            self._status_writer.update(state=RETURNED)
             return False
         exit_soon(self._code, EXIT_AFTER_S)
         raise Stopped(self._code, snapshot, reason)
@@ -272,12 +277,12 @@ class Shutdown:
             SaveFailed: the final snapshot did not commit; raised after all ranks left in order.
         """
         self._survived()
-        failure = self._last_save.take(cursor, "final", self._watch.deadline)
-        self._watch.finishes()  # committed: whatever is decided from now on is ignored
+        failure = self._last_save.take(cursor, "final", self._listener.deadline)
+        self._listener.finishes()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
-        self._last_save.flush_all(self._watch.asked_to_leave)
+        self._last_save.flush_all(self._listener.asked_to_leave)
         self._note_tiers(cursor)
         self._last_save.release_memory(keep=failure is not None)
         self._stop_watching()
@@ -292,7 +297,7 @@ class Shutdown:
             self._survival.after(error)
             self._survival.close(left=False)
         with contextlib.suppress(NoAgreement):
-            self._watch.watcher.publish_final()
+            self._listener.watcher.publish_final()
         code = exit_code_of(error) if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
         self._last_save.wait(SAVE_IN_FLIGHT_S)
@@ -301,7 +306,7 @@ class Shutdown:
         self._end(FAILED, cursor, code, repr(error)[:500])
         if code == 0 and self._channel.world.rank == 0:
             self._say_what_is_lost(cursor)
-        self._watch.end()
+        self._listener.end()
 
     def _say_what_is_lost(self, cursor: Cursor) -> None:
         """Warn of unsaved work at `sys.exit()`, which a script's author may take for a normal
@@ -359,10 +364,10 @@ class Shutdown:
             outcome["skipped"] = self._last_save.skipped
         if self._last_save.chosen:
             outcome["chosen"] = self._last_save.chosen
-        if self._rest is not None and self._rest.why_not:
-            outcome["no_dump"] = self._rest.why_not
+        if self._dump_pause is not None and self._dump_pause.why_not:
+            outcome["no_dump"] = self._dump_pause.why_not
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
-        self._teller.update(state=LEFT, how=how, exit_code=code)
+        self._status_writer.update(state=LEFT, how=how, exit_code=code)
         kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
 
@@ -380,8 +385,8 @@ class Shutdown:
             return
         # Nothing is left to lose from here on. No deadline applies, here or outside, since
         # the job counts as completed if a lingering process ends before Slurm kills it.
-        self._watch.deadline.met()
-        self._teller.update(grace_s=None)
+        self._listener.deadline.met()
+        self._status_writer.update(grace_s=None)
         if self._channel.world.rank == 0:
             requeue.ask(reason)
         self._barrier("asked", ASKED_WITHIN_S)
@@ -397,8 +402,8 @@ class Shutdown:
             logger.warning("leaving without the other ranks: %s", error.message)
 
     def _stop_watching(self, *, leaves: bool = False) -> None:
-        self._watch.end(leaves=leaves)
-        for problem in self._watch.watcher.problems:
+        self._listener.end(leaves=leaves)
+        for problem in self._listener.watcher.problems:
             logger.warning("notice watcher: %s", problem)
         self._barrier("gone")  # the process with the store leaves last
 

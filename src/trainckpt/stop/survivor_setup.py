@@ -49,14 +49,14 @@ class SurvivorSetup:
         survivors: SurvivorSave,
         small: PartnerStateExchange | None,
         after_s: float,
-        teller: RankStatusWriter,
+        status_writer: RankStatusWriter,
     ) -> None:
         """`hard_exit`: ends this process at once, for the reason given."""
         self.note: Callable[[Cursor], None] = moments.record
         self._saver, self._hard_exit = saver, hard_exit
         self._moments, self._survivors, self._small = moments, survivors, small
-        self._teller, self._after_s = teller, after_s
-        teller.update(survives_s=after_s)
+        self._status_writer, self._after_s = status_writer, after_s
+        status_writer.update(survives_s=after_s)
         self._signs = FailureDetector(
             channel,
             after_s,
@@ -88,7 +88,7 @@ class SurvivorSetup:
         self._hard_exit(why)
 
     def _save(self, why: str) -> None:
-        self._teller.update(survives_s=self._after_s + WITHIN_S)
+        self._status_writer.update(survives_s=self._after_s + WITHIN_S)
         saved = self._survivors.save(why)
         if saved is not None:
             self._saver.adopt(saved.name, saved.cursor)
@@ -104,7 +104,7 @@ def set_up(
     saver: SaveCoordinator,
     hard_exit: Callable[[str], object],
     hosts: Sequence[str],
-    teller: RankStatusWriter,
+    status_writer: RankStatusWriter,
     seals: SnapshotEncryption | None = None,
 ) -> SurvivorSetup | None:
     """Set up this rank's part; return None if the options ask for nothing. Every rank calls it.
@@ -116,8 +116,8 @@ def set_up(
         registry, facts, saver: Objects of this attempt.
         hard_exit: Ends this process at once, for the reason given.
         hosts: Host of every rank.
-        teller: Reports to this host's supervisor, which would soon end the ranks after another
-            died.
+        status_writer: Reports to this host's supervisor, since that would soon end the ranks after
+            another died.
         seals: Encryption of the snapshots; None: not encrypted.
     """
     wish, after_s = options.redundancy, options.survivors.seconds
@@ -151,7 +151,7 @@ def set_up(
         survivors=survivors,
         small=small,
         after_s=after_s,
-        teller=teller,
+        status_writer=status_writer,
     )
 
 
