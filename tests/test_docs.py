@@ -110,7 +110,7 @@ def test_the_table_of_options_is_the_table_of_the_code():
     found = {
         row[0].strip("`"): ast.literal_eval(row[1].strip("`"))
         for row in rows("docs/options.md")
-        if len(row) == 3 and row[0].startswith("`")
+        if re.fullmatch("`[a-z_]+`", row[0])
     }
     assert found == {name: default for name, (default, _, _) in TABLE.items()}
 
