@@ -169,7 +169,7 @@ def test_every_verb_and_each_of_its_options_is_documented():
     verbs = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices
     for verb, parser in verbs.items():
         assert f"\n## {verb}\n" in text
-        usage = re.search(rf"^trainckpt {verb} .*$", text, re.MULTILINE)
+        usage = re.search(rf"^trainckpt {verb} .*?^```$", text, re.MULTILINE | re.DOTALL)
         words = {word for a in parser._actions for word in a.option_strings}
         options = {word for word in words if "_" not in word}  # torchrun's other spelling
         shown = set(re.findall(r"--[a-z]+[a-z-]*", usage[0])) if usage else set()
