@@ -188,7 +188,7 @@ def test_the_run_record_of_the_format_document_has_the_digest_it_shows():
 
 
 def test_the_manifest_of_the_format_document_is_one():
-    (shown,) = blocks(FORMAT, "json manifest")
+    (shown,) = blocks(FORMAT, 'json title="manifest.json"')
     manifest = manifests.load(shown.encode(), "it")
     assert str(manifest.name) == "s2m1~1.3"
     assert str(len(manifests.dump(manifest))) in FORMAT
@@ -202,10 +202,16 @@ def test_the_pattern_of_the_format_document_is_that_of_folders():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_block_of_json_or_python_is_readable(document):
     text = document.read_text(encoding="utf-8")
-    for block in [*blocks(text, "json"), *blocks(text, "json manifest")]:
+    for block in [*blocks(text, "json"), *blocks(text, 'json title="manifest.json"')]:
         json.loads(block)
     for block in blocks(text, "python"):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_code_block_opens_as_the_site_reads_it(document):
+    fences = re.findall(r"^ *```(.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [f for f in fences if not re.fullmatch(r'(\w+( title="[^"]+")?)?', f)] == []
 
 
 # ---- links
