@@ -64,7 +64,7 @@ def test_two_processes_never_bring_the_same_memory(tmp_path):
     """The other may commit a file that this one is about to write anew."""
     crashed(tmp_path, CRASH_AT, **SAVING)
     tier, channel = LocalTier(tmp_path), LocalStore(World(0, 1, 0, "host"))
-    how = tier, channel, run_id(tier), [RankLocation("host", own_view())]
+    run, seats = run_id(tier), [RankLocation("host", own_view())]
     code = (
         "import sys; from trainckpt.storage.shared_memory import SharedMemoryDir\n"
         "with SharedMemoryDir.of(sys.argv[1]).fetching():\n    print(flush=True); sys.stdin.read()"
@@ -73,9 +73,9 @@ def test_two_processes_never_bring_the_same_memory(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
         with pytest.raises(TierUnavailable, match="two must not write"):
-            scavenge(*how, alone_within_s=0.1)
+            scavenge(tier, channel.scoped("first"), run, seats, alone_within_s=0.1)
         assert usable(tmp_path) == ["s3~1.3"]
-    assert str(scavenge(*how)) == "s4~1.4"  # the other has ended
+    assert str(scavenge(tier, channel, run, seats)) == "s4~1.4"  # the other has ended
 
 
 def test_memory_is_brought_where_the_system_gives_no_lock_and_nobody_tries_for_ever(
