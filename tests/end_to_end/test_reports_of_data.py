@@ -116,11 +116,11 @@ def test_an_order_of_seed_and_epoch_is_that_of_the_epoch_resumed_in(tmp_path, wo
 class Buffered(IterableDataset):
     """datasets#7901: rows of chunks through a shuffle buffer, which its state leaves out."""
 
-    def __init__(self, rows=30, size=7):
-        self.rows, self.size, self.first, self.row = rows, size, 0, 0
+    def __init__(self, rows=30, size=7, seed=3):
+        self.rows, self.size, self.seed, self.first, self.row = rows, size, seed, 0, 0
 
     def __iter__(self):
-        first, self.first, buffer, generator = self.first, 0, [], random.Random(3)
+        first, self.first, buffer, generator = self.first, 0, [], random.Random(self.seed)
         for row in range(first, self.rows):
             self.row = row + 1
             buffer.append(row)
@@ -137,7 +137,7 @@ class Buffered(IterableDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [5, 8, 9, 14])
+@pytest.mark.parametrize("stop", [2, 3, 5, 8, 9, 10, 14])
 def test_each_row_of_a_lost_shuffle_buffer_comes_once(stop, workers):
     def make():
         return DataLoader(Buffered(), 4, num_workers=workers)
@@ -148,6 +148,45 @@ def test_each_row_of_a_lost_shuffle_buffer_comes_once(stop, workers):
         before, after = interrupted(make, stop)
     assert before + after == whole
     assert after != whole[: len(after)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_lost_buffer_is_seen_from_few_batches_of_one_row(seed, stop):
+    # In one case of three, one row is by chance the one that the wrong state leads to.
+    def make():
+        return DataLoader(Buffered(rows=12, size=3, seed=seed), 1)
+
+    whole = straight(make)
+    with pytest.warns(UserWarning, match="does not lead to the samples that came after it"):
+        before, after = interrupted(make, stop)
+    assert before + after == whole
+
+
+class Unrepeatable(IterableDataset):
+    """Never goes back, so that no pass comes again."""
+
+    def __init__(self):
+        self.place = [0]
+
+    def __iter__(self):
+        for _ in range(20):
+            self.place[0] += 1
+            yield float(self.place[0])
+
+    def state_dict(self):
+        return {"place": self.place[0]}
+
+    def load_state_dict(self, state):
+        self.place[0] = max(self.place[0], state["place"])
+
+
+def test_a_state_that_nothing_could_be_compared_with_is_named():
+    def make():
+        return DataLoader(Unrepeatable(), 4)
+
+    with pytest.warns(UserWarning, match="the position of Unrepeatable is inferred"):
+        interrupted(make, 2)
 
 
 class Prompts:

@@ -90,12 +90,27 @@ class StatefulStream:
             state: A state inside that pass.
             last_end: Value of `last_end` in that pass.
         """
-        self._resumed, self.last_end = False, last_end
-        if last_end is None:
-            self._undo_load(state)
-        else:
-            self.resume_between(last_end[0], exhausted=last_end[1])
-            self.begin_pass()
+        self.ways_to_restart(state, last_end)[0]()
+
+    def ways_to_restart(self, state: Any, last_end: list[Any] | None) -> list[Callable[[], None]]:
+        """Return functions that let the next `iter` begin the running pass again, the best first.
+
+        Arguments as those of `restart_pass`.
+        """
+        if last_end is not None:
+            return [functools.partial(self._restart_after, last_end)]
+        return [functools.partial(self._restart_first, state, way) for way in ("undo", "as made")]
+
+    def _restart_after(self, last_end: list[Any]) -> None:
+        self.resume_between(last_end[0], exhausted=last_end[1])
+        self.begin_pass()
+
+    def _restart_first(self, state: Any, way: str) -> None:
+        self.clear_resume()
+        self.last_end = None
+        made = self._undo_load(state)
+        if way == "as made" and made.state is not None:
+            self._load(made.state)
 
     @property
     def is_between(self) -> bool:

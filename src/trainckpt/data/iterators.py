@@ -56,6 +56,8 @@ _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Multi._next_data, ("_process_data", "_get_data", "_task_info")),
 )
 
+_DIGESTS = 32  # more than there are batches after a state under trial (see `sources.Trial`)
+
 
 @dataclass
 class Progress:
@@ -67,8 +69,8 @@ class Progress:
         workers: Worker -> its generators and carried states as of its last consumed batch.
         changing: Attributes of the data that change from batch to batch and are not saved.
         order: Digest of the index lists consumed.
-        passed: Digest of the batches returned; empty if they are not compared.
-        since: Digest of the batches returned since the state under trial (see `sources.Trial`).
+        batches_digest: Of the batches returned; empty if they are not compared.
+        digests: Of each of the last batches returned, if they are compared.
     """
 
     position: int = 0
@@ -77,15 +79,13 @@ class Progress:
     changing: Changing | None = None
     order: bytes = b""
     batches_digest: bytes = b""
-    trial_digest: bytes = b""
+    digests: deque[bytes] = field(default_factory=lambda: deque(maxlen=_DIGESTS))
 
     def add_batch(self, batch: Any) -> None:
         """Add a stream's batch to the digests."""
         digest = fingerprint(batch)
-        self.batches_digest, self.trial_digest = (
-            fingerprint(digest, self.batches_digest),
-            fingerprint(digest, self.trial_digest),
-        )
+        self.batches_digest = fingerprint(digest, self.batches_digest)
+        self.digests.append(digest)
 
     def record(self, batch: BatchWithRng) -> None:
         """Record the worker state that came with a consumed batch."""

@@ -14,7 +14,8 @@ were when saved. The caller puts the main randomness back afterwards.
 Everything is checked. Index lists drawn again must equal the consumed ones, and batches loaded
 again the returned ones. A stream resumes by its own state of a few batches before. If that
 does not lead to the batches returned since (a shuffle buffer is not in the state, say), the pass
-is loaded again. If that does not lead there either, a warning reports it.
+is loaded again. If that does not lead there either, a warning reports it. Near a pass's start
+there are too few batches for that: the next ones are compared with those of the pass loaded again.
 
 A pass can also resume in another data-parallel world (`resume_in_other_world`): the rest of its
 order is shared anew (see resharding.py), among workers that start as for a new pass.
@@ -23,14 +24,18 @@ order is shared anew (see resharding.py), among workers that start as for a new 
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 import weakref
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainckpt.data import carried_state, dataset_generators, sampler
 from trainckpt.data.carried_state import Changing, Watch
+from trainckpt.data.fingerprint import fingerprint
 from trainckpt.data.iterable import StatefulStream
 from trainckpt.data.iterators import (
     Plan,
@@ -50,12 +55,13 @@ from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from trainckpt.data.prefetching_source import PrefetchingSource
     from trainckpt.format.exactness import Report
 
 _TRIAL_INTERVAL = 8  # batches after which a stream's state is recorded for a trial
+TRIAL_BATCHES = 4  # fewer may come from a wrong state by chance
 
 Source: TypeAlias = "LoaderSource | StatefulSource | PrefetchingSource"
 
@@ -124,14 +130,21 @@ class Trial(NamedTuple):
     carried: dict[str, Any]
     rngs: list[dict[str, Any]]
 
-    def saved(self, since: bytes) -> dict[str, Any]:
-        """Return the trial as a dict, with the digest of the batches since."""
-        return {**self._asdict(), "rngs": list(self.rngs), "since": since}
+    def saved(self, digests: Iterable[bytes]) -> dict[str, Any]:
+        """Return the trial as a dict, with one digest of the batches since."""
+        return {**self._asdict(), "rngs": list(self.rngs), "since": _folded(digests)}
 
     @classmethod
     def loaded(cls, saved: dict[str, Any]) -> Trial:
         """Return the trial from a result of `saved`."""
         return cls(**{name: saved[name] for name in cls._fields})._replace(rngs=[*saved["rngs"]])
+
+
+def _folded(digests: Iterable[bytes]) -> bytes:
+    folded = b""
+    for digest in digests:
+        folded = fingerprint(digest, folded)
+    return folded
 
 
 class LoaderSource:
@@ -163,7 +176,7 @@ class LoaderSource:
         self._carried_states_before: dict[str, Any] = {}
         self._sampler_values_before: dict[str, Any] | None = None  # attributes of unknown samplers
         self._sampler_changed: set[str] = set()
-        self._trial: Trial | None = None  # of a stream's own state
+        self._trials: list[Trial] = []  # of a stream's own state: the newest, and the one before
         self._in_trial = False  # a trial of that state is running
         self._base_seed: int | None = None
         self._reuses_workers = False
@@ -203,7 +216,7 @@ class LoaderSource:
         self.progress = self._progress(
             workers=self.progress.workers if self._reuses_workers else {}
         )
-        self._trial = None
+        self._trials = []
         if self._persistent_iterator is not None:
             self._persistent_iterator.progress = self.progress
             self._persistent_iterator._index_sampler = (
@@ -277,7 +290,7 @@ class LoaderSource:
     def _end(self, *, exhausted: bool) -> None:
         if self._stream is not None:
             self._stream.end_pass(exhausted=exhausted)
-        self._trial = None
+        self._trials = []
         self._warn_of_sampler_changes()
         self._rng_before = self._order_inputs_before = None
         if not self._persistent:
@@ -301,7 +314,7 @@ class LoaderSource:
             "workers": dict(self.progress.workers),
             "order": self.progress.order,
             "passed": self.progress.batches_digest,
-            "trial": None if self._trial is None else self._trial.saved(self.progress.trial_digest),
+            "trial": self._newest_trial(),
             "last end": None if self._stream is None else self._stream.last_end,
             "own": None,
             "deal": None
@@ -388,28 +401,96 @@ class LoaderSource:
         self._persistent_iterator = None
 
     def _resume_by_state(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
-        trial = saved.get("trial")
-        if trial is None:  # after the first batch there is no trial yet
-            stream.resume_pass(saved["own"])
-            iterator = self._make(skip=0)
+        trial, last_end = saved.get("trial"), saved.get("last end")
+        if saved["position"] <= TRIAL_BATCHES:
+            iterator = self._resume_near_start(stream, saved)
+        elif trial is None:  # an older version saved it, or the pass could not be loaded again
+            iterator = self._load_state(stream, saved)
         else:
             iterator = self._try_state(stream, trial, saved["position"])
         if iterator is not None:
-            stream.last_end = saved.get("last end")
-            self._trial = None if trial is None else Trial.loaded(trial)
-            self.progress.trial_digest = b"" if trial is None else trial["since"]
+            stream.last_end = last_end
             return iterator
+        self._report_lost(stream, saved)
+        stream.restart_pass(saved["own"], last_end)
+        self._rewind_all()
+        iterator = self._make(skip=0)
+        self._replay(iterator, saved)
+        return iterator
+
+    def _report_lost(self, stream: StatefulStream, saved: dict[str, Any]) -> None:
         reason = (
             f"{self._name}: the state of {type(stream.target).__qualname__} does not lead to the "
             "samples that came after it (a shuffle buffer is not in it, say): "
             f"{saved['batches']} batches are loaded again"
         )
         self._report(Restored(self._name, How.REPLAYED, reason))
-        stream.restart_pass(saved["own"], saved["last end"])
+
+    def _load_state(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
+        """Return the iterator that the stream's own state leads to."""
         self._rewind_all()
+        stream.resume_pass(saved["own"])
         iterator = self._make(skip=0)
-        self._replay(iterator, saved)
+        self._restore_data_generators(saved.get("data now", {}))
+        carried_state.restore(self._generator_roots, saved.get("carried now", {}))
         return iterator
+
+    def _resume_near_start(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
+        """Compare the batches that the state leads to with those of the pass loaded again."""
+        trial, last_end = saved.get("trial"), saved.get("last end")
+        for restart in stream.ways_to_restart(saved["own"], last_end):
+            if self._load_again(restart, saved) is None:
+                continue
+            digests = self.progress.digests.copy()
+            expected = self._look_ahead(partial(self._load_again, restart, saved))
+            if self._look_ahead(partial(self._load_state, stream, saved)) == expected:
+                iterator = self._load_state(stream, saved)
+                self._trials = [] if trial is None else [Trial.loaded(trial)]
+                self.progress.digests.extend(digests)
+                return iterator
+            self._report_lost(stream, saved)
+            return self._load_again(restart, saved)
+        iterator = None if trial is None else self._try_state(stream, trial, saved["position"])
+        if iterator is None:
+            kind = type(stream.target).__qualname__
+            reason = (
+                f"{self._name}: the position of {kind} is inferred: its state was taken after "
+                f"{saved['batches']} batches, and a new pass begins with others, so nothing tells "
+                "whether the state leads on; data may differ from the uninterrupted run"
+            )
+            self._report(Restored(self._name, How.INFERRED, reason))
+            iterator = self._load_state(stream, saved)
+        return iterator
+
+    def _load_again(self, restart: Callable[[], None], saved: dict[str, Any]) -> Any:
+        """Return the iterator at the saved position, or None if other batches came on the way."""
+        rngs = [] if saved.get("trial") is None else saved["trial"]["rngs"]
+        self._trials, self.progress = [], self._progress()
+        with suppress(Exception):  # a dataset may raise anything
+            restart()
+            self._rewind_all()
+            iterator = self._make(skip=0)
+            for number in range(saved["batches"]):
+                if number and rngs:
+                    set_main_rng(rngs[number - 1])
+                next(iterator)
+            if self.progress.batches_digest == saved.get("passed"):
+                return iterator
+        self._trials, self.progress = [], self._progress()
+        return None
+
+    def _look_ahead(self, begin: Callable[[], Any]) -> list[bytes] | None:
+        """Return digests of the next batches and drop them; None if loading fails."""
+        self._in_trial = True
+        try:
+            iterator = begin()
+            self._rewind()  # both looks draw the same
+            return [fingerprint(batch) for batch in itertools.islice(iterator, TRIAL_BATCHES)]
+        except Exception:  # noqa: BLE001 - as below
+            return None
+        finally:
+            self._in_trial = False
+            self._trials, self.progress = [], self._progress()
 
     def _try_state(self, stream: StatefulStream, trial: dict[str, Any], position: int) -> Any:
         """Return the iterator at a position if the earlier state leads there, else None."""
@@ -426,7 +507,8 @@ class LoaderSource:
             iterator = None
         finally:
             self._in_trial = False
-        if iterator is not None and self.progress.trial_digest == trial["since"]:
+        if iterator is not None and _folded(self.progress.digests) == trial["since"]:
+            self._trials = [Trial.loaded(trial)]
             return iterator
         self.progress = self._progress()
         return None
@@ -435,17 +517,30 @@ class LoaderSource:
         assert self._stream is not None
         if self._in_trial:
             return
-        if self.progress.position % _TRIAL_INTERVAL == 1:
-            self.progress.trial_digest = b""
-            self._trial = Trial(
-                self.progress.position,
+        position = self.progress.position
+        if position % _TRIAL_INTERVAL == 1:
+            new = Trial(
+                position,
                 copy.deepcopy(self._stream.state),
                 self._data_generators(),
                 carried_state.capture(self._generator_roots),
                 [],
             )
-        if self._trial is not None:
-            self._trial.rngs.append(main_rng())
+            self._trials = [*self._trials[-1:], new]
+        rng = main_rng()
+        for trial in self._trials:
+            trial.rngs.append(rng)
+
+    def _newest_trial(self) -> dict[str, Any] | None:
+        """Return the newest trial with enough batches after it, else the oldest."""
+        digests = self.progress.digests
+        for trial in reversed(self._trials):
+            count = self.progress.position - trial.at
+            if count >= TRIAL_BATCHES or trial is self._trials[0]:
+                since = itertools.islice(digests, len(digests) - count, None)
+                saved: dict[str, Any] = trial.saved(since)
+                return saved
+        return None
 
     def _replay(self, iterator: Iterator[Any], saved: dict[str, Any]) -> None:
         """Load and drop the consumed batches; report a difference from them."""

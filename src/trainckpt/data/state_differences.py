@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainckpt.data.sources import TRIAL_BATCHES
 from trainckpt.format.exactness import How, Restored
 
 
@@ -50,6 +51,10 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
     if under["own"] is None:
         reason = f"{name}: {under['batches']} batches are loaded again"
         parts.append(Restored(name, How.REPLAYED, reason))
-    elif under.get("trial") is None and not under.get("ran_out"):
+    elif (
+        under.get("trial") is None
+        and not under.get("ran_out")
+        and under["position"] > TRIAL_BATCHES
+    ):
         parts.append(Restored(name, How.OWN_STATE, "its dataset's own state"))
     return parts
