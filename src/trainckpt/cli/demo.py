@@ -18,9 +18,14 @@ EXAMPLE = "trainckpt.prove.builtin"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument(
-        "--nproc", type=output.count, help="processes, through torchrun (default: python)"
+        "--nproc",
+        type=output.count,
+        metavar="N",
+        help="processes of torchrun (default: no torchrun)",
     )
-    parser.add_argument("--stops", type=output.count, default=2, help="number of stops (default 2)")
+    parser.add_argument(
+        "--stops", type=output.count, default=2, metavar="N", help="number of stops (default: 2)"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:

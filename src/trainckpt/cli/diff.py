@@ -21,8 +21,8 @@ MOST_VALUES, MOST_TEXT = 40, 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("a", metavar="RUN[@A]", help="without @A: the latest")
-    parser.add_argument("b", metavar="RUN[@B]", help="of the same run or of another")
+    parser.add_argument("a", metavar="RUN[@A]", help="default: the latest snapshot")
+    parser.add_argument("b", metavar="RUN[@B]", help="of the same run or another one")
     parser.add_argument(
         "--tolerance",
         type=_tolerance,

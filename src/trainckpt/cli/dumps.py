@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dumps",
         choices=CHOICES,
-        help="launch it so that its processes can be dumped: without io_uring, terminal and "
-        "standard input (auto: where CRIU works)",
+        help="allow process dumps: launch without io_uring, terminal and standard input "
+        "(default: auto, if CRIU works)",
     )
     parser.add_argument(
         "--keep-io-uring",
         action="store_true",
-        help="leave io_uring to the command; while one is open it cannot be dumped",
+        help="allow io_uring to the command; an open one prevents dumps",
     )
 
 

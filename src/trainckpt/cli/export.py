@@ -26,14 +26,25 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)", re.IGNORECASE)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     add = parser.add_argument
-    add("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
-    add("out", metavar="OUT", type=Path, help="a file that ends in .safetensors, or a folder")
-    add("--max-shard-size", type=_size, metavar="SIZE", help=f"of each file, else {DEFAULT}")
-    add("--tensors", type=_globs, default=(), metavar="GLOB", help="only these, such as 'model/*'")
-    add("--all", action="store_true", help="optimizers and everything else, under full names")
+    add("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
+    add("out", metavar="OUT", type=Path, help="file with the suffix .safetensors, or folder")
+    add(
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
+        help=f"largest file in a folder (default: {DEFAULT})",
+    )
+    add(
+        "--tensors",
+        type=_globs,
+        default=(),
+        metavar="GLOB",
+        help="tensors to write, such as 'model/*'",
+    )
+    add("--all", action="store_true", help="write all tensors, under full names")
     add("--dtype", choices=DTYPES, help="convert floating point tensors")
-    add("--tied", choices=("once", "copy"), default="once", help="a tensor with several names")
-    add("--force", action="store_true", help="replace an export that stands there")
+    add("--tied", choices=("once", "copy"), default="once", help="tied weights (default: once)")
+    add("--force", action="store_true", help="replace an existing export")
 
 
 def execute(arguments: argparse.Namespace) -> int:

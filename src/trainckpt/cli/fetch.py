@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
     parser.add_argument(
         "--from",
         dest="source",
         metavar="TIER",
-        help="its name, or the URL of one; else from the nearest good copy",
+        help="one tier, by name or URL (default: the nearest good copy of each file)",
     )
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
-    parser.add_argument("--to", metavar="TIER", help="its name, or the URL of one; else to all")
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
+    parser.add_argument("--to", metavar="TIER", help="one tier, by name or URL (default: all)")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="new; only its user can read it")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="new file for the private key, for its user only"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:

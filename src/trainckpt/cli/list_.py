@@ -38,8 +38,8 @@ DUMP_COLUMNS = ("id", "when", "size", "ranks", "host", "tiers", "usable")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--attempts", action="store_true", help="its attempts too")
+    parser.add_argument("run", metavar="RUN", help="run directory or URL")
+    parser.add_argument("--attempts", action="store_true", help="list the attempts too")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -74,6 +74,8 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
     parser = Parser(
         prog="trainckpt",
         description="Checkpoints for PyTorch training that resume at the exact micro-batch.",
+        epilog="RUN is a run directory or URL. SNAPSHOT is an id (s1200), a name (s1200~2.7), a "
+        "tag or latest. `trainckpt VERB --help` has the options of a verb.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"trainckpt {VERSION}")
@@ -81,7 +83,7 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
     whole = set(whole)
     for name, text in VERBS.items():
         sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.add_argument("--json", action="store_true", help="one JSON document on stdout")
+        sub.add_argument("--json", action="store_true", help="print one JSON document")
         if name in READERS:
             sub.add_argument(
                 "--identity", metavar="FILE", help="private key for encrypted checkpoints"

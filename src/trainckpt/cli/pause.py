@@ -76,7 +76,7 @@ INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help="run directory or URL")
     parser.add_argument(
         "--deadline",
         type=_duration,

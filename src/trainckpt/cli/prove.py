@@ -12,13 +12,18 @@ from trainckpt.prove.proof import Proof, prove
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("--stops", type=output.count, default=3, help="number of stops (default 3)")
     parser.add_argument(
-        "--nproc", type=output.count, help="processes, through torchrun (default: python)"
+        "--stops", type=output.count, default=3, metavar="N", help="number of stops (default: 3)"
+    )
+    parser.add_argument(
+        "--nproc",
+        type=output.count,
+        metavar="N",
+        help="processes of torchrun (default: no torchrun)",
     )
     parser.add_argument("--keep", metavar="DIR", help="keep logs and records in this folder")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="[--] SCRIPT ARGS", help="script to prove"
+        "command", nargs=argparse.REMAINDER, metavar="[--] SCRIPT ARGS", help="the script"
     )
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help="run directory or URL")
     parser.add_argument(
         "--keep-last",
         type=output.count,

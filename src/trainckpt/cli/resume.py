@@ -38,16 +38,18 @@ TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help="run directory or URL")
     parser.add_argument(
         "--at", metavar="SNAPSHOT", help="resume from this snapshot, on a new branch"
     )
-    parser.add_argument("--nproc", type=output.count, help="processes (default: as recorded)")
+    parser.add_argument(
+        "--nproc", type=output.count, metavar="N", help="processes (default: as recorded)"
+    )
     parser.add_argument(
         "--max-restarts",
         "--max_restarts",
         metavar="N",
-        help="restarts of a failed attempt",
+        help="restarts after failures (default: none)",
     )
     parser.add_argument(
         "--tiers",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: all of them")
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: all snapshots")
     parser.add_argument(
         "--to",
         metavar="RECIPIENTS",

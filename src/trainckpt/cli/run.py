@@ -44,14 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run", metavar="RUN", help="run directory or URL, for a script that names none"
     )
-    parser.add_argument("--nproc", type=output.count, default=1, help="processes on this host (1)")
+    parser.add_argument(
+        "--nproc",
+        type=output.count,
+        default=1,
+        metavar="N",
+        help="processes on this host (default: 1)",
+    )
     dumps.add_arguments(parser)
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="[torchrun options] [--] SCRIPT ARGS",
-        help="script to run; options of torchrun may precede it, such as --max-restarts N, to "
-        "restart a failed run",
+        help="the script; options of torchrun may precede it, such as --max-restarts N",
     )
 
 

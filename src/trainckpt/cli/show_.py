@@ -30,7 +30,7 @@ PLACEMENTS = {"split": "one copy", "rank": "each rank's own"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="without @SNAPSHOT: the latest")
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
 
 
 def execute(arguments: argparse.Namespace) -> int:

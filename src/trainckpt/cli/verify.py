@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
-    parser.add_argument("target", metavar="RUN[@SNAPSHOT]")
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: all snapshots")
 
 
 def execute(arguments: argparse.Namespace) -> int:
