@@ -24,9 +24,8 @@ from pathlib import Path
 import torch
 
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.files import Files
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import SPLIT, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import Region
 from trainckpt.snapshot.restore import Reader

@@ -25,10 +25,9 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format import shard_file
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
-from trainckpt.format.files import FileEntry, Files
 from trainckpt.format.json_io import canonical
 from trainckpt.format.layout import Layout, replicated, whole
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.snapshot.commit import merge_tables, table_from_json, table_to_json

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tests.state.slow_device import SlowDevice
 
-from trainckpt.state.cuda_calls import CudaCalls
+from trainckpt.state.device_copy import CudaCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ from trainckpt.errors import (
     UnusableSnapshot,
 )
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.versions import VERSION
+from trainckpt.format.names import VERSION
 from trainckpt.gc_pause import gc_paused
 from trainckpt.stop.stopped import Stopped
 

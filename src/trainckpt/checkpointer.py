@@ -24,21 +24,20 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.data_world import pop_data_world
 from trainckpt.attempt.log import logger, prepare
-from trainckpt.attempt.loop_checks import LoopChecks
 from trainckpt.attempt.options import TABLE, read_options
-from trainckpt.attempt.progress_counter import ProgressCounter
+from trainckpt.attempt.progress_counter import LoopChecks, ProgressCounter
 from trainckpt.attempt.rank_status import RankStatusWriter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooked, Hooks
+from trainckpt.data.iterators import shield_all_loaders
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
-from trainckpt.data.untracked_loaders import shield_all_loaders
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import RUNNING
 from trainckpt.format.exactness import Restored
 from trainckpt.format.names import check_tag
 from trainckpt.inspect import proof_recorder
-from trainckpt.inspect.proof_files import tracked_files
+from trainckpt.inspect.proof_recorder import tracked_files
 from trainckpt.notice import Notice
 from trainckpt.ranks.boundary_gate import BoundaryGate
 from trainckpt.ranks.world import current_world

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import gpu_settings, launch
+from trainckpt.attempt import fingerprint, launch
 from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.attempt.fingerprint import differences, take_fingerprint
 from trainckpt.attempt.log import logger
@@ -31,10 +31,10 @@ from trainckpt.format.exactness import How, Restored
 from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect.contents import models_in
 from trainckpt.inspect.load import put
-from trainckpt.ranks.start_name import agree_on_name
 from trainckpt.ranks.store import connect
-from trainckpt.replicate import tier_interval
-from trainckpt.replicate.failure_domains import set_up, set_up_local
+from trainckpt.ranks.world import agree_on_name
+from trainckpt.replicate import uploads
+from trainckpt.replicate.replicator import set_up, set_up_local
 from trainckpt.replicate.tier_uploader import TierUploader
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
 from trainckpt.resume.candidate_order import KEEP_LAST
@@ -45,14 +45,13 @@ from trainckpt.run_directory.tier_set import TierSet
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.save import encryption
 from trainckpt.save.arenas import Arenas
-from trainckpt.save.auto_interval import PRIOR_S, interval_s, mean_time_between_failures_s
 from trainckpt.save.coordinator import SaveCoordinator
 from trainckpt.save.replication_control import ReplicationControl
-from trainckpt.save.schedule import SaveSchedule
+from trainckpt.save.schedule import PRIOR_S, SaveSchedule, interval_s, mean_time_between_failures_s
 from trainckpt.save.writer import ManifestDefaults
 from trainckpt.snapshot.attempt_history import read_attempts
 from trainckpt.snapshot.decrypting_tier import KeyRing
-from trainckpt.state import apply, attributes, reloaded
+from trainckpt.state import apply, attributes
 from trainckpt.state.capture import LOADERS, capture, must_be_storable
 from trainckpt.state.state_size import weigh
 from trainckpt.stop.dump_pause import DumpPause
@@ -123,12 +122,12 @@ def said_after_loading(context: RankContext, beginning: ResumePoint) -> list[Res
     saved = beginning.saved
     if saved is None:
         return []
-    return [part for each in context.registry.generics for part in reloaded.compare(each, saved)]
+    return [part for each in context.registry.generics for part in apply.compare(each, saved)]
 
 
 def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:
     """Return the nondeterministic settings in a fingerprint."""
-    return _not_kept("determinism", gpu_settings.not_deterministic(here))
+    return _not_kept("determinism", fingerprint.not_deterministic(here))
 
 
 def of_all_ranks(channel: RankStore, own: Sequence[Restored]) -> list[Restored]:
@@ -364,7 +363,7 @@ def start_attempt(context: RankContext, mode: str) -> Attempt:
 
 def _make_ready(context: RankContext, beginning: ResumePoint) -> Attempt:
     devices = context.registry.devices()
-    own = gpu_settings.describe(gpu_settings.training_devices(devices))
+    own = fingerprint.describe(fingerprint.training_devices(devices))
     everyone = context.channel.gather("devices", own, RANKS_TIMEOUT_S)
     here = take_fingerprint(context.world.size, devices, everyone)
     parent = str(beginning.manifest.name) if beginning.manifest else None
@@ -511,7 +510,7 @@ def _uploads(
             work,
             number,
             is_durable=tier.name == durable,
-            every=tier_interval.interval_of(every, tier),
+            every=uploads.interval_of(every, tier),
             begun_step=step,
         )
         for number, tier in enumerate(context.slower.tiers)
@@ -565,7 +564,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
 
     recipients: tuple[str, ...] = ()
     try:
-        tier_interval.check(context.options.every, context.slower)
+        uploads.check(context.options.every, context.slower)
         if context.data_world is not None:
             for original, tracked in context.loaders:
                 context.data_world.check(tracked.name, original)

@@ -9,9 +9,14 @@ import torch
 
 from tests.end_to_end.training import Parts
 from trainckpt import Checkpointer
-from trainckpt.attempt import gpu_settings
-from trainckpt.attempt.fingerprint import differences, take_fingerprint
-from trainckpt.attempt.gpu_settings import fp32_precision, gpu_facts, not_deterministic
+from trainckpt.attempt import fingerprint
+from trainckpt.attempt.fingerprint import (
+    differences,
+    fp32_precision,
+    gpu_facts,
+    not_deterministic,
+    take_fingerprint,
+)
 
 H100 = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132)
 A100 = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, multi_processor_count=108)
@@ -63,7 +68,7 @@ def driver(tmp_path):
 
 
 def recorded(driver, *, world=1, algorithms=True, environment=PINNED, device=H100, **torch_):
-    facts = take_fingerprint(world, [CPU], [gpu_settings.describe([CUDA_0], lib(visible=[device]))])
+    facts = take_fingerprint(world, [CPU], [fingerprint.describe([CUDA_0], lib(visible=[device]))])
     facts["deterministic algorithms"] = algorithms
     return facts | gpu_facts(world, lib(**torch_), environment, driver)
 
@@ -138,13 +143,13 @@ def test_an_older_torch_is_asked_in_its_own_words():
 
 def test_the_devices_that_train_are_named_not_those_that_can_be_seen():
     fake = lib(visible=[A100, H100])
-    found = gpu_settings.describe([CUDA_1], fake)
+    found = fingerprint.describe([CUDA_1], fake)
     assert found == "NVIDIA H100, capability 9.0, 132 SMs"
     only = lib(visible=[H100])
-    assert gpu_settings.describe([CUDA_0], only) == found
-    assert gpu_settings.training_devices([CPU, CUDA_1]) == [CUDA_1]
-    assert gpu_settings.training_devices([CPU]) == [CPU]
-    assert gpu_settings.training_devices([]) == [CPU]
+    assert fingerprint.describe([CUDA_0], only) == found
+    assert fingerprint.training_devices([CPU, CUDA_1]) == [CUDA_1]
+    assert fingerprint.training_devices([CPU]) == [CPU]
+    assert fingerprint.training_devices([]) == [CPU]
     assert take_fingerprint(2, [CPU], [found, "cpu"])["device"] == [found, "cpu"]
     assert take_fingerprint(2, [CPU], [found, found])["device"] == found
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from trainckpt.attempt import heartbeat, machine_checks
-from trainckpt.cli import doctor, doctor_speed
+from trainckpt.cli import doctor
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
 from trainckpt.format.attempt_record import AttemptRecord
@@ -49,7 +49,7 @@ PLACE = [
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A probe that costs nothing."""
-    monkeypatch.setattr(doctor_speed, "PROBE_BYTES", 8 << 20)
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 8 << 20)
 
 
 @pytest.fixture

@@ -16,11 +16,12 @@ from tests.cli import pausing
 from tests.ranks.processes import context, run_ranks
 from trainckpt.attempt import heartbeat
 from trainckpt.attempt.heartbeat import Heartbeat
-from trainckpt.cli import dump_client, pause
+from trainckpt.cli import dumps as cli_dumps
+from trainckpt.cli import pause
 from trainckpt.cli.main import main
 from trainckpt.dumping.dump_choice import DUMP
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.launcher import dump_requests
+from trainckpt.launcher import dumps
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 
@@ -153,7 +154,7 @@ def test_a_notice_that_nobody_answered_stands_and_never_stops_the_next_attempt(t
 
 def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, capsys, monkeypatch):
     """The supervisor chose it, and died, or its host."""
-    monkeypatch.setattr(dump_client, "SAY_EVERY_S", 0.2)
+    monkeypatch.setattr(cli_dumps, "SAY_EVERY_S", 0.2)
     played = Played(tmp_path, facts={"launch": {"by": "supervisor"}})
     dies = threading.Thread(target=chooses_a_dump, args=(played.tier,))
     dies.start()
@@ -167,10 +168,8 @@ def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, caps
 
 
 def chooses_a_dump(tier):
-    wait_for(lambda: dump_requests.find(tier, 1, set()))
-    dump_requests.answer(
-        tier, dump_requests.find(tier, 1, set()), dump_requests.DumpAnswer(DUMP, "it fits")
-    )
+    wait_for(lambda: dumps.find(tier, 1, set()))
+    dumps.answer(tier, dumps.find(tier, 1, set()), dumps.DumpAnswer(DUMP, "it fits"))
 
 
 def test_a_run_that_is_killed_meanwhile_is_66_and_says_so(tmp_path, capsys, monkeypatch):

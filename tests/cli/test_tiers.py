@@ -15,7 +15,7 @@ from tests.cli.test_list_and_verify import flip_a_bit, snapshot, told
 from tests.end_to_end.training import attempt, record, usable
 from tests.s3_servers import BUCKET
 from trainckpt.attempt import heartbeat
-from trainckpt.cli import doctor, doctor_speed, tier_status
+from trainckpt.cli import doctor, tier_status
 from trainckpt.cli.main import main
 from trainckpt.format import json_io
 from trainckpt.snapshot import attempt_history
@@ -224,8 +224,8 @@ def test_doctor_measures_every_tier_and_says_how_calls_to_a_store_went(
     run, far, _ = tiered
     at(rclone_server)
     monkeypatch.setattr(doctor, "examine", lambda size: [])
-    monkeypatch.setattr(doctor_speed, "PROBE_BYTES", 4 << 20)
-    monkeypatch.setattr(doctor_speed, "STORE_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 4 << 20)
+    monkeypatch.setattr(doctor, "STORE_PROBE_BYTES", 1 << 20)
     store = f"s3://{BUCKET}/doctor"
     monkeypatch.setenv("TRAINCKPT_TIERS", f"{far},{store}?token=hush")
     before = sorted(far.rglob("*"))

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests.data import datasets as d
-from trainckpt.data.fingerprint import fingerprint
 from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.state_differences import restored
 from trainckpt.format.exactness import How, Restored, decide
 

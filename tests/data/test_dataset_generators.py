@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from tests.data import datasets as d
-from trainckpt.data import dataset_generators
+from trainckpt.data import randomness
 from trainckpt.data.loader import TrackedLoader
 
 KINDS = {"no workers": (0, False), "2": (2, False), "3 kept": (3, True)}
@@ -126,10 +126,10 @@ def test_each_kind_of_generator_comes_back_in_the_middle_of_what_it_draws(kind):
     """Three draws of a normal leave half a pair behind, where pairs are drawn."""
     roots = {"dataset": SimpleNamespace(rng=OF_KIND[kind]())}
     drawn(roots["dataset"].rng)
-    saved = dataset_generators.unpack(dataset_generators.pack(dataset_generators.capture(roots)))
+    saved = randomness.unpack(randomness.pack(randomness.capture(roots)))
     want = drawn(roots["dataset"].rng)
     other = {"dataset": SimpleNamespace(rng=OF_KIND[kind]())}
-    dataset_generators.restore(other, saved, "loader")
+    randomness.restore(other, saved, "loader")
     assert drawn(other["dataset"].rng) == want
 
 
@@ -184,7 +184,7 @@ HELD = {
 
 @pytest.mark.parametrize("how", HELD)
 def test_a_generator_is_found_wherever_it_is_held(how):
-    assert dataset_generators.capture({"root": HELD[how]()})
+    assert randomness.capture({"root": HELD[how]()})
 
 
 def test_what_is_kept_elsewhere_or_cannot_be_told_is_left_out():
@@ -193,12 +193,12 @@ def test_what_is_kept_elsewhere_or_cannot_be_told_is_left_out():
         a=random._inst, b=torch.default_generator, c=np.random.mtrand._rand, d=random.SystemRandom()
     )
     held.itself = held
-    assert dataset_generators.capture({"dataset": held}) == {}
+    assert randomness.capture({"dataset": held}) == {}
 
 
 def test_a_generator_of_another_kind_stays_as_it_is_and_is_named():
-    saved = dataset_generators.capture({"dataset": SimpleNamespace(rng=np.random.default_rng(1))})
+    saved = randomness.capture({"dataset": SimpleNamespace(rng=np.random.default_rng(1))})
     other = random.Random(3)
-    lost = dataset_generators.restore({"dataset": SimpleNamespace(rng=other)}, saved, "loader")
+    lost = randomness.restore({"dataset": SimpleNamespace(rng=other)}, saved, "loader")
     assert lost.startswith("loader: dataset.rng cannot be put back")
     assert other.random() == random.Random(3).random()

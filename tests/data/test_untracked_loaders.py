@@ -12,7 +12,7 @@ from tests import warm
 from tests.data.datasets import Plain
 from tests.end_to_end.training import ACCUMULATE, Parts, record
 from trainckpt import Checkpointer
-from trainckpt.data.untracked_loaders import shield_all_loaders
+from trainckpt.data.iterators import shield_all_loaders
 
 SCRIPT = """
 import os, subprocess, sys, time

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests import warm
 from tests.data.datasets import Plain, Stuck
 from trainckpt.data.loader import TrackedLoader
-from trainckpt.data.worker_signals import SIGNALS, kill_workers, signals_blocked
+from trainckpt.data.worker import SIGNALS, kill_workers, signals_blocked
 
 
 @pytest.fixture

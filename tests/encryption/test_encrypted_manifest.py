@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.encryption import encrypted_manifest, envelope, keys
+from trainckpt.encryption import encrypted_file, keys
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.files import FileEntry, Files, Plain
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Files, Manifest, Plain, TensorEntry
 from trainckpt.format.names import SnapshotName
 
 KEY, D, E = bytes(range(32)), "0" * 32, "f" * 32
@@ -41,8 +40,8 @@ def sealed(**changes):
         reached=tuple(reached),
         **changes,
     )
-    wrapped = {n: envelope.wrap_for_all(KEY, [ME.recipient], "run", n) for n in (OLDER, NAME)}
-    return encrypted_manifest.seal(manifest, KEY, wrapped)
+    wrapped = {n: keys.wrap_for_all(KEY, [ME.recipient], "run", n) for n in (OLDER, NAME)}
+    return encrypted_file.seal(manifest, KEY, wrapped)
 
 
 def loaded():
@@ -54,7 +53,7 @@ def test_it_is_read_back_locked_and_opened_with_the_key():
     assert found.is_locked
     assert all(file.sealed and file.plain is None for file in (*found.files, *found.reached))
     assert found.files[0].content == Plain(9000, D)
-    opened = encrypted_manifest.open_sealed(found, KEY)
+    opened = encrypted_file.open_sealed(found, KEY)
     assert not opened.is_locked
     assert {file.content for file in (*opened.files, *opened.reached)} == {Plain(8000, E)}
     assert manifests.dump(opened) == manifests.dump(found) == manifests.dump(loaded_again(found))
@@ -86,7 +85,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_every_field_that_is_changed_is_found(what):
     with pytest.raises(UnusableSnapshot, match="was changed"):
-        encrypted_manifest.open_sealed(replace(loaded(), **{what: CHANGES[what]}), KEY)
+        encrypted_file.open_sealed(replace(loaded(), **{what: CHANGES[what]}), KEY)
 
 
 def test_changed_files_and_tensors_are_found():
@@ -101,23 +100,23 @@ def test_changed_files_and_tensors_are_found():
         {"reached": good.reached[:1]},
     ):
         with pytest.raises(UnusableSnapshot, match="was changed"):
-            encrypted_manifest.open_sealed(replace(good, **change), KEY)
+            encrypted_file.open_sealed(replace(good, **change), KEY)
 
 
 def test_another_key_or_a_changed_seal_does_not_open_it():
     good = loaded()
     with pytest.raises(UnusableSnapshot):
-        encrypted_manifest.open_sealed(good, bytes(32))
+        encrypted_file.open_sealed(good, bytes(32))
     for at in range(0, len(good.encryption.sealed), 7):
         data = bytearray(good.encryption.sealed)
         data[at] ^= 1
         bad = replace(good, encryption=replace(good.encryption, sealed=bytes(data)))
         with pytest.raises(UnusableSnapshot):
-            encrypted_manifest.open_sealed(bad, KEY)
+            encrypted_file.open_sealed(bad, KEY)
 
 
 def test_other_recipients_leave_it_as_it_is():
     good = loaded()
-    wrapped = envelope.wrap_for_all(KEY, [keys.generate().recipient], "run", NAME)
+    wrapped = keys.wrap_for_all(KEY, [keys.generate().recipient], "run", NAME)
     other = replace(good, encryption=replace(good.encryption, keys={NAME: wrapped, OLDER: wrapped}))
-    assert not encrypted_manifest.open_sealed(loaded_again(other), KEY).is_locked
+    assert not encrypted_file.open_sealed(loaded_again(other), KEY).is_locked

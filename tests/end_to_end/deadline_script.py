@@ -24,8 +24,7 @@ from torch import nn
 
 import trainckpt
 from trainckpt.snapshot import attempt_history
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.local import Disk, LocalTier
 
 # Every save is logged, not one a minute: tests wait for some.
 HANDLER = logging.StreamHandler()

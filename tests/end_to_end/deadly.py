@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.resume import candidate, read_state
+from trainckpt.resume import candidate
 
 
 def die(how):
@@ -42,7 +42,7 @@ def main(place, steps, snapshot, when, how):
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     deadly = Deadly(snapshot if when == "applying" else "", how)
-    read = read_state.read_state
+    read = candidate.read_state
 
     def read_and_die(tier, manifest, *rest, **how_read):
         if when == "reading" and manifest.name.id == snapshot:

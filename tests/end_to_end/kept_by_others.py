@@ -25,7 +25,7 @@ from tests.end_to_end.training import content_bytes
 from trainckpt import Checkpointer
 from trainckpt.errors import SaveFailed
 from trainckpt.format import manifest as manifests
-from trainckpt.snapshot import memory_copies, writer_client
+from trainckpt.snapshot import verify, writer_client
 from trainckpt.storage import replica_slots
 from trainckpt.storage.shared_memory import ROOT_VARIABLE, SharedMemoryDir
 
@@ -156,7 +156,7 @@ def verified(place):
     if folder is None:
         return {}
     manifest = manifests.load((folder / replica_slots.MANIFEST).read_bytes(), "it")
-    return {copy.file: copy.ok for copy in memory_copies.verify(place, manifest)}
+    return {copy.file: copy.ok for copy in verify.verify_memory(place, manifest)}
 
 
 def damage(rank, place, memory, what, of):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainckpt import Checkpointer
-from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import Disk
 
 WIDTH, LAYERS, RANK = 768, 4, 4
 

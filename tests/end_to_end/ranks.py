@@ -23,7 +23,7 @@ from trainckpt.format.names import MANIFEST
 from trainckpt.notice import Notice
 from trainckpt.resume import host_cache
 from trainckpt.snapshot import upload
-from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import Disk
 from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE
 
 WIDTH = 300  # the first matrix is large enough to be cut

@@ -24,7 +24,7 @@ from trainckpt import Checkpointer, ConfigurationError
 from trainckpt.attempt.rank_status import RETURNED, SUPERVISOR_VARIABLE, read_rank_statuses
 from trainckpt.errors import NothingToResume, SaveFailed
 from trainckpt.save.arenas import Arenas
-from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import Disk
 
 
 @pytest.fixture(scope="module")

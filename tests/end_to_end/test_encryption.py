@@ -19,10 +19,10 @@ from tests.ranks.processes import preload, run_ranks
 from trainckpt import Checkpointer
 from trainckpt.attempt.options import read_options
 from trainckpt.cli.main import main
-from trainckpt.encryption import envelope, keys
+from trainckpt.encryption import keys
 from trainckpt.errors import ConfigurationError, NoUsableSnapshot, UnusableSnapshot
 from trainckpt.format import json_io
-from trainckpt.format.encryption import to_text
+from trainckpt.format.manifest import to_text
 from trainckpt.resume.resume import AT_VARIABLE
 from trainckpt.save.encryption import check
 from trainckpt.snapshot import writer_client
@@ -311,7 +311,7 @@ def forged_key(run):
 
     def change(body):
         ((to, _),) = body["encryption"]["keys"]["s4~1.2"]
-        wrapped = envelope.wrap(bytes(32), to, envelope.context(body["run"], "s4~1.2"))
+        wrapped = keys.wrap(bytes(32), to, keys.context(body["run"], "s4~1.2"))
         body["encryption"]["keys"]["s4~1.2"] = [[to, to_text(wrapped.key)]]
 
     changed(newest(run, MANIFEST), change)

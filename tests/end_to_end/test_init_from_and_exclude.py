@@ -12,7 +12,7 @@ import trainckpt
 from tests.end_to_end.training import attempt, catalog, crashed, record
 from trainckpt.errors import ConfigurationError, NothingToResume, StateMismatch
 from trainckpt.inspect import contents
-from trainckpt.run_directory import open_snapshot
+from trainckpt.run_directory import run_tiers
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit_are_refused_with_all_differences_and_recorded(t
 
 def held(place):
     """The names of model tensors in the newest snapshot, and its model's values."""
-    opened = contents.Contents(open_snapshot.open_source(str(place)))
+    opened = contents.Contents(run_tiers.open_source(str(place)))
     names = {name for name in opened.names if name.startswith("model/")}
     return names, opened.values()["model"]
 

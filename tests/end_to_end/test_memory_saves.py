@@ -19,7 +19,7 @@ from trainckpt.errors import TierUnavailable
 from trainckpt.launcher.prefetch import bring
 from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
-from trainckpt.replicate.failure_domains import domains_of
+from trainckpt.replicate.replicator import domains_of
 from trainckpt.resume.scavenge import scavenge
 from trainckpt.run_directory.validate import RankLocation, own_view
 from trainckpt.snapshot.attempt_history import run_id

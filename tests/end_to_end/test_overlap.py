@@ -17,7 +17,7 @@ from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
 from trainckpt.save import coordinator, staging
 from trainckpt.save.staging import OVERLAP
 from trainckpt.snapshot import writer_client
-from trainckpt.state import captured, device_copy, overlap, pinned
+from trainckpt.state import captured, device_copy, overlap
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import (
     OverlappedCopy,
@@ -374,18 +374,18 @@ def test_a_resume_copies_what_lies_on_a_device_together_through_two_buffers(tmp_
     """As if all did: parameters and moments, on resuming and at the first boundary."""
     model = Model()
     loop = Loop(tmp_path, model, two(model))
-    uploaded, really = [], pinned.upload
+    uploaded, really = [], device_copy.upload
 
     def upload(copies):
         copies = list(copies)
         uploaded.append(sum(into.nbytes for into, _ in copies))
         really(copies)
 
-    monkeypatch.setattr(pinned, "PART_BYTES", 10_000)
+    monkeypatch.setattr(device_copy, "PART_BYTES", 10_000)
     monkeypatch.setattr(
         AdoptedTensors, "give", lambda *_: False
     )  # nothing is live where it was read to
-    for module in (pinned, captured):
+    for module in (device_copy, captured):
         monkeypatch.setattr(module, "can_upload", lambda into, data: into.shape == data.shape)
         monkeypatch.setattr(module, "upload", upload)
     assert as_saved(tmp_path, loop, two) == 8

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import Disk
 
 MOST_EXHAUSTIVE = 12  # unsynced operations tried in all combinations; beyond, a sample
 SAMPLES = 200

@@ -156,9 +156,9 @@ def begins(place, mode="auto", patience_s=30.0):
     from torch import nn
 
     from trainckpt import Checkpointer
-    from trainckpt.storage import timeouts
+    from trainckpt.storage import worker_pool
 
-    timeouts.ANSWER_WITHIN_S = float(patience_s)  # it came by a command line
+    worker_pool.ANSWER_WITHIN_S = float(patience_s)  # it came by a command line
     said = []
     handler = logging.Handler()
     handler.emit = lambda line: said.append(line.getMessage())

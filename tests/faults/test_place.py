@@ -19,8 +19,7 @@ from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
 from trainckpt.run_directory import run_url as places
 from trainckpt.run_directory.validate import RankLocation, attach
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.local import Disk, LocalTier
 
 dead = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 RESTARTS = ("TRAINCKPT_RESTART", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

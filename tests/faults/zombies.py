@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import Disk
 
 MOMENTS = ("training", "writing a shard file", "committing", "recording the commit", "pruning")
 

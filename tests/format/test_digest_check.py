@@ -10,7 +10,7 @@ import pytest
 
 from trainckpt.format import digest_check, shard_file
 from trainckpt.format.digest import digest, digests_by_block
-from trainckpt.format.files import FileEntry
+from trainckpt.format.manifest import FileEntry
 from trainckpt.format.shard_file import Region, ShardHeader
 
 SIZES = [20_000, 8192, 4096, 100, 0, 1]

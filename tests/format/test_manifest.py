@@ -14,9 +14,8 @@ from trainckpt.format import json_io
 from trainckpt.format import manifest as manifests
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
-from trainckpt.format.files import FileEntry
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 
 D = digest(b"d")

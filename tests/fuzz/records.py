@@ -17,7 +17,7 @@ from trainckpt.attempt.rank_status import RankStatus, read_rank_statuses
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, AttemptRecord
 from trainckpt.launcher.outcome import LaunchHistory, judge
-from trainckpt.launcher.rank_exits import RankExit, read_ends
+from trainckpt.launcher.torchrun_agent import RankExit, read_ends
 from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.resume import candidate_order
 from trainckpt.snapshot import attempt_history, catalog

@@ -20,10 +20,9 @@ from trainckpt.format.digest import digest
 from trainckpt.format.layout import replicated
 from trainckpt.snapshot.restore import Reader
 from trainckpt.state import values
-from trainckpt.state.captured import VALUES
+from trainckpt.state.captured import VALUES, parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.restore_targets import find_targets
-from trainckpt.state.stored_values import parse_values
 
 REFUSALS = (TrainckptError,)
 MOST_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format import json_io, shard_file
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.names import SnapshotName
-from trainckpt.launcher.rank_exits import ENDS, FAILURES, read_ends
+from trainckpt.launcher.torchrun_agent import ENDS, FAILURES, read_ends
 from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.storage.local import LocalTier

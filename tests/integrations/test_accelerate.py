@@ -17,7 +17,7 @@ from tests.integrations import accelerated
 from tests.integrations.accelerated import Training, compared, fresh, plain, tracked
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.integrations import accelerate_state
+from trainckpt.integrations import accelerate_attach
 
 preload("tests.integrations.accelerated")
 
@@ -111,9 +111,9 @@ def test_a_snapshot_from_before_the_accumulation_was_kept_is_loaded(tmp_path, ca
     def older(self):
         return {name: v for name, v in now(self).items() if name != "gradient_accumulation_steps"}
 
-    now = accelerate_state.AcceleratorState.state_dict
+    now = accelerate_attach.AcceleratorState.state_dict
     with monkeypatch.context() as patched, caplog.at_level("INFO", "trainckpt"):
-        patched.setattr(accelerate_state.AcceleratorState, "state_dict", older)
+        patched.setattr(accelerate_attach.AcceleratorState, "state_dict", older)
         told_of(tmp_path, caplog, strike_at=5)
     with caplog.at_level("INFO", "trainckpt"):
         assert told_of(tmp_path, caplog, strike_at=6, accumulate=2) == ["bitwise"]

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.integrations.test_lightning import weights_in
 from tests.integrations.toy_lightning import StopAt, Toy, fit
-from trainckpt.integrations import lightning_files
+from trainckpt.integrations import lightning_callback
 from trainckpt.integrations.lightning_state import HookState
 from trainckpt.run_directory.run_url import PROVE_VARIABLE, WORK
 
@@ -45,7 +45,7 @@ def test_in_a_proof_the_files_lie_in_the_run_s_own_folder(tmp_path, monkeypatch)
     """Else the next run of the proof finds `last.ckpt`, and writes `last-v1.ckpt`."""
     callback = ModelCheckpoint(dirpath="/scratch/checkpoints")
     monkeypatch.setenv(PROVE_VARIABLE, json.dumps({WORK: str(tmp_path)}))
-    lightning_files.redirect_in_proof(SimpleNamespace(callbacks=[callback]))
+    lightning_callback.redirect_in_proof(SimpleNamespace(callbacks=[callback]))
     assert callback.dirpath == f"{tmp_path}/scratch/checkpoints"
 
 
@@ -173,6 +173,6 @@ def left(caplog):
 
 
 def test_a_record_holds_the_newest_names_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(lightning_files, "MOST", 2)
+    monkeypatch.setattr(lightning_callback, "MOST", 2)
     fit(tmp_path, callbacks=own(tmp_path / "own"), **HOW)
     assert (tmp_path / "attempts/1.json").read_text().count(".ckpt") == 2

@@ -16,7 +16,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
 from trainckpt.launcher.outcome import START_AGAIN
-from trainckpt.launcher.recorded_options import read
+from trainckpt.launcher.record import recorded_options
 from trainckpt.launcher.signals import Inbox
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.run_directory.run_url import open_directory
@@ -138,11 +138,11 @@ def test_where_the_job_goes_on_the_note_is_taken_back(asked, tmp_path):
 
 def test_options_that_cannot_be_read_or_were_too_secret_to_keep_do_not_lose_the_requeue(asked):
     secret = {"TRAINCKPT_TIERS": "s3://<redacted>@x/y", "TRAINCKPT_GRACE": "<redacted>"}
-    assert read({"env": secret}).tiers == ()
+    assert recorded_options({"env": secret}).tiers == ()
     for env in (secret, {"TRAINCKPT_GRACE": "no time"}):
         ask_to_be_queued_again(STOPPED, heard("SIGTERM"), facts={"env": env})
     assert asked() == [SHOW, REQUEUE] * 2
-    unknown = read({"env": {"TRAINCKPT_ENCRYPT_TO": "<redacted>"}}).encrypt_to
+    unknown = recorded_options({"env": {"TRAINCKPT_ENCRYPT_TO": "<redacted>"}}).encrypt_to
     with pytest.raises(ConfigurationError):  # else its images would lie there in the clear
         parse_recipients(unknown)
 

@@ -9,7 +9,7 @@ import pytest
 from trainckpt.attempt.rank_status import CLAIMED, LEFT, LISTENING, RankStatus
 from trainckpt.launcher import outcome
 from trainckpt.launcher.outcome import LaunchHistory, judge
-from trainckpt.launcher.rank_exits import RankExit
+from trainckpt.launcher.torchrun_agent import RankExit
 
 T = 1000.0
 

@@ -22,9 +22,8 @@ from trainckpt.launcher.torchrun_command import likely_run
 from trainckpt.resume import host_cache
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import fetch
-from trainckpt.storage.direct_io import PAGE_BYTES
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.file_io import PAGE_BYTES
+from trainckpt.storage.local import Disk, LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 CRASH_AT = 9
@@ -176,14 +175,14 @@ def test_the_launch_comes_first_at_the_disk_until_it_waits(tmp_path):
     code = """
         import sys
         from trainckpt.launcher import prefetch
-        from trainckpt.storage import io_priority
+        from trainckpt.storage import libc
         from trainckpt.storage.shared_memory import SharedMemoryDir
         prefetch._give_way()
         memory = SharedMemoryDir.of(sys.argv[1])
         with memory.fetching(), prefetch._awaited(memory) as awaited:
-            print(io_priority.is_idle(), awaited.is_set(), flush=True)
+            print(libc.is_idle(), awaited.is_set(), flush=True)
             awaited.wait(60)
-            print(io_priority.is_idle(), awaited.is_set(), flush=True)
+            print(libc.is_idle(), awaited.is_set(), flush=True)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     with subprocess.Popen(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.process_dump.test_refusals import Slower
 from trainckpt.format.dump import DumpName
-from trainckpt.launcher.dump_launch import Dumpable
+from trainckpt.launcher.dumps import Dumpable
 from trainckpt.launcher.processes import orphans_come_here
 from trainckpt.launcher.restored import AlreadyResumed, RestoredDump, supervise_restored
 from trainckpt.launcher.signals import Inbox

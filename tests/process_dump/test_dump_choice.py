@@ -17,7 +17,7 @@ import pytest
 from tests.process_dump.test_restore import RECORD
 from trainckpt.attempt.rank_status import RankStatus, RankStatusWriter
 from trainckpt.attempt.record_log import FILE, AttemptId, files
-from trainckpt.cli import dump_client
+from trainckpt.cli import dumps as cli_dumps
 from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
@@ -25,9 +25,8 @@ from trainckpt.encryption import keys
 from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.dump import DumpName
-from trainckpt.format.encryption import Wrapped
-from trainckpt.launcher import dump_encryption, dump_requests
-from trainckpt.launcher import dumps as dumping_module
+from trainckpt.format.manifest import Wrapped
+from trainckpt.launcher import dumps
 from trainckpt.launcher.dumps import Dumping, DumpReason, DumpTarget, _Waiting
 from trainckpt.process_dump import process_tree
 from trainckpt.process_dump.criu import Ability
@@ -128,7 +127,7 @@ def test_images_are_encrypted_to_whom_the_ranks_say_or_else_the_options(tmp_path
     tier, record = LocalTier(tmp_path), AttemptRecord(1)
 
     def recipients():
-        return dump_encryption.recipients(tmp_path, tier, record)
+        return dumps.recipients(tmp_path, tier, record)
 
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", theirs)
     assert recipients() == (theirs,), "a command without a Checkpointer"
@@ -153,7 +152,7 @@ def test_what_was_encrypted_stays_so_whoever_brings_it_back(tmp_path, monkeypatc
     cwd.mkdir()
 
     def recipients(**more):
-        return dump_encryption.recipients(tmp_path, tier, AttemptRecord(2, **more))
+        return dumps.recipients(tmp_path, tier, AttemptRecord(2, **more))
 
     facts = {"cwd": str(cwd), "env": {"TRAINCKPT_ENCRYPT_TO": "team"}}
     (cwd / "team").write_text(f"{first}\n{second}\n")
@@ -216,9 +215,9 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
 
 
 def test_images_are_not_written_to_a_place_beyond_this_host(tmp_path, monkeypatch):
-    assert dump_encryption.why_exposed(LocalTier(tmp_path)) == ""
-    monkeypatch.setattr(dump_encryption, "file_system", lambda _: "nfs4")
-    assert "on nfs4, and images" in dump_encryption.why_exposed(LocalTier(tmp_path))
+    assert dumps.why_exposed(LocalTier(tmp_path)) == ""
+    monkeypatch.setattr(dumps, "file_system", lambda _: "nfs4")
+    assert "on nfs4, and images" in dumps.why_exposed(LocalTier(tmp_path))
 
 
 def test_a_notice_that_cannot_lead_to_a_dump_delays_nobody_and_raises_nothing(
@@ -266,15 +265,15 @@ def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_no
     tmp_path, monkeypatch
 ):
     """GPUs may take longer to look at than it takes to see that nobody answers."""
-    monkeypatch.setattr(dump_client, "ANSWERS_WITHIN_S", 0.2)
-    tier, request = LocalTier(tmp_path), dump_requests.DumpCall("notices/1-a.ask", "x")
+    monkeypatch.setattr(cli_dumps, "ANSWERS_WITHIN_S", 0.2)
+    tier, request = LocalTier(tmp_path), dumps.DumpCall("notices/1-a.ask", "x")
     live = AttemptRecord(1, facts={"hosts": ["elsewhere"]})
-    assert dump_client.wait_for_answer(tier, request.key, live).why == dump_client.NOBODY
-    dump_requests.answer(tier, request, dump_requests.DumpAnswer(dump_requests.LOOKING, ""))
-    chosen = dump_requests.DumpAnswer(DUMP, "it fits")
-    later = threading.Timer(0.6, lambda: dump_requests.answer(tier, request, chosen))
+    assert cli_dumps.wait_for_answer(tier, request.key, live).why == cli_dumps.NOBODY
+    dumps.answer(tier, request, dumps.DumpAnswer(dumps.LOOKING, ""))
+    chosen = dumps.DumpAnswer(DUMP, "it fits")
+    later = threading.Timer(0.6, lambda: dumps.answer(tier, request, chosen))
     later.start()
-    assert dump_client.wait_for_answer(tier, request.key, live) == chosen
+    assert cli_dumps.wait_for_answer(tier, request.key, live) == chosen
     later.join()
 
 
@@ -286,7 +285,7 @@ def test_looking_at_gpus_leaves_most_of_the_time_that_is_left(tmp_path, monkeypa
     def of_tree(pids, driver, **more):
         asked.append(driver.look_within_s)
 
-    monkeypatch.setattr(dumping_module.gpu_state, "of_tree", of_tree)
+    monkeypatch.setattr(dumps.gpu_state, "of_tree", of_tree)
     assert dumping._why_not_gpus([1], 8.0, CudaDriver()) == ""
     assert dumping._why_not_gpus([1], None, CudaDriver()) == ""
     assert asked == [2.0, 60.0]

@@ -22,13 +22,12 @@ from tests.limits import HANG_S
 from tests.process_dump.campaign import Run, wait_for
 from tests.process_dump.test_dump_choice import asleep
 from trainckpt.attempt import heartbeat
-from trainckpt.cli import doctor, dump_client
+from trainckpt.cli import doctor, dumps
 from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.attempt_record import STOPPED, UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
-from trainckpt.launcher.dump_launch import Dumpable
-from trainckpt.launcher.dumps import Dumping, DumpTarget
+from trainckpt.launcher.dumps import Dumpable, Dumping, DumpTarget
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
@@ -172,7 +171,7 @@ def test_two_pauses_at_once_are_both_told_of_the_one_dump(criu_here, tmp_path, c
 def test_pause_says_why_a_command_was_launched_without_dumps(tmp_path, monkeypatch, capsys):
     """Nobody answers there, and what CRIU says was said to nobody."""
     monkeypatch.setenv(criu.VARIABLE, str(pretend(tmp_path / "old", "3.17.1")))
-    monkeypatch.setattr(dump_client, "ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(dumps, "ANSWERS_WITHIN_S", 0.2)
     run = str(tmp_path / "run")
     named = NamedRun(run, ["python"], str(tmp_path), 1)
     facts = {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}}

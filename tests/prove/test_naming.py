@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.prove.naming import blame_order, say
+from trainckpt.prove.compare import blame_order, say
 
 SAID = {
     "CosineAnnealingLR, which is not tracked": "CosineAnnealingLR, which is not tracked",

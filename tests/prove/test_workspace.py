@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from trainckpt.prove import workspace
-from trainckpt.prove.workspace import Workspace
+from trainckpt.prove import proof
+from trainckpt.prove.proof import Workspace
 from trainckpt.run_directory.run_url import PROVE_VARIABLE, in_proof
 
 
@@ -62,11 +62,11 @@ def test_beyond_so_many_files_a_directory_is_a_link(tmp_path, monkeypatch):
     (project / "images").mkdir(parents=True)
     for number in range(5):
         (project / "images" / f"{number}.png").touch()
-    monkeypatch.setattr(workspace, "MOST_ENTRIES", 4)
+    monkeypatch.setattr(proof, "MOST_ENTRIES", 4)
     one = Workspace(tmp_path, project)
     assert one.make() == ""
     assert (one.path / "images").is_symlink()
-    monkeypatch.setattr(workspace, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(proof, "MOST_ENTRIES", 0)
     one.move_to(tmp_path / "kept")
     assert "more than 0 files" in one.make()
 

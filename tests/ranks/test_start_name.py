@@ -9,19 +9,16 @@ import pytest
 from torch.distributed import HashStore
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks import start_name
-from trainckpt.ranks.start_name import agree_on_name
+from trainckpt.ranks import world
 from trainckpt.ranks.store import TorchStore
-from trainckpt.ranks.world import World
+from trainckpt.ranks.world import World, agree_on_name
 
 
 @pytest.fixture
 def store(monkeypatch):
     """One store that every start shares, as that of a torchrun agent."""
     found = HashStore()
-    monkeypatch.setattr(
-        start_name, "connect", lambda world, name: TorchStore(world, found, f"{name}/")
-    )
+    monkeypatch.setattr(world, "connect", lambda world, name: TorchStore(world, found, f"{name}/"))
     return found
 
 

@@ -11,8 +11,7 @@ from trainckpt.errors import NoAgreement
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
-from trainckpt.replicate.failure_domains import set_up_local
-from trainckpt.replicate.replicator import ReplicationFailed
+from trainckpt.replicate.replicator import ReplicationFailed, set_up_local
 from trainckpt.replicate.rereplicate import StoredSnapshot
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage import replica_slots

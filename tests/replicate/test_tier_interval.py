@@ -12,8 +12,8 @@ from trainckpt.attempt.options import Every, read_options
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.names import SnapshotName
-from trainckpt.replicate.tier_interval import LastCopy, wait_s
-from trainckpt.replicate.upload_queue import UploadQueue
+from trainckpt.replicate.tier_uploader import UploadQueue
+from trainckpt.replicate.uploads import LastCopy, wait_s
 
 BEGUN = LastCopy(7, 100.0)
 

@@ -19,21 +19,20 @@ from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.ranks.store import LocalStore, TorchStore
 from trainckpt.ranks.world import World
+from trainckpt.replicate import tier_uploader
 from trainckpt.replicate import tier_uploader as uploaders
-from trainckpt.replicate import upload_protocol
-from trainckpt.replicate.tier_uploader import TierUploader
-from trainckpt.replicate.upload_protocol import (
+from trainckpt.replicate.tier_uploader import (
     ENDS_WITHIN_S,
     HANGS_AFTER_S,
     ProgressWatchdog,
+    TierUploader,
     UploadRound,
 )
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, UploadDeadline
 from trainckpt.snapshot import upload
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.shard_writer import write_shard
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.local import Disk, LocalTier
 
 NAME = "s1~1.1"
 WITHIN_S = 60.0
@@ -226,7 +225,7 @@ class Syncing(Disk):
 def test_a_last_copy_whose_end_takes_long_on_some_rank_is_waited_for(
     place, manifest, tmp_path, monkeypatch, caplog, slow
 ):
-    monkeypatch.setattr(upload_protocol, "HANGS_AFTER_S", 1.0)
+    monkeypatch.setattr(tier_uploader, "HANGS_AFTER_S", 1.0)
     disk = Syncing()
     tiers = [LocalTier(tmp_path / "slow", disk if rank == slow else None) for rank in range(2)]
     with flushing(place, tiers) as ranks:
@@ -240,7 +239,7 @@ def test_a_last_copy_whose_end_takes_long_on_some_rank_is_waited_for(
             drain.start()
         drains[0].join(2.5)
         assert "it hangs" not in caplog.text
-        monkeypatch.setattr(upload_protocol, "HANGS_AFTER_S", WITHIN_S)
+        monkeypatch.setattr(tier_uploader, "HANGS_AFTER_S", WITHIN_S)
         disk.may_end.set()
         for drain in drains:
             drain.join(WITHIN_S)
@@ -250,8 +249,8 @@ def test_a_last_copy_whose_end_takes_long_on_some_rank_is_waited_for(
 def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
     place, manifest, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(upload_protocol, "HANGS_AFTER_S", 1.5)
-    monkeypatch.setattr(upload_protocol, "SIGN_S", 0.05)
+    monkeypatch.setattr(tier_uploader, "HANGS_AFTER_S", 1.5)
+    monkeypatch.setattr(tier_uploader, "SIGN_S", 0.05)
     monkeypatch.setattr(upload, "BLOCK_BYTES", 1 << 10)
 
     class Slow(Disk):
@@ -272,8 +271,8 @@ def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
 
 
 def test_a_last_copy_that_nobody_gets_on_with_is_given_up(place, manifest, tmp_path, monkeypatch):
-    monkeypatch.setattr(upload_protocol, "HANGS_AFTER_S", 0.2)
-    monkeypatch.setattr(upload_protocol, "ENDS_WITHIN_S", 0.2)
+    monkeypatch.setattr(tier_uploader, "HANGS_AFTER_S", 0.2)
+    monkeypatch.setattr(tier_uploader, "ENDS_WITHIN_S", 0.2)
     disk = Syncing()
     tiers = [LocalTier(tmp_path / "slow"), LocalTier(tmp_path / "slow", disk)]
     with flushing(place, tiers) as ranks:

@@ -11,7 +11,7 @@ import pytest
 
 from trainckpt.attempt import heartbeat
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.resume.concurrent_attempt import still_alive
+from trainckpt.resume.resume import still_alive
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 

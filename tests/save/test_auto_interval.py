@@ -8,15 +8,15 @@ import pytest
 
 from trainckpt.attempt.options import read_options
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED, AttemptRecord
-from trainckpt.save.auto_interval import (
+from trainckpt.save.schedule import (
     FIRST_S,
     LEAST_S,
     MOST_S,
     PRIOR_S,
+    SaveSchedule,
     interval_s,
     mean_time_between_failures_s,
 )
-from trainckpt.save.schedule import SaveSchedule
 
 
 def ended(number, how, seconds):

@@ -11,8 +11,7 @@ import re
 
 import pytest
 
-from trainckpt.prove.compare import BATCH, first_difference
-from trainckpt.prove.naming import PARAMETER, blame
+from trainckpt.prove.compare import BATCH, PARAMETER, blame, first_difference
 from trainckpt.state import apply
 
 # kind -> ranks on which it shows, what the proof must say first

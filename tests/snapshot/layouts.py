@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.files import Files
 from trainckpt.format.layout import Layout, whole
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.restore import Reader

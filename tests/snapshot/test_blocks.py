@@ -13,14 +13,13 @@ from tests.faults.test_bad_bytes import flip
 from tests.snapshot import layouts
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.layout import Box, replicated
-from trainckpt.snapshot import blocks
+from trainckpt.snapshot import restore
 from trainckpt.snapshot.restore import read_header
 from trainckpt.state import destination, staging
-from trainckpt.storage import direct_io, file_reader, file_writer
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage import file_io
+from trainckpt.storage.local import Disk, LocalTier
 
-PAGE = direct_io.PAGE_BYTES
+PAGE = file_io.PAGE_BYTES
 # Of a few bytes, of some pages, of many blocks; some of them begin where no page does.
 SHAPES = {
     "a": (3,),
@@ -38,12 +37,12 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A file of some hundred kilobytes is read as one of some gigabytes."""
-    for module in (direct_io, file_reader, file_writer, blocks, destination):
+    for module in (file_io, file_io, file_io, restore, destination):
         monkeypatch.setattr(module, "FROM_BYTES", 4 * PAGE)
-    for module in (file_reader, file_writer):
+    for module in (file_io, file_io):
         monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)
-    monkeypatch.setattr(blocks, "READ_BYTES", 8 * PAGE)
-    monkeypatch.setattr(blocks, "SCRATCH_BYTES", 16 * PAGE)
+    monkeypatch.setattr(restore, "READ_BYTES", 8 * PAGE)
+    monkeypatch.setattr(restore, "SCRATCH_BYTES", 16 * PAGE)
 
 
 class Noting(layouts.Counting):
@@ -54,7 +53,7 @@ class Noting(layouts.Counting):
         self.parts = []
 
     def read_parts(self, key, parts, done):
-        self.parts += [(at, len(into), direct_io.address(into)) for at, into in parts]
+        self.parts += [(at, len(into), file_io.address(into)) for at, into in parts]
         super().read_parts(key, parts, done)
 
 

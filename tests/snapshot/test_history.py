@@ -11,7 +11,7 @@ from tests.snapshot.written import committed
 from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.snapshot import attempt_history, catalog, upload
-from trainckpt.storage import timeouts
+from trainckpt.storage import worker_pool
 from trainckpt.storage.local import LocalTier
 
 
@@ -126,7 +126,7 @@ def test_a_record_that_is_damaged_or_says_no_start_is_no_fork(places):
 def test_a_tier_that_hangs_is_not_waited_for(places, monkeypatch):
     place, tier = places
     hangs = Event()
-    monkeypatch.setattr(timeouts, "ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr(worker_pool, "ANSWER_WITHIN_S", 0.05)
     monkeypatch.setattr(tier, "list", lambda folder: hangs.wait(60) and [])
     try:
         with pytest.raises(TierUnavailable, match="did not answer"):

@@ -9,8 +9,7 @@ import pytest
 from tests.snapshot.written import committed, referring
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
-from trainckpt.snapshot.catalog import read_catalog
-from trainckpt.snapshot.manifest_cache import ManifestCache
+from trainckpt.snapshot.catalog import ManifestCache, read_catalog
 from trainckpt.storage.local import LocalTier
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.snapshot.layouts import MESHES, mesh_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.files import Files
 from trainckpt.format.layout import UNCUT_BYTES, Box, Layout, Stretch, replicated, whole
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import ITEM_BYTES, Region
 from trainckpt.snapshot.restore_plan import find, plan_restore

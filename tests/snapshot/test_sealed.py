@@ -28,9 +28,8 @@ from trainckpt.snapshot.encrypted_writer import (
     stream_sealed,
     write_sealed,
 )
-from trainckpt.storage.direct_io import address
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.file_io import address
+from trainckpt.storage.local import Disk, LocalTier
 
 NAME, KEY = SnapshotName.parse("s2~1.1"), bytes(range(32))
 FILE = "rank00000.safetensors"

@@ -14,7 +14,7 @@ from tests.snapshot.test_sealed import Shard
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
-from trainckpt.storage.disk import Disk
+from trainckpt.storage.local import Disk
 from trainckpt.storage.local import LocalTier
 
 hung = threading.Event()

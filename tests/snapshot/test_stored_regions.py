@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from trainckpt.format.digest import digest
-from trainckpt.format.files import FileEntry
+from trainckpt.format.manifest import FileEntry
 from trainckpt.format.shard_file import Region
-from trainckpt.snapshot import stored_regions
+from trainckpt.snapshot import save_plan
 
 LARGE = (64, 64)  # F32: 16 KiB
 
@@ -22,7 +22,7 @@ class Run:
     """Saves of one rank whose tensors have these contents, one after the other."""
 
     def __init__(self, untrained=()):
-        self.known = stored_regions.StoredRegions()
+        self.known = save_plan.StoredRegions()
         self.untrained = set(untrained)
         self.saves = 0
 
@@ -34,16 +34,16 @@ class Run:
             n: digest(str(c[0] if type(c) is tuple else c).encode()) for n, c in contents.items()
         }
         found = list(
-            stored_regions.candidates(self.known, planned.values(), self.untrained.__contains__)
+            save_plan.candidates(self.known, planned.values(), self.untrained.__contains__)
         )
         looked = {r.key: digests[r.tensor] for r in found}
-        references = stored_regions.decide(self.known, planned.values(), looked)
+        references = save_plan.decide(self.known, planned.values(), looked)
         stored = [
             replace(r, digest=digests[n]) for n, r in planned.items() if r.key not in references
         ]
         size = sum(r.num_bytes for r in stored)
         entry = FileEntry(f"s{self.saves}~1.{self.saves}/rank00000.safetensors", size, "", "")
-        self.known = stored_regions.committed(self.known, entry, stored, references)
+        self.known = save_plan.committed(self.known, entry, stored, references)
         return sorted(r.tensor for r in found), {
             key: int(file[1 : file.index("~")]) for key, file in references.items()
         }
@@ -132,8 +132,8 @@ def test_whatever_changes_all_files_hold_at_most_some_times_what_the_newest_need
         run.known.needed.clear()  # so that all that can be referred to is
         _, references = run.save(**value)
         held = sum(file.num_bytes for file in run.known.files.values())
-        assert held <= 40 * 16384 / stored_regions.MIN_SHARE
-        assert len(set(references.values())) <= stored_regions.MAX_FILES
+        assert held <= 40 * 16384 / save_plan.MIN_SHARE
+        assert len(set(references.values())) <= save_plan.MAX_FILES
 
 
 def test_no_more_files_are_referred_to_than_are_opened_cheaply():
@@ -141,8 +141,8 @@ def test_no_more_files_are_referred_to_than_are_opened_cheaply():
     run = Run(untrained=names)
     for i in range(len(names)):
         run.save(**dict.fromkeys(names[: i + 1], 0))
-    assert len(set(run.save(**dict.fromkeys(names, 0))[1].values())) == stored_regions.MAX_FILES
-    assert len(run.known.files) == stored_regions.MAX_FILES + 1
+    assert len(set(run.save(**dict.fromkeys(names, 0))[1].values())) == save_plan.MAX_FILES
+    assert len(run.known.files) == save_plan.MAX_FILES + 1
 
 
 def test_a_save_that_failed_changes_nothing_of_what_is_known():
@@ -150,6 +150,6 @@ def test_a_save_that_failed_changes_nothing_of_what_is_known():
     run.save(a=1, b=1)
     planned = [region("a"), region("b")]
     before = dict(run.known.held)
-    stored_regions.decide(run.known, planned, {"a": digest(b"2")})
+    save_plan.decide(run.known, planned, {"a": digest(b"2")})
     assert run.known.held == before
     assert run.save(a=1, b=2) == ([], {})  # but that it had changed is not forgotten

@@ -21,8 +21,7 @@ from trainckpt.snapshot import upload as upload_module
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.verify import verify
 from trainckpt.storage import multipart_upload
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.local import Disk, LocalTier
 from trainckpt.storage.object_client import ObjectClient
 from trainckpt.storage.object_store import ObjectStoreTier, open_object_store
 from trainckpt.storage.retry import Limits, RetryPolicy

@@ -27,9 +27,8 @@ from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.snapshot.writer_client import File, WriterClient, WriterDied
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
-from trainckpt.storage.direct_io import address
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.file_io import address
+from trainckpt.storage.local import Disk, LocalTier
 from trainckpt.storage.store_errors import is_full
 
 NAMES = [SnapshotName.parse(f"s{n}~1.{n}") for n in range(1, 9)]

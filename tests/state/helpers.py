@@ -8,10 +8,9 @@ from trainckpt.format import digest, shard_file
 from trainckpt.snapshot.save_plan import plan_save
 from trainckpt.state import apply, staging
 from trainckpt.state.capture import capture
-from trainckpt.state.captured import VALUES, Saved
+from trainckpt.state.captured import VALUES, Saved, parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.state.stored_values import parse_values
 
 
 def registry(**tracked):

@@ -12,8 +12,7 @@ import torch
 from tests.state.slow_device import SlowDevice
 from trainckpt.state import packed_copies
 from trainckpt.state.captured import Captured
-from trainckpt.state.cuda_calls import CudaCalls
-from trainckpt.state.device_copy import AsyncCopies, DeviceCopier, finish
+from trainckpt.state.device_copy import AsyncCopies, CudaCalls, DeviceCopier, finish
 from trainckpt.state.staging import bytes_of, describe, private_memory, stage
 from trainckpt.storage.shared_memory import SharedMemoryDir
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainckpt.state import pinned
+from trainckpt.state import device_copy
 from trainckpt.state.captured import Captured
-from trainckpt.state.pinned import brought_back, can_upload, on_host, upload
+from trainckpt.state.device_copy import brought_back, can_upload, on_host, upload
 from trainckpt.state.staging import bytes_of, describe, digests_of, stream
 
 
 def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
-    monkeypatch.setattr(pinned, "PART_BYTES", 1000)
+    monkeypatch.setattr(device_copy, "PART_BYTES", 1000)
     source = torch.randn(1001).bfloat16()
     for first, end, begins in ((0, 2002, [0, 1000, 2000]), (1, 1002, [1, 1001]), (3, 3, [])):
         parts = [(at, bytes(bytes_of(part))) for at, part in brought_back(source, first, end)]
@@ -21,7 +21,7 @@ def test_what_is_brought_back_is_every_byte_in_order(monkeypatch):
 
 
 def test_the_next_part_is_asked_for_before_the_caller_reads_the_one_before(monkeypatch):
-    monkeypatch.setattr(pinned, "PART_BYTES", 100)
+    monkeypatch.setattr(device_copy, "PART_BYTES", 100)
     source = torch.zeros(400, dtype=torch.uint8)
     parts = brought_back(source, 0, 400)
     for number, (_, part) in enumerate(parts):
@@ -31,7 +31,7 @@ def test_the_next_part_is_asked_for_before_the_caller_reads_the_one_before(monke
 
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
 def test_uploaded_tensors_of_any_size_are_the_others_and_torch_is_told(monkeypatch, part_bytes):
-    monkeypatch.setattr(pinned, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(device_copy, "PART_BYTES", part_bytes)
     sources = [torch.randn(n) for n in (0, 1, 24, 25, 26, 300, 7)]
     sources += [torch.rand(n) > 0.5 for n in (3, 1000)]
     sources += [torch.tensor(2.0), torch.randn(5, 3).bfloat16()]
@@ -47,8 +47,8 @@ def test_uploaded_tensors_of_any_size_are_the_others_and_torch_is_told(monkeypat
 def test_cuda_uploads_and_brings_back_every_byte_through_pinned_memory():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    assert pinned.new_buffer(100, pinned=True).is_pinned()
-    sizes = (1, 1000, pinned.PART_BYTES // 4 - 3, 3 * pinned.PART_BYTES // 4 + 5)
+    assert device_copy.new_buffer(100, pinned=True).is_pinned()
+    sizes = (1, 1000, device_copy.PART_BYTES // 4 - 3, 3 * device_copy.PART_BYTES // 4 + 5)
     sources = [torch.randn(size) for size in sizes]
     live = [torch.empty_like(source, device="cuda") for source in sources]
     assert all(can_upload(into, source) for into, source in zip(live, sources, strict=True))

@@ -13,7 +13,7 @@ from tests.state.helpers import registry, saved_of
 from tests.state.test_stateful import SCHEDULERS, build
 from trainckpt import Checkpointer
 from trainckpt.format.exactness import How
-from trainckpt.state import apply, reloaded
+from trainckpt.state import apply
 
 
 class Keeps:
@@ -86,7 +86,7 @@ def found(then, now):
     source, target = registry(thing=then), registry(thing=now)
     saved = saved_of(source)
     apply.apply(target, saved)
-    return reloaded.compare(target.generics[0], saved)
+    return apply.compare(target.generics[0], saved)
 
 
 @pytest.mark.parametrize(

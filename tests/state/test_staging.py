@@ -12,8 +12,9 @@ from torch import nn
 from tests.state.helpers import bits, registry, shard_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.shard_file import Region
-from trainckpt.state import stored_values
+from trainckpt.state import captured as captured_state
 from trainckpt.state.capture import capture
+from trainckpt.state.captured import parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.staging import (
     STREAM_BYTES,
@@ -23,9 +24,8 @@ from trainckpt.state.staging import (
     stage,
     stream,
 )
-from trainckpt.state.stored_values import parse_values
 from trainckpt.state.values import UnknownValue
-from trainckpt.storage.direct_io import populate
+from trainckpt.storage.file_io import populate
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ class Replay:
 
 
 def test_more_values_than_a_resume_reads_are_not_saved(monkeypatch):
-    monkeypatch.setattr(stored_values, "MAX_VALUES_BYTES", 4096)
+    monkeypatch.setattr(captured_state, "MAX_VALUES_BYTES", 4096)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     captured = capture(registry(replay=Replay(), scheduler=scheduler))

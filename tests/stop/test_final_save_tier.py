@@ -14,7 +14,7 @@ from tests.end_to_end.training import Crash, attempt, notice, record, usable
 from trainckpt.encryption import keys
 from trainckpt.save import arenas
 from trainckpt.stop.final_save_tier import TierOption, choose_tier, takes_machine, tier_options
-from trainckpt.storage import memfd, shared_memory
+from trainckpt.storage import arena, shared_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 DISK = TierOption("local", outlives_machine=False, predicted_s=8.0)
@@ -228,7 +228,7 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert SharedMemoryDir.found(str(tmp_path / "run")) is None
 
 
-@pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
+@pytest.mark.skipif(not arena.has_memfd(), reason="the system has no memfd")
 def test_memory_of_a_rank_s_own_is_no_place_for_a_last_save(tmp_path, monkeypatch):
     """It ends with the rank."""
     monkeypatch.setattr(shared_memory, "_ROOM_BYTES", 1 << 60)

@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainckpt.errors import TierUnavailable
-from trainckpt.storage import direct_io, file_writer
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage import file_io
+from trainckpt.storage.local import Disk, LocalTier
 
-PAGE = direct_io.PAGE_BYTES
+PAGE = file_io.PAGE_BYTES
 FROM, PIECE = 2 * PAGE, 4 * PAGE  # small, so that many sizes can be tried
 BORDERS = (
     0,
@@ -38,9 +37,9 @@ BORDERS = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(direct_io, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_writer, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_writer, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
+    monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
+    monkeypatch.setattr(file_io, "PIECE_BYTES", PIECE)
 
 
 class Noting(Disk):
@@ -68,7 +67,7 @@ class Noting(Disk):
 
 def memory(random, num_bytes, address):
     """Random bytes at an address that is congruent to `address`."""
-    block = direct_io.memory(num_bytes, address)
+    block = file_io.memory(num_bytes, address)
     block[:] = random.randbytes(num_bytes)
     return block
 
@@ -113,7 +112,7 @@ def test_whole_pages_of_a_large_part_go_past_the_page_cache_and_the_rest_through
         pytest.skip("this file system refuses O_DIRECT")
     assert disk.num_direct == (100 + size) // PAGE * PAGE - PAGE
     assert disk.reserved == [100 + size]
-    assert 2 <= len(disk.threads) <= 1 + file_writer.NUM_WRITERS
+    assert 2 <= len(disk.threads) <= 1 + file_io.NUM_WRITERS
 
 
 class NotOpened(Disk):
@@ -185,14 +184,14 @@ def test_what_fails_leaves_no_file_and_says_why(tmp_path, call, number):
 
 
 def test_a_space_that_cannot_be_reserved_is_written_anyway(tmp_path, monkeypatch):
-    from trainckpt.storage import disk
+    from trainckpt.storage import local
 
     def refused(*_):
-        disk.ctypes.set_errno(errno.EOPNOTSUPP)
+        local.ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
 
     for instead in (refused, None):
-        monkeypatch.setattr(disk, "_fallocate", instead)
+        monkeypatch.setattr(local, "_fallocate", instead)
         tier = LocalTier(tmp_path)
         tier.write_parts("k", 5, [(0, memoryview(b"12345"))])
         assert tier.read("k", max_bytes=5) == b"12345"

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from trainckpt.storage import io_priority
+from trainckpt.storage import libc
 
 
 @pytest.mark.skipif(
@@ -19,26 +19,26 @@ from trainckpt.storage import io_priority
 def test_threads_of_before_and_of_afterwards_give_way_and_no_longer():
     code = """
         import os, queue, threading
-        from trainckpt.storage import io_priority
+        from trainckpt.storage import libc
         asked, told = queue.SimpleQueue(), queue.SimpleQueue()
         def looks():
             while asked.get():
-                told.put(io_priority.is_idle())
+                told.put(libc.is_idle())
         def both():
             threads.append(threading.Thread(target=looks, daemon=True))
             threads[-1].start()
-            found = [io_priority.is_idle()]
+            found = [libc.is_idle()]
             for _ in threads:
                 asked.put(True)
             return sorted({*found, *(told.get() for _ in threads)})
         threads = []
-        print(io_priority.give_way_to_nobody(), both())  # whatever it was started with
-        print(io_priority.give_way_to_all(), both())
-        print(io_priority.give_way_to_nobody(), both())
+        print(libc.give_way_to_nobody(), both())  # whatever it was started with
+        print(libc.give_way_to_all(), both())
+        print(libc.give_way_to_nobody(), both())
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     found = subprocess.run(
         command, capture_output=True, text=True, check=True, start_new_session=True
     )
     assert found.stdout == "True [False]\nTrue [True]\nTrue [False]\n"
-    assert not io_priority.is_idle(), "nobody outside that group is"
+    assert not libc.is_idle(), "nobody outside that group is"

@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import MOST_FOLDERS, LocalTier
+from trainckpt.storage.local import MOST_FOLDERS, Disk, LocalTier
 
 
 @pytest.fixture

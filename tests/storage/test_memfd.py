@@ -6,18 +6,18 @@ import os
 
 import pytest
 
-from trainckpt.storage import memfd
+from trainckpt.storage import arena
 from trainckpt.storage.arena import Own
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
-pytestmark = pytest.mark.skipif(not memfd.is_available(), reason="the system has no memfd")
+pytestmark = pytest.mark.skipif(not arena.has_memfd(), reason="the system has no memfd")
 
 FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
 NUM_BYTES = 10_000
 
 
 def test_no_other_user_may_open_it_and_no_child_inherits_it():
-    descriptor = memfd.make()
+    descriptor = arena.make_memfd()
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     assert not os.get_inheritable(descriptor)
     os.close(descriptor)

@@ -19,8 +19,7 @@ from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.state.staging import Shard, StreamedShard
 
 REQUESTED, STAGED, COMMITTED, DURABLE = 0, 1, 2, 3

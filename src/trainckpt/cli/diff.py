@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import output
-from trainckpt.run_directory import open_snapshot
+from trainckpt.run_directory import run_tiers
 
 if TYPE_CHECKING:
     from trainckpt.inspect.contents import Contents
@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from trainckpt.inspect import difference
     from trainckpt.inspect.contents import Contents
 
-    a, b = (Contents(open_snapshot.open_source(target)) for target in (arguments.a, arguments.b))
+    a, b = (Contents(run_tiers.open_source(target)) for target in (arguments.a, arguments.b))
     for note in [*a.source.passed_over, *b.source.passed_over]:
         print(f"note: {note}", file=sys.stderr)
     names = {*a.names, *b.names}

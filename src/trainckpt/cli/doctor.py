@@ -9,8 +9,12 @@ directory that does not exist yet is not made; its nearest parent is tried inste
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
-from dataclasses import asdict
+import secrets
+import time
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,20 +22,21 @@ from typing import TYPE_CHECKING
 from trainckpt.attempt import heartbeat, launch, machine_checks
 from trainckpt.attempt.machine_checks import MachineCheck
 from trainckpt.attempt.options import read_options
-from trainckpt.cli import doctor_speed, output, tier_status
+from trainckpt.cli import output, tier_status
 from trainckpt.encryption.encrypted_file import bytes_per_s
 from trainckpt.encryption.keys import INSTALL, must_be_there, parse_recipients, read_identities
 from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
 from trainckpt.process_dump import criu, gpu_state, self_test
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpu_state import NVLS
-from trainckpt.run_directory import open_snapshot, run_url
+from trainckpt.run_directory import run_tiers, run_url
 from trainckpt.run_directory.tier_config import open_slower, recorded
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.storage import fs_probe
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.object_store import ObjectStoreTier
 from trainckpt.storage.retry import CLOSED
+from trainckpt.storage.worker_pool import answer_within
 
 if TYPE_CHECKING:
     import argparse
@@ -41,6 +46,120 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.storage.base import Place, Tier
     from trainckpt.storage.fs_probe import Capabilities
+
+
+# ---- Measure the speed of a run directory or store: write a small probe once and read it back.
+#
+# What is written for that is removed again. A directory that does not exist yet is not made: its
+# nearest parent is tried.
+
+
+PROBE_BYTES = 64 << 20
+STORE_PROBE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured speed of one process.
+
+    Attributes:
+        num_bytes: Of the probe.
+        write_s, read_s: How long it took to write it so that it stays, and to read it; 0: there was
+            no room to try.
+    """
+
+    num_bytes: int
+    write_s: float = 0.0
+    read_s: float = 0.0
+
+    @property
+    def known(self) -> bool:
+        """True if it was measured."""
+        return self.write_s > 0
+
+    def in_words(self) -> str:
+        """For people."""
+        if not self.known:
+            return "no room to measure it"
+        seconds = (self.write_s, max(self.read_s, 1e-9))
+        write, read = (output.size(int(self.num_bytes / duration_s)) for duration_s in seconds)
+        return f"writes {write}/s and reads {read}/s ({output.size(self.num_bytes)}, one process)"
+
+
+def try_directory(tier: LocalTier) -> tuple[Path, tuple[Capabilities, Speed]]:
+    """The folder that was tried, what its file system can do, and how fast it is.
+
+    Raises:
+        OSError: it cannot be used.
+        TierUnavailable: it does not answer.
+    """
+    folder = answer_within(tier.url, lambda: _nearest(tier.root))
+    scratch = folder / f".tmp-doctor-{secrets.token_hex(8)}"
+    return folder, answer_within(tier.url, lambda: _try(scratch))
+
+
+def try_store(tier: ObjectStoreTier) -> Speed:
+    """Measure the speed of an object store.
+
+    Raises:
+        TrainckptError: it cannot be used.
+    """
+    key = f"probe/doctor-{secrets.token_hex(8)}"
+    data = memoryview(bytearray(os.urandom(1 << 20) * (STORE_PROBE_BYTES >> 20)))
+    try:
+        start = time.perf_counter()
+        tier.write_parts(key, len(data), [(0, data)])
+        write_end = time.perf_counter()
+        tier.read_into(key, 0, data)
+        return Speed(len(data), write_end - start, time.perf_counter() - write_end)
+    finally:
+        with contextlib.suppress(TrainckptError):
+            tier.remove(key)
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest parent that exists; `OSError` if it is no directory."""
+    while True:
+        try:
+            next(path.iterdir(), None)
+        except FileNotFoundError:
+            path = path.parent
+        else:
+            return path
+
+
+def _try(scratch: Path) -> tuple[Capabilities, Speed]:
+    scratch.mkdir(mode=0o700)
+    try:
+        capabilities = fs_probe.measure(scratch)
+        if 0 <= capabilities.free_bytes < 2 * PROBE_BYTES:
+            return capabilities, Speed(PROBE_BYTES)
+        return capabilities, _measure(scratch / "probe")
+    finally:
+        with contextlib.suppress(OSError):
+            (scratch / "probe").unlink(missing_ok=True)
+            scratch.rmdir()
+
+
+def _measure(path: Path) -> Speed:
+    """To write the probe to stable storage, and to read it back, past the page cache."""
+    block = mmap.mmap(-1, 4 << 20)
+    block[:] = os.urandom(1 << 20) * 4
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for _ in range(PROBE_BYTES // len(block)):
+            os.write(descriptor, block)
+        os.fsync(descriptor)
+        write_end = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        while os.read(descriptor, len(block)):
+            pass
+        return Speed(PROBE_BYTES, write_end - start, time.perf_counter() - write_end)
+    finally:
+        os.close(descriptor)
 
 
 PLACE = "run's place"
@@ -89,7 +208,7 @@ def _place(tier: Place) -> list[MachineCheck]:
         items = examine_store(tier)
         return [*items, *_run(tier, -1)] if items[0].ok else items
     try:
-        folder, measured = doctor_speed.try_directory(tier)
+        folder, measured = try_directory(tier)
     except (OSError, TierUnavailable) as error:
         reason = error.strerror if isinstance(error, OSError) else error.message
         cure = error.hint if isinstance(error, TierUnavailable) else ""
@@ -148,7 +267,7 @@ def _run(tier: Place, free_bytes: int) -> list[MachineCheck]:
     """The run that is there, if any; and room for its next snapshots."""
     try:
         run = attempt_history.run_id(tier)
-        candidates = open_snapshot.read_candidates(tier) if run else ()
+        candidates = run_tiers.read_candidates(tier) if run else ()
     except TrainckptError as error:
         return [MachineCheck("run", ok=False, value=error.message, cure=error.hint)]
     largest = max((c.manifest.num_bytes for c in candidates if c.manifest), default=0)
@@ -292,7 +411,7 @@ def of_gpus(
 def examine_store(tier: ObjectStoreTier) -> list[MachineCheck]:
     """Return checks of an object store. The first one says if it can be used at all."""
     try:
-        speed = doctor_speed.try_store(tier)
+        speed = try_store(tier)
         creates_only = tier.creates_only()
     except TrainckptError as error:
         return [
@@ -349,10 +468,10 @@ def _tier(tier: Tier, records: Mapping[int, AttemptRecord]) -> list[MachineCheck
     name, url = f"tier {tier.name}", launch.redact_text(tier.url)
     try:
         if isinstance(tier, ObjectStoreTier):
-            speed = doctor_speed.try_store(tier)
+            speed = try_store(tier)
         else:
             assert isinstance(tier, LocalTier)
-            _, (_, speed) = doctor_speed.try_directory(tier)
+            _, (_, speed) = try_directory(tier)
         items = [MachineCheck(name, ok=True, value=f"{url}: {speed.in_words()}", needed=False)]
     except (TrainckptError, OSError) as error:
         error_text = (

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.launch import PYTHON
 from trainckpt.attempt.options import read_options
-from trainckpt.cli.dump_catalog import dumps_of
 from trainckpt.cli.output import tell
+from trainckpt.dumping.dump_choice import NOTHING
+from trainckpt.dumping.old_dumps import why_superseded
 from trainckpt.encryption.keys import read_identities
-from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
-from trainckpt.launcher.dump_launch import Dumpable
-from trainckpt.launcher.dumps import ability_for
+from trainckpt.errors import ConfigurationError, NoAgreement, TrainckptError, UnusableSnapshot
+from trainckpt.format.names import MANIFEST, SnapshotName
+from trainckpt.launcher import dumps
+from trainckpt.launcher.dumps import Dumpable, DumpAnswer, ability_for
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.restored import LISTENS, AlreadyResumed, RestoredDump, supervise_restored
-from trainckpt.process_dump import criu, encrypted_images
+from trainckpt.process_dump import criu, encrypted_images, restore
+from trainckpt.process_dump.dump import this_host
 from trainckpt.process_dump.restore import RestoreBlocked
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import open_everywhere
+from trainckpt.run_directory.tier_config import is_copy
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage import replica_slots
 from trainckpt.storage.local import LocalTier
@@ -28,12 +36,160 @@ from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from trainckpt.format.dump import DumpRecord
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.format.dump import DumpName, DumpRecord
     from trainckpt.launcher.signals import Inbox
     from trainckpt.launcher.supervise import RunResult
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import Place, Tier
+
+
+# ---- The process dumps in a run directory, and why one cannot be restored.
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A committed dump.
+
+    Attributes:
+        name, record: Its name; its record if that is readable.
+        reason: Why a resume does not restore it, or "".
+        is_used: It was restored already.
+        is_superseded: No resume restores it any more, on whatever host.
+    """
+
+    name: DumpName
+    record: DumpRecord | None
+    reason: str
+    is_used: bool = False
+    is_superseded: bool = False
+
+
+def dumps_of(tier: Tier) -> list[Dump]:
+    """Return every dump of the run at a place, newest first.
+
+    Earlier versions copied dumps to slower tiers; no resume restores such a copy.
+    """
+    run = attempt_history.run_id(tier) if isinstance(tier, LocalTier) else None
+    if run is None:
+        return []
+    records = attempt_history.read_attempts(tier)
+    if is_copy(records, tier):
+        return []
+    return [_inspect(tier, run, name, records) for name in restore.names_in(tier)]
+
+
+def _inspect(tier: Tier, run: str, name: DumpName, records: Mapping[int, AttemptRecord]) -> Dump:
+    is_used = any(record.parent == str(name) for record in records.values())
+    superseded = why_superseded(name, records)
+    record, reason = None, ""
+    try:
+        record = restore.load(tier, run, name)
+        reason = "" if superseded else _why_not(tier, record)
+    except TrainckptError as error:
+        reason = error.message
+    return Dump(name, record, superseded or reason, is_used, bool(superseded))
+
+
+def _why_not(tier: Tier, record: DumpRecord) -> str:
+    """Return why a dump cannot be restored here, or ""."""
+    if reason := restore.why_not(record, this_host()):
+        return reason
+    snapshot = SnapshotName.parse(record.snapshot)
+    if snapshot is not None and tier.size(f"{snapshot.folder}/{MANIFEST}") is None:
+        return f"the snapshot {snapshot}, which holds what it lacks, is gone"
+    for image in record.images:
+        path = Path(tier.url) / record.name.image(image.name)
+        if reason := restore.why_incomplete(path, image):
+            return f"the image {image.name} {reason}"
+    return ""
+
+
+# ---- Asking a run's supervisor for a dump, and waiting for what it says and does.
+
+
+ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
+LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
+NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
+
+
+def is_by_supervisor(live: AttemptRecord) -> bool:
+    """Return True if the command has no Checkpointer, so its supervisor keeps the record."""
+    launch = live.facts.get("launch")
+    return isinstance(launch, dict) and launch.get("by") == BY_SUPERVISOR
+
+
+def can_be_dumped(live: AttemptRecord) -> bool:
+    """Return True if the supervisor was able to dump when the attempt began."""
+    launch = live.facts.get("launch")
+    return isinstance(launch, dict) and launch.get("dumps") is True
+
+
+def listens_as(live: AttemptRecord) -> int:
+    """The number under which its ranks look for notices: processes that were restored keep it."""
+    number = live.facts.get(LISTENS)
+    return number if type(number) is int else live.attempt
+
+
+def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> DumpAnswer:
+    """Return the supervisor's choice; a missing answer is a choice too."""
+    start, within_s, reason = time.monotonic(), ANSWERS_WITHIN_S, ""
+    while time.monotonic() < start + within_s:
+        answer = dumps.read_answer(tier, key)
+        if answer is not None and answer.choice != dumps.LOOKING:
+            return answer
+        if answer is not None:
+            within_s, reason = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
+        time.sleep(LOOK_EVERY_S)
+    return DumpAnswer(NOTHING, reason or _why_nobody(live))
+
+
+def _why_nobody(live: AttemptRecord) -> str:
+    """By default a command is launched with dumps where they can be had: why not here."""
+    hosts = live.facts.get("hosts")
+    if not isinstance(hosts, list) or set(hosts) != {socket.gethostname()}:
+        return NOBODY
+    ability = criu.examine()
+    if ability.why_not:
+        return f"{NOBODY}, and on this host {ability.why_not} ({ability.cure})"
+    return f"{NOBODY}, which this host can do: trainckpt run --dumps on"
+
+
+def wait_for_dump(
+    tier: Place,
+    key: str,
+    read: Callable[[], AttemptRecord],
+    limit_s: float | None,
+    say: Callable[[str], None],
+) -> AttemptRecord | DumpAnswer:
+    """The attempt's record once it was dumped, or the answer that says why it was not.
+
+    What is being dumped gives no sign of life, so whether anybody still dumps it is not known.
+
+    Raises:
+        NoAgreement: neither came within `limit_s`.
+    """
+    start = last_said = time.monotonic()
+    while True:
+        record = read()
+        if record.outcome is not None:
+            return record
+        answer = dumps.read_answer(tier, key)
+        if answer is not None and answer.error:
+            return answer
+        now = time.monotonic()
+        if limit_s is not None and now - start >= limit_s:
+            raise NoAgreement(
+                f"attempt {record.attempt} was not dumped in the time that was left, "
+                f"{limit_s:.1f} s; it may be yet",
+                hint=f"trainckpt list --attempts {tier.url}",
+            )
+        if now - last_said >= SAY_EVERY_S:
+            last_said = now
+            say(f"waiting for the dump, {now - start:.0f} s")
+        time.sleep(LOOK_EVERY_S)
+
 
 VARIABLE = "TRAINCKPT_DUMPS"
 OFF = "off"

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from trainckpt.cli import output
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs
-from trainckpt.run_directory import open_snapshot
+from trainckpt.run_directory import run_tiers
 
 if TYPE_CHECKING:
     from trainckpt.inspect.contents import Contents
-    from trainckpt.inspect.export import ExportResult
-    from trainckpt.inspect.export_plan import ExportPlan
+    from trainckpt.inspect.export import ExportPlan, ExportResult
 
 DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 DEFAULT = "5GB"
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan it, write it, say what was written."""
-    from trainckpt.inspect import export, export_plan
+    from trainckpt.inspect import export
     from trainckpt.inspect.contents import Contents
 
     out: Path = arguments.out
@@ -58,11 +57,11 @@ def execute(arguments: argparse.Namespace) -> int:
             f"{out} is one file, so --max-shard-size says nothing", hint="name a folder"
         )
     export.check_out(out, force=arguments.force)
-    contents = Contents(open_snapshot.open_source(arguments.target))
-    spec = export_plan.ExportSpec(
+    contents = Contents(run_tiers.open_source(arguments.target))
+    spec = export.ExportSpec(
         arguments.tensors, arguments.all, arguments.tied == "copy", DTYPES.get(arguments.dtype, "")
     )
-    plan = export_plan.plan_export(contents, spec)
+    plan = export.plan_export(contents, spec)
     total = sum(item.num_bytes for item in plan.items)
     with output.progress() as progress:
         task = progress.add_task("writing", total=total)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt import heartbeat
 from trainckpt.attempt.options import LOCAL
 from trainckpt.cli import output, tier_status
-from trainckpt.cli.dump_catalog import dumps_of
+from trainckpt.cli.dumps import dumps_of
 from trainckpt.format.attempt_record import ENDED, UNDECIDED
 from trainckpt.format.dump import KIND
 from trainckpt.run_directory import run_url
@@ -18,7 +18,7 @@ from trainckpt.snapshot import attempt_history
 if TYPE_CHECKING:
     import argparse
 
-    from trainckpt.cli.dump_catalog import Dump
+    from trainckpt.cli.dumps import Dump
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate

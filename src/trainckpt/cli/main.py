@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from trainckpt.attempt.rank_status import remove_import_mark
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.format.versions import VERSION
+from trainckpt.format.names import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat
 from trainckpt.cli import output
-from trainckpt.cli.dump_client import (
+from trainckpt.cli.dumps import (
     can_be_dumped,
     is_by_supervisor,
     listens_as,
@@ -44,7 +44,7 @@ from trainckpt.errors import (
 from trainckpt.format import names
 from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
-from trainckpt.launcher import dump_requests
+from trainckpt.launcher import dumps
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import no_run_at
 from trainckpt.snapshot import attempt_history
@@ -199,7 +199,7 @@ def _dumped(
         NoAgreement: the time is over.
     """
     start = time.monotonic()
-    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=dump_requests.ASK)
+    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=dumps.ASK)
     try:
         answer = wait_for_answer(tier, key, live)
         _say(f"{answer.choice}: {answer.why}")
@@ -212,7 +212,7 @@ def _dumped(
             answer = result
             _say(f"no dump: {answer.error}")
     finally:
-        for request_key in (key, dump_requests.answer_key(key)):
+        for request_key in (key, dumps.answer_key(key)):
             with contextlib.suppress(TrainckptError):
                 tier.remove(request_key)
     if is_by_supervisor(live):
@@ -234,7 +234,7 @@ def _tell(
     """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
     attempt = live.attempt
-    number = attempt if suffix == dump_requests.ASK else listens_as(live)
+    number = attempt if suffix == dumps.ASK else listens_as(live)
     key = f"{names.NOTICES}/{number}-{secrets.token_hex(8)}{suffix}"
     data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):

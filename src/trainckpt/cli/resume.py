@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import launch
 from trainckpt.attempt.options import read_options
-from trainckpt.cli import dumps, output, resolve_target
+from trainckpt.cli import dumps, output
 from trainckpt.cli.run import report, say
-from trainckpt.errors import ConfigurationError, NothingToResume
+from trainckpt.errors import ConfigurationError, NothingToResume, TrainckptError, UnusableSnapshot
+from trainckpt.format import manifest as manifests
+from trainckpt.format import names
 from trainckpt.launcher.early_requeue import ask_to_be_queued_again, before_launch, unless_signalled
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.signals import heard
@@ -22,16 +25,80 @@ from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
 from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
 from trainckpt.run_directory import run_url, tier_config
 from trainckpt.run_directory.run_tiers import open_everywhere
-from trainckpt.snapshot import attempt_history
+from trainckpt.snapshot import attempt_history, catalog
+from trainckpt.snapshot.catalog import Candidate
+from trainckpt.storage import replica_slots
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.launcher.signals import Inbox
     from trainckpt.launcher.supervise import RunResult
     from trainckpt.storage.base import Place
+
+
+# ---- Resolve the run and snapshot to resume from the user's words, before anything is launched.
+#
+# A launch that cannot find it would end in a traceback of the script, and leave a failed attempt.
+
+
+def must_be_there(tier: Place, run: str, given: Sequence[str], wanted: str) -> None:
+    """Refuse a snapshot that no launch would find.
+
+    Args:
+        tier, run: The run's place, which holds it, and how it was called.
+        given: URLs of tiers that somebody has named.
+        wanted: What the snapshot is called.
+
+    Raises:
+        UnusableSnapshot: there is none of that name, or it was not committed.
+    """
+    with contextlib.suppress(UnusableSnapshot):
+        catalog.find(_in_memory(tier.url), wanted)
+        return
+    everywhere = open_everywhere(run, *given)
+    if everywhere.silent:
+        return  # a tier that does not answer now may hold it: the launch finds out
+    candidate = catalog.find(everywhere.candidates(), wanted, tier.url)
+    if candidate.manifest is None:
+        raise UnusableSnapshot(
+            f"{candidate.name}: {candidate.reason}",
+            hint=f"trainckpt list {tier.url}, and name another",
+        )
+
+
+def _in_memory(url: str) -> Iterator[Candidate]:
+    """Yield snapshots that a launch may bring from this host's memory to the run directory."""
+    memory = SharedMemoryDir.found(url)
+    if memory is None:
+        return
+    for folder in memory.folders():
+        data = replica_slots.read_manifest(memory, folder, manifests.MAX_BYTES)
+        with contextlib.suppress(UnusableSnapshot):
+            manifest = manifests.load(data or b"", folder)
+            yield Candidate(manifest.name, manifest, usable=True)
+
+
+def no_run(run: str, error: NothingToResume) -> NothingToResume:
+    """Return the error for a URL `run` without a run: `error`, or a guess at the intended URL."""
+    run_part, snapshot = names.split_target(run)
+    if snapshot is None or not _is_run(run_part):
+        return error
+    at_option = f" --at {shlex.quote(snapshot)}" if snapshot else ""
+    return NothingToResume(
+        f"{error.message}; there is one at {run_part}",
+        hint=f"trainckpt resume {shlex.quote(run_part)}{at_option}",
+    )
+
+
+def _is_run(run: str) -> bool:
+    with contextlib.suppress(TrainckptError):  # nobody has asked for that one
+        return attempt_history.run_id(run_url.open_place(run)) is not None
+    return False
+
 
 TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"
 
@@ -81,7 +148,7 @@ def _looked(arguments: argparse.Namespace) -> _Again:
     tier_urls = dumps.named_tiers(arguments)
     facts, elsewhere = _recorded(tier, arguments.run, tier_urls)
     if arguments.at and not elsewhere:  # else the script's own place may hold more
-        resolve_target.must_be_there(tier, arguments.run, tier_urls, arguments.at)
+        must_be_there(tier, arguments.run, tier_urls, arguments.at)
     command, kind, nproc = launch.recorded_command(facts)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
@@ -194,7 +261,7 @@ def _recorded(
         try:
             everywhere = open_everywhere(run, *given)
         except NothingToResume as error:
-            raise resolve_target.no_run(run, error) from error
+            raise no_run(run, error) from error
         records, elsewhere = everywhere.records, [*given, *read_options({}).tiers]
     with_command = [r for _, r in sorted(records.items(), reverse=True) if r.facts.get("argv")]
     if not with_command:

@@ -10,15 +10,14 @@ from trainckpt.cli import list_, output
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS, split_target
 from trainckpt.format.shard_file import ITEM_BYTES
-from trainckpt.run_directory import open_snapshot, run_url
+from trainckpt.run_directory import run_tiers, run_url
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader
 
 if TYPE_CHECKING:
     import argparse
 
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest, TensorEntry
+    from trainckpt.format.manifest import FileEntry, Manifest, TensorEntry
     from trainckpt.format.shard_file import Region
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.storage.base import Tier
@@ -37,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Print one snapshot: reads its manifest and the headers of its files, not the data."""
     run, snapshot = split_target(arguments.target)
     tier = run_url.open_place(run)
-    candidate = open_snapshot.choose(tier, snapshot, open_snapshot.read_candidates(tier))
+    candidate = run_tiers.choose(tier, snapshot, run_tiers.read_candidates(tier))
     manifest = candidate.manifest
     if manifest is None:
         raise UnusableSnapshot(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.options import read_options
 from trainckpt.cli import output
-from trainckpt.cli.dump_catalog import dumps_of
+from trainckpt.cli.dumps import dumps_of
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import RECORD, DumpName
 from trainckpt.format.names import MANIFEST, SnapshotName, split_target
 from trainckpt.process_dump import restore
 from trainckpt.run_directory.run_tiers import open_everywhere
-from trainckpt.snapshot import catalog, memory_copies
+from trainckpt.snapshot import catalog, verify
 from trainckpt.snapshot import verify as verifying
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.snapshot.verify import VerifiedCopy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Collection, Iterator, Sequence
 
-    from trainckpt.format.files import FileEntry
+    from trainckpt.format.manifest import FileEntry
     from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.storage.base import Tier
@@ -139,7 +139,7 @@ def _check(everywhere: RunTiers, names: Collection[str]) -> list[VerifiedCopy]:
             )
         manifests = {c.name: c.manifest for _, c in listed if c.manifest is not None}
         for manifest in manifests.values():
-            copies += memory_copies.verify(everywhere.place.url, manifest)
+            copies += verify.verify_memory(everywhere.place.url, manifest)
     return copies
 
 

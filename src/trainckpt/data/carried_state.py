@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainckpt.data import dataset_generators
-from trainckpt.data.fingerprint import fingerprint
+from trainckpt.data import randomness
 from trainckpt.data.own_state import has_usable_state
+from trainckpt.data.pass_history import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -123,15 +123,15 @@ def _stateful(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, Any]]]:
     """Yield each attribute and item with a plain value: its path, and its type and digest."""
-    for path, holder in dataset_generators.walk(roots):
-        if dataset_generators.is_generator(holder):
+    for path, holder in randomness.walk(roots):
+        if randomness.is_generator(holder):
             continue
         if _is_compared(holder) and not path.endswith("]"):  # in a closure, say
             yield path, (type(holder), _digest(holder))
         if isinstance(holder, dict):
             children = [(f"{path}[{key!r}]", value) for key, value in holder.items()]
         else:
-            names = {**_class_defaults(type(holder)), **(dataset_generators.names_of(holder) or {})}
+            names = {**_class_defaults(type(holder)), **(randomness.names_of(holder) or {})}
             children = [(f"{path}.{key}", value) for key, value in names.items()]
         for child_path, value in children:
             if _is_compared(value):

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainckpt.data import dataset_generators
+from trainckpt.data import randomness
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
@@ -302,7 +302,7 @@ class _AsMade:
         self.state = _initial_state(target) if asks else None
         # Live attributes of the target and of each object inside, and a copy as made; keys are
         # (number, name).
-        self._namespaces = [(names, dict(names)) for names in dataset_generators.namespaces(target)]
+        self._namespaces = [(names, dict(names)) for names in randomness.namespaces(target)]
         self._assigned: dict[tuple[int, str], None] = {}
 
     @property

@@ -34,11 +34,11 @@ import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data import state_differences, window
+from trainckpt.data import resharding, state_differences
 from trainckpt.data.pass_history import PassHistory, announced
 from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_main_rng
+from trainckpt.data.resharding import WindowStart
 from trainckpt.data.sources import LoaderSource, source_of
-from trainckpt.data.window import WindowStart
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.exactness import How, Restored
 
@@ -270,7 +270,7 @@ class TrackedLoader:
         is_between_passes = mark is not None and not (mark["in_pass"] or mark["begun"])
         if is_between_passes and self.on_boundary is None:
             processes = None  # no batch of it is left to share: an evaluation loader, say
-        return window.differences(self.name, state, self._source.resharder, processes)
+        return resharding.differences(self.name, state, self._source.resharder, processes)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Return each mismatch that makes a saved state inexact here, one sentence each."""
@@ -350,7 +350,7 @@ class TrackedLoader:
             self.batches, self.exhausted = 0, False
             self.passes_started += 1
             if self._window_start is not None and self._source.assignment is not None:
-                self._window_start = window.with_begun_pass(
+                self._window_start = resharding.with_begun_pass(
                     self._window_start, self._source.assignment
                 )
         self.in_pass = True
@@ -359,7 +359,9 @@ class TrackedLoader:
         return batches
 
     def _resume_pass(self, saved: dict[str, Any]) -> Iterator[Any]:
-        if saved.get("elsewhere") and (saved["in_pass"] or window.is_order_drawn(saved["window"])):
+        if saved.get("elsewhere") and (
+            saved["in_pass"] or resharding.is_order_drawn(saved["window"])
+        ):
             return self._loader_source().resume_in_other_world(saved["window"])
         if not saved["in_pass"]:
             return self._source.start()
@@ -397,7 +399,7 @@ class TrackedLoader:
         if not isinstance(mark, WindowStart):
             return mark
         source = self._loader_source()
-        return window.window_as_dict(mark, source.required_resharder, source.next_assignment)
+        return resharding.window_as_dict(mark, source.required_resharder, source.next_assignment)
 
     def _loader_source(self) -> LoaderSource:
         assert isinstance(self._source, LoaderSource)

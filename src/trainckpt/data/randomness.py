@@ -14,15 +14,24 @@ bytes therefore mean equal randomness, on every platform.
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import functools
+import json
 import random
 import struct
 import sys
-from typing import Any
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainckpt.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
 
 _PYTHON = struct.Struct("<i625IBd")
 _NUMPY_WORDS = 2496  # bytes; the position follows them, in the value and in NumPy's own memory
@@ -133,3 +142,256 @@ def _write_numpy(packed: bytes) -> None:
     position, has_gauss, gauss = _NUMPY_TAIL.unpack_from(packed, _NUMPY_WORDS)
     words = np.frombuffer(packed, dtype="<u4", count=_NUMPY_WORDS // 4)
     np.random.set_state(("MT19937", words, position, has_gauss, gauss))
+
+
+# ---- Capture random generators inside a dataset or a collate_fn.
+#
+# Each sample may draw from `self.rng = np.random.default_rng(seed)` in a dataset, and no global
+# generator reflects that. So a search finds objects of numpy.random.Generator, RandomState,
+# random.Random and torch.Generator (CPU) among attributes, items, closures and arguments, a few
+# steps deep. The path to a generator is its name. A generator that does not exist yet when its
+# state is restored (made at the first sample, say) is named in a warning.
+#
+# Without workers the generators of this process are saved; with workers, those of each worker, like
+# the global ones (see worker.py).
+
+
+DEPTH = 5  # Subset -> dataset -> transform -> list -> element
+OBJECTS = 512  # limit of objects inspected; the nearest come first
+ITEMS = 64  # a longer list is data, unless it begins with an object, such as a list of datasets
+_PLAIN = (str, int, float, type(None), bytes, bytearray, complex, type, types.ModuleType)
+_DATA = (*_PLAIN, torch.Tensor, list, tuple, dict, set, frozenset)
+
+
+def capture(roots: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the state of every generator inside `roots`, by its path; draws nothing."""
+    states = {}
+    for path, generator in _generators(roots):
+        state = _read(generator)
+        if state is not None:
+            states[path] = state
+    return states
+
+
+def restore(roots: Mapping[str, Any], saved: Mapping[str, bytes], owner_name: str) -> str:
+    """Restore the result of `capture`; return a sentence about unrestored generators, or "".
+
+    Args:
+        roots: The same objects in this process.
+        saved: Path -> state. A path without a generator of the same kind is left alone.
+        whose: Name for the sentence.
+    """
+    if not saved:
+        return ""
+    generators = dict(_generators(roots))
+    lost = [
+        path
+        for path, state in saved.items()
+        if path not in generators
+        or (_read(generators[path]) != state and not _write(generators[path], state))
+    ]
+    if not lost:
+        return ""
+    return (
+        f"{owner_name}: {', '.join(lost)[:200]} cannot be put back: no generator of its kind is "
+        "there yet; make it in __init__. Data may differ from the uninterrupted run"
+    )
+
+
+def pack(states: Mapping[str, bytes]) -> bytes:
+    """Return the states as one value; b"" for none."""
+    if not states:
+        return b""
+    text = {path: base64.b64encode(state).decode() for path, state in states.items()}
+    return json.dumps(text, sort_keys=True).encode()
+
+
+def unpack(packed: bytes) -> dict[str, bytes]:
+    """Return the states from a result of `pack`."""
+    text = json.loads(packed) if packed else {}
+    return {path: base64.b64decode(state) for path, state in text.items()}
+
+
+def namespaces(root: Any) -> list[dict[str, Any]]:
+    """Return the live `__dict__` of an object and of each object inside, as deep as `capture`."""
+    namespaces = (names_of(value) for _, value in walk({"": root}))
+    return [names for names in namespaces if names is not None]
+
+
+def names_of(value: Any) -> dict[str, Any] | None:
+    """Return an object's live `__dict__`; runs no code of its class."""
+    try:
+        names: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return names
+
+
+def find(roots: Mapping[str, Any]) -> list[Any]:
+    """Return every generator inside `roots`, as deep as `capture`."""
+    return [generator for _, generator in _generators(roots)]
+
+
+def is_generator(value: Any) -> bool:
+    """Return True if the object is of a kind that `capture` reads."""
+    return _is_instance(value, _generator_types())
+
+
+def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    kinds, shared = _generator_types(), _global_generators()
+    for path, value in walk(roots):
+        if _is_instance(value, kinds) and not any(value is one for one in shared):
+            yield path, value
+
+
+def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield everything reachable with its path, the nearest first, each once."""
+    kinds = _generator_types()
+    seen: dict[int, Any] = {}  # holds the values too, so that no address is used again
+    queue = deque((name, root, 0) for name, root in roots.items())
+    while queue and len(seen) < OBJECTS:
+        path, value, depth = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield path, value
+        if not _is_instance(value, kinds) and depth < DEPTH and len(queue) < OBJECTS:
+            queue.extend(
+                (path + step, part, depth + 1)
+                for step, part in _children(value)
+                if not _is_instance(part, _PLAIN)
+            )
+
+
+def _is_instance(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Return `issubclass` of the type; isinstance would ask the object, and build a lazy proxy."""
+    return issubclass(type(value), kinds)
+
+
+def _generator_types() -> tuple[type, ...]:
+    numpy: Any = sys.modules.get("numpy.random")
+    numpy_types = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return (random.Random, torch.Generator, *numpy_types)
+
+
+def _global_generators() -> list[Any]:
+    """Return the process-wide generators, which are saved separately."""
+    numpy: Any = sys.modules.get("numpy.random")
+    numpys = [] if numpy is None else [getattr(numpy.mtrand, "_rand", None)]
+    return [getattr(random, "_inst", None), torch.default_generator, *numpys]
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    """Return the objects inside a value with their path steps; runs no code of its class."""
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return []
+    if kind is functools.partial:
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if kind is types.MethodType:
+        return [("", value.__self__)]
+    if kind is types.FunctionType:
+        return _function_children(value)
+    return _items(value) + ([] if kind in (list, tuple, dict) else _attributes(value))
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Return the items of a list, tuple or dictionary, including subclasses."""
+    for kind in (list, tuple):
+        if _is_instance(value, (kind,)):
+            number = kind.__len__(value)
+            most = (
+                OBJECTS if number and not _is_instance(kind.__getitem__(value, 0), _DATA) else ITEMS
+            )
+            items = kind.__iter__(value) if number <= most else ()
+            return [(f"[{index}]", part) for index, part in enumerate(items)]
+    if _is_instance(value, (dict,)) and dict.__len__(value) <= ITEMS:
+        return [
+            (f"[{key!r}]", part) for key, part in list(dict.items(value)) if type(key) in (str, int)
+        ]
+    return []
+
+
+def _function_children(function: types.FunctionType) -> list[tuple[str, Any]]:
+    children: list[tuple[str, Any]] = [(".defaults", function.__defaults__)]
+    children.append((".defaults", function.__kwdefaults__))
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            children.append((f".{name}", cell.cell_contents))
+        except ValueError:  # not assigned yet
+            continue
+    return children
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    try:
+        named = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        named = {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            member = kind.__dict__.get(name)
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    named[name] = member.__get__(value)
+                except AttributeError:
+                    continue
+    return [(f".{name}", part) for name, part in named.items()]
+
+
+def _read(generator: Any) -> bytes | None:
+    """Return the generator's state; None if it has none to read, such as random.SystemRandom."""
+    if _is_instance(generator, (torch.Generator,)):
+        return as_bytes(generator.get_state()) if generator.device.type == "cpu" else None
+    try:
+        return json.dumps(_state_of(generator), sort_keys=True, default=_to_list).encode()
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _to_list(value: Any) -> Any:
+    """Return a NumPy array or number as plain Python values."""
+    return value.tolist()
+
+
+def _write(generator: Any, state: bytes) -> bool:
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        else:
+            _set_state(generator, json.loads(state))
+    except (KeyError, OverflowError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+        return
+    state = _with_arrays(state, _state_of(generator))
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _with_arrays(saved: Any, current: Any) -> Any:
+    """Return the saved state, with arrays at the places where NumPy's current state has them."""
+    if isinstance(current, dict):
+        return {key: _with_arrays(saved[key], part) for key, part in current.items()}
+    if isinstance(saved, list):
+        current = current.copy()
+        current[:] = saved
+        return current
+    return saved

@@ -4,7 +4,7 @@ A capture has the state of each distinct torch.Generator, the integers `seed` an
 sampler, and the samplers' state_dicts. Together with the main randomness from just before the
 iterator was made, a capture fixes the order for torch's samplers, and for every sampler that is a
 pure function of these. Other attributes of such samplers are inspected (carried_state.py,
-dataset_generators.py), and the order drawn again is compared (sources.py). A state_dict may be a
+randomness.py), and the order drawn again is compared (sources.py). A state_dict may be a
 sampler's working data, and a loaded one may become that: both ways it is copied.
 """
 

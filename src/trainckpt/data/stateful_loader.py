@@ -1,7 +1,7 @@
 """Track a loader with a position of its own, such as torchdata's StatefulDataLoader.
 
 Its own state is saved and loaded; state missing from that is unknown here. In addition, generators
-inside the loader are saved (dataset_generators.py) and restored if its own resume leaves them
+inside the loader are saved (randomness.py) and restored if its own resume leaves them
 untouched.
 
 Some loaders begin late: they make their first draws, such as a seed for workers, with the first
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainckpt.data import dataset_generators
-from trainckpt.data.fingerprint import fingerprint
+from trainckpt.data import randomness
 from trainckpt.data.iterable import StatefulStream
 from trainckpt.data.iterators import Progress
+from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, packed_rng, set_main_rng
 from trainckpt.data.resharding import ALTERNATIVE_HINT, Assignment, EpochResharder
 from trainckpt.data.sampler import length
-from trainckpt.data.worker_signals import kill_on_shutdown, kill_workers, signals_blocked
+from trainckpt.data.worker import kill_on_shutdown, kill_workers, signals_blocked
 from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class StatefulSource:
         self._last_iterator: Any = None
         self._has_begun = False
         # taken now: generators inside iterators are left out
-        self._generator_paths = dataset_generators.capture({"loader": loader}).keys()
+        self._generator_paths = randomness.capture({"loader": loader}).keys()
         # generators moved by a pass's first, and by its later, batches
         self._moved_generators: list[list[str] | None] = [None, None]
 
@@ -250,7 +250,7 @@ class StatefulSource:
             yield batch
 
     def _generators(self) -> dict[str, bytes]:
-        states = dataset_generators.capture({"loader": self._loader})
+        states = randomness.capture({"loader": self._loader})
         return {path: state for path, state in states.items() if path in self._generator_paths}
 
     def _randomness(self) -> dict[str, bytes]:
@@ -261,6 +261,6 @@ class StatefulSource:
         self._restore_generators({key: saved[key] for key in self._generator_paths if key in saved})
 
     def _restore_generators(self, saved: dict[str, bytes]) -> None:
-        lost = dataset_generators.restore({"loader": self._loader}, saved, self._name)
+        lost = randomness.restore({"loader": self._loader}, saved, self._name)
         if lost:
             self._report(Restored(self._name, How.NOT_KEPT, lost))

@@ -8,7 +8,7 @@ changed since that worker's last batch; the main process keeps the latest ones i
     each batch     `RngCollate`: the user's collate_fn, then (batch, worker, changed generators)
 
 A batch also carries the generators inside the worker's copies of dataset and collate_fn, as one
-value (dataset_generators.py), and their states (carried_state.py).
+value (randomness.py), and their states (carried_state.py).
 
 Everything is at module level and picklable: spawn and forkserver send it to the worker. Exceptions
 of the user's code pass through torch's ExceptionWrapper and are never wrapped here.
@@ -16,19 +16,162 @@ of the user's code pass through torch's ExceptionWrapper and are never wrapped h
 
 from __future__ import annotations
 
+import functools
 import json
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import threading
+import time
 import warnings
+import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch._C import _remove_worker_pids
 from torch.utils.data import get_worker_info
 
-from trainckpt.data import carried_state, dataset_generators
+from trainckpt.data import carried_state, randomness
 from trainckpt.data.carried_state import Carried, Seen, Watch
 from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
-from trainckpt.data.worker_signals import shield_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
+
+
+# ---- Keep the job's signals from killing DataLoader workers, and still end workers on time.
+#
+# torchrun and schedulers signal the whole process group. Unshielded workers die of it, and with
+# them the save requested by the signal. The order of events:
+#
+#     parent   block the signals in this thread          they wait; none is lost
+#     worker   starts with them blocked (masks survive fork and exec)
+#     parent   unblock: signals that arrived meanwhile are delivered now, once
+#     worker   `shield_worker`: ignore them, forget the parent's wakeup fd, unblock, watch the
+#              parent
+#
+# Alternatives: ignoring the signals in the parent while workers are made would lose signals; a
+# worker_init_fn alone would leave the milliseconds before it runs.
+#
+# For spawn and forkserver, multiprocessing's resource tracker must run first: starting it unblocks
+# SIGTERM and SIGINT in the parent. It and the fork server start under the mask as well; the loss
+# of the fork server would end its workers. (A fork server started earlier by other code is not
+# protected. Processes that it starts later have the signals blocked, and must unblock them.)
+#
+# A shielded worker ignores `terminate()`. So `adopt` makes torch's own shut-down end with SIGKILL,
+# and kills the remaining workers before multiprocessing joins its children at exit: that join would
+# never return.
+
+
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_CAN_MASK = hasattr(signal, "pthread_sigmask")
+_ORPHAN_CHECK_SECONDS = 2.0
+_REAP_SECONDS = 5.0
+
+
+@contextmanager
+def signals_blocked(start_method: str | None = None) -> Iterator[None]:
+    """Block the job's signals in this thread while worker processes are created.
+
+    Args:
+        start_method: "fork", "spawn" or "forkserver"; None means multiprocessing's default.
+    """
+    if not _CAN_MASK:
+        yield
+        return
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        if (start_method or multiprocessing.get_start_method()) != "fork":
+            _ensure_resource_tracker()
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # starting it unblocked two of them
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def shield_worker() -> None:
+    """In a worker, before any user code: ignore the job's signals, and exit if orphaned."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # a forked worker would write into the parent's pipe
+    if _CAN_MASK:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    threading.Thread(target=_exit_when_orphaned, args=(os.getppid(),), daemon=True).start()
+
+
+def kill_on_shutdown(iterator: Any) -> None:
+    """Make torch's shut-down of these workers end with SIGKILL, also at process exit."""
+    workers: Sequence[BaseProcess] = getattr(iterator, "_workers", ())
+    for worker in workers:
+        # weak: a cycle would keep the worker's pipes open until the next garbage collection
+        worker.terminate = functools.partial(_kill, weakref.ref(worker))  # type: ignore[method-assign]
+    if workers:
+        multiprocessing.util.Finalize(
+            iterator, _kill_at_exit, args=(list(workers), id(iterator)), exitpriority=100
+        )
+
+
+def kill_workers(iterator: Any) -> None:
+    """Kill and reap every worker of this iterator now. The iterator is unusable afterwards."""
+    workers: Sequence[BaseProcess] = getattr(iterator, "_workers", ())
+    if not workers:
+        return
+    iterator._shutdown = True  # torch's own shut-down would wait on queues that are now broken
+    if getattr(iterator, "_worker_pids_set", False):
+        iterator._worker_pids_set = False
+        _forget_pids(id(iterator))
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
+    for queue in (*iterator._index_queues, iterator._worker_result_queue):
+        queue.cancel_join_thread()
+    _kill_all(workers)
+    for queue in iterator._index_queues:
+        queue.close()
+
+
+def _ensure_resource_tracker() -> None:
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()
+
+
+def _exit_when_orphaned(parent: int) -> None:
+    # torch looks for a dead parent only between batches, and SIGTERM no longer ends a long one.
+    origin = multiprocessing.parent_process()
+    while os.getppid() == parent and (origin is None or origin.is_alive()):
+        time.sleep(_ORPHAN_CHECK_SECONDS)
+    os._exit(1)
+
+
+def _kill(reference: weakref.ref[BaseProcess]) -> None:
+    worker = reference()
+    if worker is not None:
+        worker.kill()
+
+
+def _kill_at_exit(workers: Sequence[BaseProcess], key: int) -> None:
+    if any(worker.is_alive() for worker in workers):
+        _forget_pids(key)
+        _kill_all(workers)
+
+
+def _kill_all(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(_REAP_SECONDS)
+
+
+def _forget_pids(key: int) -> None:
+    # or torch's SIGCHLD handler raises "DataLoader worker is killed by signal" in the main thread
+    try:
+        _remove_worker_pids(key)
+    except ValueError:
+        pass  # torch forgot them itself
+
 
 OWN_GENERATORS = "own"  # generators inside the data
 CARRIED_STATES = "carried"  # the data's own states
@@ -92,9 +235,7 @@ class RngCollate:
         if worker is None:
             return batch
         changed = changed_since(_sent_states)
-        packed_generators = dataset_generators.pack(
-            dataset_generators.capture(self.generator_roots())
-        )
+        packed_generators = randomness.pack(randomness.capture(self.generator_roots()))
         if packed_generators != _sent_states.get(OWN_GENERATORS, b""):
             changed[OWN_GENERATORS] = packed_generators
         _sent_states.update(changed)
@@ -129,8 +270,8 @@ class WorkerStart:
             self.user(worker)
         if worker in self.saved:
             set_main_rng(self.saved[worker])
-            own = dataset_generators.unpack(self.saved[worker].get(OWN_GENERATORS, b""))
-            lost = dataset_generators.restore(self.tap.generator_roots(), own, f"worker {worker}")
+            own = randomness.unpack(self.saved[worker].get(OWN_GENERATORS, b""))
+            lost = randomness.restore(self.tap.generator_roots(), own, f"worker {worker}")
             if lost:
                 warnings.warn(lost, stacklevel=2)
             carried_state.restore(
@@ -138,7 +279,7 @@ class WorkerStart:
             )
         _sent_states.clear()
         _sent_states.update(packed_rng())
-        _sent_states[OWN_GENERATORS] = dataset_generators.pack(
-            dataset_generators.capture(self.tap.generator_roots())
+        _sent_states[OWN_GENERATORS] = randomness.pack(
+            randomness.capture(self.tap.generator_roots())
         )
         _watches[:] = [Watch(self.tap.generator_roots())] if self.tap.carries else []

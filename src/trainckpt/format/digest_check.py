@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, shard_file
-from trainckpt.format.files import FileEntry
+from trainckpt.format.manifest import FileEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -16,7 +16,7 @@ from typing import Any
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import json_io
 from trainckpt.format.digest import is_digest
-from trainckpt.format.encryption import Wrapped, wrapped_from_json, wrapped_to_json
+from trainckpt.format.manifest import Wrapped, wrapped_from_json, wrapped_to_json
 from trainckpt.format.names import SnapshotName, check_file_name
 
 DUMPS, IMAGES, RECORD = "dumps", "images", "dump.json"

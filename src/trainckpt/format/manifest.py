@@ -7,21 +7,279 @@ part; the file's own header, covered by `header_digest`, gives the offset.
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, encryption, exactness, json_io, names, versions
+from trainckpt.format import digest, exactness, json_io, names
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.files import FileEntry, Files, parse_file, parse_files
 from trainckpt.format.layout import Layout, replicated
+from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
-    from trainckpt.format.encryption import Encryption
+
+# ---- Read and write a manifest's list of files: length and digests of each.
+#
+# Files are stored as columns, since there may be thousands.
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A file before encryption: its length, and the digest of its header."""
+
+    num_bytes: int
+    header_digest: str
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One shard file: name, length and digests. `format.digest_check` compares them.
+
+    Attributes:
+        digest: Of the whole file, if encrypted or in a manifest before version 5. Else "": the
+            head has the digests of everything behind it, so its own digest covers the file.
+        header_digest: Of the file's head.
+        sealed: The file is encrypted: length and digests are of the stored bytes, and
+            `header_digest` is of the bytes behind the encrypted data.
+        plain: The facts before encryption, if the key is known.
+    """
+
+    name: str
+    num_bytes: int
+    digest: str
+    header_digest: str
+    sealed: bool = False
+    plain: Plain | None = None
+
+    @property
+    def content(self) -> Plain:
+        """Return the length and header digest of the bytes as read, after decryption."""
+        return self.plain or Plain(self.num_bytes, self.header_digest)
+
+
+class Files(Sequence[FileEntry]):
+    """The files of a snapshot in rank order, stored as columns; entries are made on access.
+
+    Attributes:
+        sizes: Bytes of each.
+        digests, headers: Hex digests of the whole files and of the headers, concatenated.
+            `digests` is "" unless all files have one, as in `FileEntry`.
+        names: Only in format 1, or for older files; else they follow from the ranks.
+        sealed: They are encrypted.
+        plain: The facts of each before encryption, if known.
+    """
+
+    sealed = False
+    plain: Sequence[Plain] | None = None
+
+    def __init__(
+        self, sizes: list[int], digests: str, headers: str, names_: list[str] | None = None
+    ) -> None:
+        self.sizes, self.digests, self.headers, self.names = sizes, digests, headers, names_
+
+    @classmethod
+    def of(cls, entries: Sequence[FileEntry]) -> Files:
+        """Return the columns of these entries."""
+        if isinstance(entries, Files):
+            return entries
+        found = [entry.name for entry in entries]
+        plain = found == [names.shard_file_name(rank) for rank in range(len(entries))]
+        files = cls(
+            [entry.num_bytes for entry in entries],
+            "".join(entry.digest for entry in entries) if all(e.digest for e in entries) else "",
+            "".join(entry.header_digest for entry in entries),
+            None if plain else found,
+        )
+        files.sealed = any(entry.sealed for entry in entries)
+        if files.sealed:
+            files.plain = [entry.content for entry in entries]
+        return files
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> FileEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[FileEntry, ...]: ...
+    def __getitem__(self, index: int | slice) -> FileEntry | tuple[FileEntry, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        rank = range(len(self))[index]
+        name = names.shard_file_name(rank) if self.names is None else self.names[rank]
+        part = slice(rank * digest.NUM_HEX, (rank + 1) * digest.NUM_HEX)
+        plain = self.plain[rank] if self.plain is not None else None
+        return FileEntry(
+            name=name,
+            num_bytes=self.sizes[rank],
+            digest=self.digests[part],
+            header_digest=self.headers[part],
+            sealed=self.sealed,
+            plain=plain,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash((self.digests, self.headers))
+
+    def to_json(self, *, whole: bool) -> dict[str, Any]:
+        """Return the columns as in a manifest; `whole`: with the digests of the whole files."""
+        columns: dict[str, Any] = {"bytes": self.sizes, "headers": self.headers}
+        return {**columns, "digests": self.digests} if whole else columns
+
+
+def parse_files(columns: dict[str, Any], number: int, what: str, *, whole: bool) -> Files:
+    """Parse the columns of `number` files; raise `UnusableSnapshot` for anything else."""
+    sizes = json_io.field(columns, "bytes", list, what)
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
+        raise UnusableSnapshot(f"{what}: the length of a file is not readable")
+    digests = json_io.field(columns, "digests", str, what) if whole else ""
+    found = Files(sizes, digests, json_io.field(columns, "headers", str, what))
+    for column in (found.digests, found.headers) if whole else (found.headers,):
+        if not digest.are_digests(column, {number}) or len(sizes) != number:
+            raise UnusableSnapshot(f"{what} has not one digest for each of {number} files")
+    return found
+
+
+def parse_file(entry: Any, what: str) -> FileEntry:
+    """Parse one file as stored in format 1."""
+    found = FileEntry(
+        names.check_file_name(json_io.field(entry, "name", str, what)),
+        json_io.count(entry, "bytes", what),
+        json_io.field(entry, "digest", str, what),
+        json_io.field(entry, "header", str, what),
+    )
+    if not (digest.is_digest(found.digest) and digest.is_digest(found.header_digest)):
+        raise UnusableSnapshot(f"{what}: {found.name} has no digest")
+    return found
+
+
+# ---- Read and write a manifest's facts on encryption: wrapped keys, and an encrypted part.
+#
+#     keys     of its own snapshot, and of each older one it refers to: the snapshot's key, wrapped
+#              for each recipient. A change of recipients changes only this
+#     sealed   readable only with the key: the files' lengths and header digests before encryption.
+#              It also authenticates the rest of the manifest against changes without the key
+#
+# Pure: contains no cipher. Used by: manifest (to write and read), snapshot.
+
+
+CIPHER = "AES-256-GCM"
+MAX_RECIPIENTS = 256
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A snapshot's key, wrapped for one recipient.
+
+    Attributes:
+        to: The recipient's public key, as text.
+        key: The ephemeral public key and the encrypted key, together.
+    """
+
+    to: str
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Encryption:
+    """The encryption facts of one manifest.
+
+    Attributes:
+        keys: Full name of a snapshot -> its wrapped keys.
+        sealed: The encrypted part; see the module's header.
+    """
+
+    keys: Mapping[str, tuple[Wrapped, ...]]
+    sealed: bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as in a manifest."""
+        keys = {name: wrapped_to_json(each) for name, each in self.keys.items()}
+        return {"cipher": CIPHER, "keys": keys, "sealed": to_text(self.sealed)}
+
+
+def parse(data: Any, what: str) -> Encryption:
+    """Parse `Encryption.to_json`'s result; raise `UnusableSnapshot` for anything else."""
+    if json_io.field(data, "cipher", str, what) != CIPHER:
+        raise UnusableSnapshot(f"{what} is encrypted in a way that this release does not know")
+    keys = json_io.field(data, "keys", dict, what)
+    for name in keys:
+        if SnapshotName.parse(name) is None:
+            raise UnusableSnapshot(f"{what} has a key of {name[:100]!r}, which is no snapshot")
+    return Encryption(
+        {name: wrapped_from_json(each, what) for name, each in keys.items()},
+        from_text(json_io.field(data, "sealed", str, what), what),
+    )
+
+
+def wrapped_to_json(wrapped: Sequence[Wrapped]) -> list[list[str]]:
+    """Return one key, wrapped for each recipient, as JSON."""
+    return [[each.to, to_text(each.key)] for each in wrapped]
+
+
+def wrapped_from_json(listed: Any, what: str) -> tuple[Wrapped, ...]:
+    """Parse `wrapped_to_json`'s result; raise `UnusableSnapshot` for anything else, or no key."""
+    found = [
+        Wrapped(pair[0], from_text(pair[1], what))
+        for pair in (listed if type(listed) is list and len(listed) <= MAX_RECIPIENTS else ())
+        if type(pair) is list and len(pair) == 2 and type(pair[0]) is str
+    ]
+    if not found or len(found) != len(listed):
+        raise UnusableSnapshot(f"{what}: its wrapped keys are not readable")
+    return tuple(found)
+
+
+def plain_to_json(files: Sequence[FileEntry], reached: Sequence[FileEntry]) -> dict[str, Any]:
+    """Return the contents of the encrypted part: the files' lengths and header digests."""
+    return {"files": _encrypted_columns(files), "reached": _encrypted_columns(reached)}
+
+
+def _encrypted_columns(files: Sequence[FileEntry]) -> dict[str, Any]:
+    plain = [file.content for file in files]
+    return {
+        "bytes": [each.num_bytes for each in plain],
+        "headers": "".join(each.header_digest for each in plain),
+    }
+
+
+def plain_from_json(data: Any, key: str, number: int, what: str) -> list[Plain]:
+    """Parse one column set of `plain_to_json`, for `number` files.
+
+    Raises:
+        UnusableSnapshot: it is malformed, or of another number of files.
+    """
+    columns = json_io.field(data, key, dict, what)
+    sizes = json_io.field(columns, "bytes", list, what)
+    headers = json_io.field(columns, "headers", str, what)
+    counts = all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+    if not counts or len(sizes) != number or not digest.are_digests(headers, {number}):
+        raise UnusableSnapshot(f"{what}: what is sealed in it is not of {number} files")
+    each = digest.NUM_HEX
+    return [Plain(n, headers[i * each : (i + 1) * each]) for i, n in enumerate(sizes)]
+
+
+def to_text(data: bytes) -> str:
+    """Return bytes as text for JSON (base64)."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def from_text(text: Any, what: str) -> bytes:
+    """Return the bytes from `to_text`."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise UnusableSnapshot(f"{what}: a key in it is not readable") from None
+
 
 MAX_BYTES = 256_000_000
 LATEST_S = 2.5e11  # the year 9892: the limit of calendars
@@ -135,7 +393,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
     layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
     body = {
-        "format": versions.WRITTEN if whole else versions.BY_HEADS,
+        "format": names.WRITTEN if whole else names.BY_HEADS,
         "algorithm": digest.ALGORITHM,
         "kind": manifest.kind,
         "run": manifest.run,
@@ -163,10 +421,10 @@ def _body(manifest: Manifest) -> dict[str, Any]:
     if manifest.carried:
         body["carried"] = True
     if manifest.reached:
-        body["format"] = versions.WITH_REFERENCES if whole else versions.BY_HEADS
+        body["format"] = names.WITH_REFERENCES if whole else names.BY_HEADS
         body["reached"] = {"names": reached.names, **reached.to_json(whole=whole)}
     if manifest.encryption is not None:
-        body["format"] = versions.ENCRYPTED
+        body["format"] = names.ENCRYPTED
     return body
 
 
@@ -175,7 +433,7 @@ def load(data: bytes, what: str) -> Manifest:
     body = json_io.parse(data, what, max_bytes=MAX_BYTES)
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what} is not a manifest")
-    versions.check_version(body.get("format"), what)
+    names.check_version(body.get("format"), what)
     body = json_io.unsealed(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
     window = body.get("window")
@@ -208,7 +466,7 @@ def load(data: bytes, what: str) -> Manifest:
         lost=exactness.parse_lost(body, world, what),
         carried=body.get("carried") is True,
     )
-    if body["format"] == versions.ENCRYPTED:
+    if body["format"] == names.ENCRYPTED:
         manifest = _encrypted(manifest, body, what)
     if any(names.reached_file(file.name)[0] >= manifest.name for file in manifest.reached):
         raise UnusableSnapshot(f"{what} refers to files that are not older than it is")
@@ -219,7 +477,7 @@ def load(data: bytes, what: str) -> Manifest:
 
 def _encrypted(manifest: Manifest, body: dict[str, Any], what: str) -> Manifest:
     """Mark all files as encrypted, its own and the referenced ones, and add the keys."""
-    found = encryption.parse(body.get("encryption"), what)
+    found = parse(body.get("encryption"), what)
     folders = {names.reached_file(file.name)[0] for file in manifest.reached}
     if found.keys.keys() != {str(name) for name in (manifest.name, *folders)}:
         raise UnusableSnapshot(f"{what} has keys of other snapshots than it reaches")
@@ -246,8 +504,8 @@ def _files(body: dict[str, Any], world: int, what: str) -> Files:
 
 
 def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
-    none = body["format"] >= versions.ENCRYPTED and "reached" not in body
-    if none or body["format"] < versions.WITH_REFERENCES:
+    none = body["format"] >= names.ENCRYPTED and "reached" not in body
+    if none or body["format"] < names.WITH_REFERENCES:
         return ()
     columns = json_io.field(body, "reached", dict, what)
     listed = json_io.field(columns, "names", list, what)
@@ -261,7 +519,7 @@ def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
 
 
 def _columns(body: dict[str, Any], columns: dict[str, Any], number: int, what: str) -> Files:
-    return parse_files(columns, number, what, whole=body["format"] != versions.BY_HEADS)
+    return parse_files(columns, number, what, whole=body["format"] != names.BY_HEADS)
 
 
 def _tensors(body: dict[str, Any], world: int, what: str) -> dict[str, TensorEntry]:

@@ -26,7 +26,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import digest, json_io, names, versions
+from trainckpt.format import digest, json_io, names
 from trainckpt.format.layout import Box
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> Sha
         max_bytes=MAX_HEADER_BYTES,
     )
     version = facts.get("format") if isinstance(facts, dict) else None
-    versions.check_version(version, what, versions.SHARD_FILES)
+    names.check_version(version, what, names.SHARD_FILES)
     partial = json_io.field(facts, "regions", dict, what)
     types = json_io.field(facts, "dtypes", dict, what)
     digests = json_io.field(facts, "digests", dict, what)
@@ -299,7 +299,7 @@ def _moved(region: Region, first_byte: int) -> Region:
 
 def _metadata(header: ShardHeader) -> str:
     facts: dict[str, Any] = {
-        "format": versions.WRITTEN,
+        "format": names.WRITTEN,
         "rank": header.rank,
         "world": header.world,
         "digest": digest.ALGORITHM,
@@ -315,7 +315,7 @@ def _metadata(header: ShardHeader) -> str:
         by_file: dict[str, list[str]] = {}
         for key, file in sorted(header.references.items()):
             by_file.setdefault(file, []).append(key)
-        facts.update({"format": versions.WITH_REFERENCES, "references": by_file})
+        facts.update({"format": names.WITH_REFERENCES, "references": by_file})
     return json_io.canonical(facts).decode()
 
 
@@ -356,7 +356,7 @@ def _parse_region(
 def _parse_references(
     facts: dict[str, Any], entries: Mapping[str, Any], what: str
 ) -> dict[str, str]:
-    if facts["format"] < versions.WITH_REFERENCES:
+    if facts["format"] < names.WITH_REFERENCES:
         return {}
     found: dict[str, str] = {}
     for file, keys in json_io.field(facts, "references", dict, what).items():

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.options import read_options
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader
-from trainckpt.state.captured import VALUES
+from trainckpt.state.captured import VALUES, parse_values
 from trainckpt.state.destination import Destination
-from trainckpt.state.stored_values import parse_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from trainckpt.run_directory.open_snapshot import SnapshotSource
+    from trainckpt.run_directory.run_tiers import SnapshotSource
 
 
 class Contents:

@@ -24,7 +24,7 @@ from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.globs import matches, parse_globs, select
 from trainckpt.inspect.contents import Contents, models_in
 from trainckpt.ranks.world import current_world
-from trainckpt.run_directory.open_snapshot import open_source
+from trainckpt.run_directory.run_tiers import open_source
 from trainckpt.state import apply
 from trainckpt.state.adapters import fsdp
 from trainckpt.state.adapters.model import compare, copy

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trainckpt.encryption import encrypted_manifest, envelope
+from trainckpt.encryption import encrypted_file, keys
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
@@ -91,9 +91,9 @@ def _wrapped(manifest: Manifest, recipients: Sequence[str], opener: KeyRing) -> 
     """Return the same manifest, with its keys wrapped for these recipients."""
     assert manifest.encryption is not None
     secrets = {name: opener.key(manifest, name) for name in manifest.encryption.keys}
-    encrypted_manifest.open_sealed(manifest, secrets[str(manifest.name)])
+    encrypted_file.open_sealed(manifest, secrets[str(manifest.name)])
     keys = {
-        name: envelope.wrap_for_all(secret, recipients, manifest.run, name)
+        name: keys.wrap_for_all(secret, recipients, manifest.run, name)
         for name, secret in secrets.items()
     }
     return replace(manifest, encryption=replace(manifest.encryption, keys=keys))

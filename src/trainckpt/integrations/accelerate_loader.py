@@ -1,7 +1,7 @@
 """Track a loader prepared by Accelerate.
 
 Accelerate reads one batch ahead, to know the last one. Its own code goes on doing that; during a
-pass it reads from trainckpt's iterator instead of the DataLoader's. See `data.prefetching_source`.
+pass it reads from trainckpt's iterator instead of the DataLoader's. See `data.sources`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data.prefetching_source import PrefetchingSource
 from trainckpt.data.sampler import length, samplers_of
+from trainckpt.data.sources import PrefetchingSource
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.compat import RequiredAttribute
 

@@ -16,9 +16,8 @@ from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.accelerate_loader import missing_names, refuse_loader
 from trainckpt.integrations.transformers_compat import look, refuse_trainer, trainer_of
-from trainckpt.integrations.transformers_hooks import TrainerHooks
+from trainckpt.integrations.transformers_hooks import TrainedLoader, TrainerHooks, WindowReader
 from trainckpt.integrations.transformers_state import TrainerPart
-from trainckpt.integrations.transformers_window import TrainedLoader, WindowReader
 from trainckpt.run_directory.run_url import in_proof
 
 if TYPE_CHECKING:

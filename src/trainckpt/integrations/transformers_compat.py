@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.accelerate_state import refuse_accelerator
+from trainckpt.integrations.accelerate_attach import refuse_accelerator
 from trainckpt.integrations.compat import RequiredAttribute, check
 
 if TYPE_CHECKING:

@@ -11,45 +11,267 @@ looked after; the tree stands still then.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import secrets
+import shutil
 import signal
+import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.heartbeat import Heartbeat
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_rank_statuses
 from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, DumpFacts, choose, is_too_late
 from trainckpt.dumping.handshake import DumpRequest
+from trainckpt.encryption.keys import RECIPIENT, must_be_there, parse_recipients, public_bytes
 from trainckpt.errors import SaveFailed, TrainckptError
-from trainckpt.launcher import dump_encryption, dump_requests
-from trainckpt.launcher.dump_requests import DumpAnswer
+from trainckpt.format import names
+from trainckpt.format.dump import DumpName
+from trainckpt.launcher.output_relay import OutputRelay
 from trainckpt.launcher.processes import orphans_come_here, send
-from trainckpt.process_dump import criu, dump, gpu_state, process_tree
+from trainckpt.launcher.record import launch_folder, recorded_options
+from trainckpt.preemption.notice_file import MAX_BYTES, parse
+from trainckpt.process_dump import criu, dump, gpu_state, no_io_uring, process_tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpu_state import LOCK_WITHIN_S, GpusLost
+from trainckpt.process_dump.restore import load
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history
 from trainckpt.stop.progress_report import read_paces
+from trainckpt.storage.fs_probe import file_system, is_remote
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from trainckpt.attempt.rank_status import RankStatus
     from trainckpt.dumping.handshake import RankQuiesced
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.format.dump import DumpName
     from trainckpt.launcher.processes import Process
     from trainckpt.launcher.record import NamedRun
     from trainckpt.process_dump.criu import Ability
     from trainckpt.process_dump.gpu_state import GpuTree
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import Place, Tier
+
+
+# ---- Launch a command so that its processes can be dumped: no io_uring, no terminal.
+
+
+FILTER = str(Path(no_io_uring.__file__))
+
+
+@dataclass(frozen=True)
+class Dumpable:
+    """Facts for a supervisor that may dump its processes.
+
+    Attributes:
+        ability: What CRIU can do here, and why it cannot.
+        say: Told what happens, a line at a time.
+        keep_io_uring: Launch without the filter, and most likely without a dump.
+    """
+
+    ability: Ability
+    say: Callable[[str], object]
+    keep_io_uring: bool = False
+
+    def command(self, command: Sequence[str], cwd: str | None, path: str | None) -> list[str]:
+        """The command under the filter; as it is where it cannot be started, for the error's sake.
+
+        Args:
+            command: What to execute.
+            cwd, path: Working directory and PATH of the command.
+        """
+        program = command[0] if "/" not in command[0] else str(Path(cwd or ".") / command[0])
+        if self.keep_io_uring or shutil.which(program, path=path) is None:
+            return list(command)
+        return [sys.executable, "-I", "-S", FILTER, *command]
+
+    def dumping(
+        self, process: Process, folder: Path, logs: OutputRelay | None, named: NamedRun | None
+    ) -> Dumping | None:
+        """Return the dumper of this launch; None if its output does not go through files."""
+        if logs is None:
+            return None
+        return Dumping(DumpTarget(process, folder, logs.paths, named), self.ability, self.say)
+
+
+@contextlib.contextmanager
+def outputs(
+    dumpable: Dumpable | None, folder: Path, output: Any, *, apart: bool = False
+) -> Iterator[OutputRelay | None]:
+    """The files to which a command prints while the block runs; None: to where it always did."""
+    if dumpable is None or output not in (None, sys.stderr):
+        yield None
+        return
+    logs = OutputRelay(folder, out_to=1 if output is None else 2, apart=apart)
+    try:
+        with logs.followed():
+            yield logs
+    finally:
+        logs.close()
+
+
+# ---- Images hold every secret of their processes: to whom they are encrypted, where they may lie.
+
+
+def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[str, ...]:
+    """To whom the ranks of a launch encrypt; of those that do not say, what the options say.
+
+    And to whom the dump is encrypted that they were brought back from: secrets that it kept do not
+    get into the clear because whoever brought it back had other options.
+
+    Args:
+        folder: The supervisor's.
+        tier: The run's place.
+        record: Of the attempt.
+
+    Raises:
+        ConfigurationError: an option is unreadable, or the package is missing.
+        UnusableSnapshot, TierUnavailable: to whom that dump is encrypted cannot be read.
+    """
+    cwd = launch_folder(record.facts)
+    claimed = [
+        status for status in read_rank_statuses(folder).values() if status.attempt is not None
+    ]
+    texts = tuple(sorted({word for status in claimed for word in status.encrypt_to}))
+    if not claimed:
+        texts = recorded_options(record.facts).encrypt_to
+    previous_recipients = _before(tier, record)
+    if texts or previous_recipients:
+        must_be_there()
+    # A file of recipients lies where the command was launched, as the command has it.
+    resolved = (text if text.startswith(RECIPIENT) else str(cwd / text) for text in texts)
+    return tuple(dict.fromkeys([*parse_recipients(resolved), *previous_recipients]))
+
+
+def _before(tier: LocalTier, record: AttemptRecord) -> list[str]:
+    """To whom the dump is encrypted that this attempt goes on from, if it does."""
+    name = DumpName.parse(record.parent or "")
+    if name is None:
+        return []
+    parent_recipients = [
+        key.to for key in load(tier, attempt_history.run_id(tier) or "", name).keys
+    ]
+    for recipient in parent_recipients:
+        public_bytes(recipient)
+    return parent_recipients
+
+
+def why_exposed(tier: LocalTier) -> str:
+    """Why images must not be written to the run's place, or "".
+
+    CRIU writes them in the clear, and what was on a network once cannot be called back.
+    """
+    kind = file_system(tier.root)
+    if not is_remote(kind):
+        return ""
+    return (
+        f"the run's place is on {kind}, and images, in the clear at first, would leave this host; "
+        "put it on a disk of this host, and name that directory as one of its tiers"
+    )
+
+
+# ---- Requests to the supervisor, and its answers: files in the run's place, beside the notices.
+#
+#     RUN/notices/<attempt>-<id>.ask      {"reason", "seconds_left", "mode", "dump"}
+#     RUN/notices/<attempt>-<id>.answer   {"choice", "why", "error"}
+#
+# A notice (`.json`) goes to the ranks, who stop at a boundary. A request goes to the supervisor,
+# who chooses between that and a dump of the processes, and says what it chose; whoever asked then
+# writes the notice, if that is the answer. Answers are for requests: one that nobody waits for is
+# removed with the attempt's other garbage. A notice is written here only to ranks that hear no
+# signals.
+
+
+ASK, ANSWER = ".ask", ".answer"
+LOOKING = "looking"  # a first answer: GPUs may take their time until there is a choice
+
+
+@dataclass(frozen=True)
+class DumpCall:
+    """One request.
+
+    Attributes:
+        key: Where it lies.
+        reason, seconds_left, mode: As of a notice.
+        dump: A dump was asked for.
+    """
+
+    key: str
+    reason: str
+    seconds_left: float | None = None
+    mode: str | None = None
+    dump: bool = False
+
+
+@dataclass(frozen=True)
+class DumpAnswer:
+    """The supervisor's choice and its reason; `error` says why a dump failed."""
+
+    choice: str
+    why: str
+    error: str = ""
+
+
+def find(tier: Tier, attempt: int, seen: set[str]) -> DumpCall | None:
+    """The first request to this attempt's supervisor that is not in `seen`, and is added to it."""
+    with contextlib.suppress(TrainckptError):
+        for name in tier.list(names.NOTICES):
+            if name.startswith(f"{attempt}-") and name.endswith(ASK) and name not in seen:
+                seen.add(name)
+                if request := _read(tier, f"{names.NOTICES}/{name}"):
+                    return request
+    return None
+
+
+def answer(tier: Tier, request: DumpCall, found: DumpAnswer) -> None:
+    """Say what was chosen; a place that refuses has to do without."""
+    body = {"choice": found.choice, "why": found.why, "error": found.error}
+    with contextlib.suppress(TrainckptError):
+        tier.replace(answer_key(request.key), json.dumps(body).encode())
+
+
+def write_notice(run: str, attempt: int, reason: str, seconds_left: float | None) -> None:
+    """Have the ranks of an attempt stop; not waited for: its place may be slow, or refuse."""
+
+    def write() -> None:
+        left_s = None if seconds_left is None else max(seconds_left, 0.0)
+        body = json.dumps({"reason": reason, "seconds_left": left_s})
+        key = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}.json"
+        with contextlib.suppress(TrainckptError):
+            run_url.open_other_place(run).replace(key, body.encode())
+
+    threading.Thread(target=write, name="trainckpt-notice", daemon=True).start()
+
+
+def answer_key(key: str) -> str:
+    """Return the key of the answer to the request at `key`."""
+    return key.removesuffix(ASK) + ANSWER
+
+
+def read_answer(tier: Tier, key: str) -> DumpAnswer | None:
+    """The answer to the request at `key`, if it is there."""
+    with contextlib.suppress(TrainckptError, ValueError, RecursionError, TypeError):
+        body = json.loads(tier.read(answer_key(key), max_bytes=MAX_BYTES))
+        return DumpAnswer(*(str(body[part]) for part in ("choice", "why", "error")))
+    return None
+
+
+def _read(tier: Tier, key: str) -> DumpCall | None:
+    try:
+        body = json.loads(tier.read(key, max_bytes=MAX_BYTES))
+        notice = parse(body)
+    except (TrainckptError, ValueError, RecursionError):
+        return None  # no request: nobody waits for an answer to it
+    return DumpCall(key, notice.reason, notice.seconds_left, notice.mode, body.get("dump") is True)
+
 
 REST_WITHIN_S = 600.0  # from the order on, and from the first rank to the last: else they go on
 TOGETHER_WITHIN_S = 120.0
@@ -134,18 +356,18 @@ class Dumping:
             return False
         if self._waiting is not None:
             return self._dump_at_rest(self._waiting, left_s) and self._tell_others(tier)
-        request = dump_requests.find(tier, self._attempt, self._seen)
+        request = find(tier, self._attempt, self._seen)
         if request is None:
             return False
-        dump_requests.answer(tier, request, DumpAnswer(dump_requests.LOOKING, ""))
+        answer(tier, request, DumpAnswer(LOOKING, ""))
         dump_reason = DumpReason(request.reason, request.seconds_left, asked=request.dump)
-        answer = partial(dump_requests.answer, tier, request)
-        return self._answer(dump_reason, ranks, answer) and self._tell_others(tier)
+        reply = partial(answer, tier, request)
+        return self._answer(dump_reason, ranks, reply) and self._tell_others(tier)
 
     def _tell_others(self, tier: Place) -> bool:
         """Answer other pending requests with the same dump."""
-        while request := dump_requests.find(tier, self._attempt, self._seen):
-            dump_requests.answer(tier, request, DumpAnswer(DUMP, f"it was dumped as {self.taken}"))
+        while request := find(tier, self._attempt, self._seen):
+            answer(tier, request, DumpAnswer(DUMP, f"it was dumped as {self.taken}"))
         return True
 
     def notice(self, wish: DumpReason, ranks: Sequence[RankStatus]) -> bool:
@@ -326,10 +548,10 @@ class Dumping:
         if not isinstance(self._tier, LocalTier):
             return "the run's place is no directory, where dumps lie"
         try:
-            self._recipients = dump_encryption.recipients(self._launch.folder, self._tier, record)
+            self._recipients = recipients(self._launch.folder, self._tier, record)
         except TrainckptError as error:
             return error.message
-        return dump_encryption.why_exposed(self._tier)
+        return why_exposed(self._tier)
 
     def _why_not_gpus(
         self,

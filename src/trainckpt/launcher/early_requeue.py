@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.attempt_record import STOPPED
 from trainckpt.format.dump import KIND as DUMP
-from trainckpt.launcher import recorded_options
 from trainckpt.launcher.outcome import INTERRUPTED
+from trainckpt.launcher.record import recorded_options, start_again_code
 from trainckpt.launcher.supervise import TOO_EARLY, RunResult
 from trainckpt.launcher.torchrun_command import likely_run
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history
-from trainckpt.storage.timeouts import answer_within, aside
+from trainckpt.storage.worker_pool import answer_within, aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ def unless_signalled(look: Callable[[], Result], inbox: Inbox) -> Result | None:
 
 def before_launch(inbox: Inbox) -> RunResult:
     """Return the result of a command stopped by a signal before its launch."""
-    start_again = recorded_options.start_again(os.environ, None)
+    start_again = start_again_code(os.environ, None)
     code = INTERRUPTED if inbox.interrupts > 1 else start_again
     return RunResult(code, None, 0, TOO_EARLY, start_again=start_again)
 
@@ -112,7 +112,7 @@ def ask_to_be_queued_again(
 
 def _wants(facts: Mapping[str, Any]) -> bool:
     try:
-        return recorded_options.read(facts).requeue != "never"
+        return recorded_options(facts).requeue != "never"
     except ConfigurationError:  # as if nobody had set any: the next start says what is wrong
         return True
 

@@ -1,7 +1,7 @@
 """One launch, from its start to its end: signals are delivered, lost ranks noticed, time kept.
 
 The main thread sleeps until something comes: a signal, or the end of the launched process, which
-a thread of its own waits for. Twice a second it reads the ranks' status files. `signal_policy`
+a thread of its own waits for. Twice a second it reads the ranks' status files. `signals`
 decides, the monitor acts.
 """
 
@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.rank_status import has_imported, namespace_of, read_rank_statuses
-from trainckpt.launcher import nested, outcome, signal_policy
-from trainckpt.launcher.dump_requests import write_notice
-from trainckpt.launcher.dumps import DumpReason
+from trainckpt.launcher import nested, outcome, signals
+from trainckpt.launcher.dumps import DumpReason, write_notice
 from trainckpt.launcher.outcome import LaunchHistory
 from trainckpt.launcher.processes import (
     child_above,
@@ -30,9 +29,8 @@ from trainckpt.launcher.processes import (
     seen_from_here,
     send,
 )
-from trainckpt.launcher.rank_exits import RankExit, read_ends
-from trainckpt.launcher.signal_policy import RankProcess
-from trainckpt.launcher.signals import ENDED
+from trainckpt.launcher.signals import ENDED, RankProcess
+from trainckpt.launcher.torchrun_agent import RankExit, read_ends
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +82,7 @@ class LaunchMonitor:
         self._signalled_at = math.inf
         self._signal, self._passed_on = "", False
         self._notified = set[tuple[str, int]]()
-        self._handed_on: signal_policy.SignalAction | None = None
+        self._handed_on: signals.SignalAction | None = None
         self._within_s: float | None = None  # what supervisors within may take after a signal
         self._lost_since: float | None = None
         self._cause, self._why, self._ended_at = "", "", math.inf
@@ -195,7 +193,7 @@ class LaunchMonitor:
     # ---- what is done about it
 
     def _signalled(self, number: int, ranks: list[RankProcess]) -> None:
-        order = signal_policy.about_signal(
+        order = signals.about_signal(
             number,
             ranks,
             ours=self._ours or self._imported(),
@@ -203,23 +201,23 @@ class LaunchMonitor:
             interrupts=self._inbox.interrupts,
         )
         name = signal.Signals(number).name
-        if signal_policy.may_be_dumped_instead(order, ranks, number) and self._dumped_instead(
+        if signals.may_be_dumped_instead(order, ranks, number) and self._dumped_instead(
             name, number, ranks
         ):
             return
-        if order.what == signal_policy.NOTHING and self._inbox.stop_s is None:
+        if order.what == signals.NOTHING and self._inbox.stop_s is None:
             self._inbox.stop_s = self._inbox.came_s
-        if order.what in (signal_policy.DELIVER, signal_policy.HAND_ON):
-            self._handed_on = order if order.what == signal_policy.HAND_ON else None
+        if order.what in (signals.DELIVER, signals.HAND_ON):
+            self._handed_on = order if order.what == signals.HAND_ON else None
             self._start_clock(name)
             send(order.pids, order.number)
-        elif order.what == signal_policy.PASS_ON:
+        elif order.what == signals.PASS_ON:
             if ranks:  # their grace holds also for what is done after the end, such as a copy
                 self._start_clock(name, passed_on=True)
             send([self._process.pid] if self._process.poll() is None else [], number)
-        elif order.what == signal_policy.END:
+        elif order.what == signals.END:
             self._end(outcome.START_UP, f"{name} came before any rank listened")
-        elif order.what == signal_policy.KILL:
+        elif order.what == signals.KILL:
             self._end(outcome.SECOND_INTERRUPT, name)
 
     def _start_clock(self, name: str, *, passed_on: bool = False) -> None:
@@ -264,11 +262,11 @@ class LaunchMonitor:
                 f"not left (ranks still there: {remaining_ranks or 'none'})",
             )
             return
-        if not signal_policy.someone_is_lost(ranks):
+        if not signals.someone_is_lost(ranks):
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now
-        elif now - self._lost_since >= (limit_s := signal_policy.others_s(ranks)):
+        elif now - self._lost_since >= (limit_s := signals.others_s(ranks)):
             gone_ranks = [rank for rank in ranks if rank.is_gone] or ranks
             self._end(
                 outcome.OTHERS_LOST,
@@ -282,16 +280,14 @@ class LaunchMonitor:
         if dumping is None or self._signal or self._cause or self._process.poll() is not None:
             return False
         grace_s = (
-            signal_policy.deadline_after_s(ranks)
-            if ranks
-            else signal_policy.without_ranks_s(self._facts())
+            signals.deadline_after_s(ranks) if ranks else signals.without_ranks_s(self._facts())
         )
         if not ranks and self._handles(number):
             return False
         signalled_s = self._inbox.came_s  # not the first: that one was answered, and is over
         elapsed_s = 0.0 if signalled_s is None else time.monotonic() - signalled_s
         left_s = None if grace_s is None else max(grace_s - elapsed_s, 0.0)
-        dump_reason = DumpReason(name, left_s, host_returns=signal_policy.host_returns())
+        dump_reason = DumpReason(name, left_s, host_returns=signals.host_returns())
         is_dumped = self._is_dumped(
             dumping, dumping.notice(dump_reason, [rank.told for rank in ranks])
         )
@@ -327,10 +323,10 @@ class LaunchMonitor:
         return done
 
     def _deadline(self, ranks: list[RankProcess]) -> float:
-        limits_s = [signal_policy.deadline_after_s(ranks)]
+        limits_s = [signals.deadline_after_s(ranks)]
         if self._handed_on is not None:  # kept once known: their ranks' words go when they do
             graces_s = nested.graces_s(nested.read(self._folder))
-            self._within_s = signal_policy.deadline_within_s(graces_s) or self._within_s
+            self._within_s = signals.deadline_within_s(graces_s) or self._within_s
             limits_s.append(self._within_s)
         return self._signalled_at + min((s for s in limits_s if s is not None), default=math.inf)
 

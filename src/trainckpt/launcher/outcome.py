@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.rank_status import RankStatus
     from trainckpt.launcher.nested import Nested
-    from trainckpt.launcher.rank_exits import RankExit
+    from trainckpt.launcher.torchrun_agent import RankExit
 
 NOTICE = "notice"  # ended in start-up, where nothing was trained yet
 START_AGAIN, INTERRUPTED = 75, 130

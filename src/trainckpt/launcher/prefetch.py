@@ -26,7 +26,7 @@ from trainckpt.resume import candidate_order
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared
-from trainckpt.storage import io_priority, replica_slots
+from trainckpt.storage import libc, replica_slots
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -60,7 +60,7 @@ def _give_way() -> None:
         os.nice(NICE)
     with contextlib.suppress(OSError):  # sessions share the cores alike, whatever is in each
         Path("/proc/self/autogroup").write_text(f"{NICE}\n", encoding="ascii")
-    io_priority.give_way_to_all()
+    libc.give_way_to_all()
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def _awaited(memory: SharedMemoryDir) -> Iterator[threading.Event]:
     def watch() -> None:
         while not finished.wait(_LOOK_AGAIN_S):
             if memory.is_awaited():
-                io_priority.give_way_to_nobody()
+                libc.give_way_to_nobody()
                 awaited.set()
                 return
 

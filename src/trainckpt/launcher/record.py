@@ -12,12 +12,14 @@ import os
 import socket
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat, launch
 from trainckpt.attempt.heartbeat import Heartbeat
+from trainckpt.attempt.launch import REDACTED, recorded_environment
 from trainckpt.attempt.rank_status import LEFT, REFUSED, RankStatus
-from trainckpt.errors import TrainckptError
+from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.attempt_record import (
     ENDED,
     FAILED,
@@ -30,7 +32,7 @@ from trainckpt.format.attempt_record import (
 )
 from trainckpt.format.dump import KIND as DUMP
 from trainckpt.format.exactness import BITWISE
-from trainckpt.launcher.outcome import CONSEQUENCES, NOTICE
+from trainckpt.launcher.outcome import CONSEQUENCES, NOTICE, START_AGAIN
 from trainckpt.launcher.processes import children, environment
 from trainckpt.launcher.torchrun_command import is_silent
 from trainckpt.resume.candidate_order import DIED_WHILE
@@ -40,8 +42,55 @@ from trainckpt.snapshot import attempt_history, catalog
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trainckpt.attempt.options import Options
     from trainckpt.launcher.outcome import Outcome
     from trainckpt.storage.base import Place
+
+
+# ---- The options of a command that says none itself: as its attempt has recorded them.
+#
+# Whoever brings a run back may stand in another folder, in another shell: what was set for the run
+# when it was launched counts, but for what is set here, and for what was too secret to be stored.
+
+
+# Without it secrets would be written in the clear: an error is better.
+ENCRYPT_TO_VARIABLE = "TRAINCKPT_ENCRYPT_TO"
+
+
+def recorded_options(facts: Mapping[str, Any]) -> Options:
+    """The options, given an attempt's facts; without any they are this process's own.
+
+    Raises:
+        ConfigurationError: one is unreadable.
+    """
+    from trainckpt.attempt.options import read_options
+
+    recorded_variables = {
+        name: value
+        for name, value in recorded_environment(facts).items()
+        if name == ENCRYPT_TO_VARIABLE or REDACTED not in value
+    }
+    return read_options({}, {**recorded_variables, **os.environ}, launch_folder(facts))
+
+
+def start_again_code(environment: Mapping[str, str], cwd: str | Path | None) -> int:
+    """The exit code that says "saved, start me again", for a command launched there with that.
+
+    Where an option is unreadable, the default: the ranks refuse it by name.
+    """
+    from trainckpt.attempt.options import read_options
+
+    try:
+        return read_options({}, environment, Path(cwd or ".")).exit_code
+    except (ConfigurationError, OSError):
+        return START_AGAIN
+
+
+def launch_folder(facts: Mapping[str, Any]) -> Path:
+    """Return the folder in which the command was launched."""
+    cwd = facts.get("cwd")
+    return Path(cwd) if isinstance(cwd, str) else Path.cwd()
+
 
 CLAIM_AFTER_S = 30.0
 CLAIM_SILENT_AFTER_S = 3.0  # of a script that does not speak of trainckpt, as far as can be seen

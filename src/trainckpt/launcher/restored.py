@@ -25,13 +25,13 @@ from trainckpt.attempt.rank_status import REFUSED
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
-from trainckpt.launcher import recorded_options
-from trainckpt.launcher.dump_launch import outputs
+from trainckpt.launcher.dumps import outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
-from trainckpt.launcher.signal_policy import starts_again
+from trainckpt.launcher.record import launch_folder, start_again_code
+from trainckpt.launcher.signals import starts_again
 from trainckpt.launcher.supervise import RunResult, settle
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, process_start_s
 from trainckpt.process_dump import restore
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.rank_status import RankStatus
     from trainckpt.format.dump import DumpRecord
-    from trainckpt.launcher.dump_launch import Dumpable
+    from trainckpt.launcher.dumps import Dumpable
     from trainckpt.launcher.outcome import LaunchHistory
     from trainckpt.launcher.output_relay import OutputRelay
     from trainckpt.launcher.record import NamedRun
@@ -227,7 +227,7 @@ def _ended(
 ) -> RunResult:
     """Judge how it ended."""
     variables = {**recorded_environment(dumped.facts), **os.environ}
-    code = recorded_options.start_again(variables, recorded_options.folder(dumped.facts))
+    code = start_again_code(variables, launch_folder(dumped.facts))
     course = replace(course, start_again=code)
     verdict, record, _, was_signalled = settle(course, ranks, inbox, dumped.named)
     if any(status.how == REFUSED for status in ranks):

@@ -13,10 +13,21 @@ import os
 import queue
 import signal
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.rank_status import CLAIMED, LISTENING, RETURNED
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED
+from trainckpt.launcher.outcome import REFUSALS, Outcome
+from trainckpt.launcher.record import recorded_options
+from trainckpt.preemption import kubernetes
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from trainckpt.attempt.rank_status import RankStatus
+
 
 HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
 MAY_BE_IGNORED = ("SIGINT", "SIGHUP")  # by a shell's background job, by nohup: then they stay so
@@ -102,3 +113,190 @@ def heard() -> Iterator[Inbox]:
         yield inbox
     finally:
         inbox.__exit__()
+
+
+# ---- Decide on signals, lost ranks, deadlines and failures of a launch. Pure.
+#
+# A signal goes to the ranks that listen, not to torchrun: torchrun would pass it to the whole
+# process group, loader workers included, and then kill what is left at a time of its own. Where no
+# rank listens there is nothing to save: either the script is still starting, or it has no
+# Checkpointer.
+#
+# Ranks with a Checkpointer report the grace of a stop. A command without one has the grace of its
+# launch: TRAINCKPT_GRACE, or trainckpt.toml.
+
+
+# what to do about a signal
+DELIVER, END, PASS_ON, KILL, NOTHING = "deliver", "end", "pass on", "kill", "nothing"
+HAND_ON = "hand on"  # as `DELIVER`, also to supervisors within, who answer for their own ranks
+
+OTHERS_S = 10.0  # after a rank died, what the others get to finish what is in flight
+MARGIN, MOST_MARGIN_S = 0.1, 2.0  # of the grace: for us to end the ranks and write it down
+NEVER_AGAIN = REFUSALS | {0, 75, 130}
+IN_ORDER = (STOPPED, FINISHED)
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """One rank of this host that has told us of itself.
+
+    Attributes:
+        told: Its last word.
+        at: When it said that (`time.time`).
+        alive: Whether its process lives.
+        code: What the process ended with, negative for a signal; None while that is not known.
+    """
+
+    told: RankStatus
+    at: float
+    alive: bool
+    code: int | None = None
+
+    @property
+    def listens(self) -> bool:
+        """True if a signal sent to this rank becomes a notice."""
+        return self.alive and self.told.state in (LISTENING, CLAIMED)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Stopped, and about to end; not where its script goes on after the stop."""
+        return self.told.how == STOPPED and self.told.state != RETURNED
+
+    @property
+    def is_gone(self) -> bool:
+        """Dead, and not in order."""
+        return not self.alive and self.told.how not in IN_ORDER and self.code != 0
+
+
+@dataclass(frozen=True)
+class SignalAction:
+    """The supervisor's action on a signal.
+
+    Attributes:
+        pids, number: For `DELIVER` and `HAND_ON`: send this signal to these.
+    """
+
+    what: str
+    pids: tuple[int, ...] = ()
+    number: int = 0
+
+
+def about_signal(
+    number: int,
+    ranks: Sequence[RankProcess],
+    *,
+    ours: bool,
+    interrupts: int,
+    within: tuple[int, ...] = (),
+) -> SignalAction:
+    """Return the action on a signal.
+
+    Args:
+        number: Which one.
+        ranks: Those of this host that have told us of themselves.
+        ours: Whether the command uses trainckpt, as far as is known.
+        interrupts: How many SIGINT there were, this one included.
+        within: Supervisors that the command has launched, and that live.
+    """
+    listeners = [rank for rank in ranks if rank.listens]
+    if within and not listeners and interrupts <= 2:  # the second one has it end its ranks at once
+        return SignalAction(HAND_ON, within, number)
+    if interrupts > 1:
+        return SignalAction(KILL)
+    if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
+        stop_signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        listening_pids = tuple(rank.told.pid for rank in listeners if not rank.told.deaf)
+        return SignalAction(HAND_ON if within else DELIVER, (*listening_pids, *within), stop_signal)
+    if not ranks:
+        return SignalAction(END if ours else PASS_ON)
+    alive_ranks = [rank for rank in ranks if rank.alive]
+    if not alive_ranks or any(rank.is_stopping for rank in alive_ranks):
+        return SignalAction(NOTHING)
+    return SignalAction(PASS_ON)  # the training is over; what the script does now is its own
+
+
+def may_be_dumped_instead(order: SignalAction, ranks: Sequence[RankProcess], number: int) -> bool:
+    """Return True if a dump may replace the delivery of a signal.
+
+    Ranks that have a notice of their own are leaving already. Whoever presses Ctrl-C at a command
+    without a Checkpointer wants it to end.
+    """
+    if any(rank.told.asked for rank in ranks):
+        return False
+    has_no_ranks = order.what == PASS_ON and not ranks and number != signal.SIGINT
+    return order.what == DELIVER or has_no_ranks
+
+
+def deadline_after_s(ranks: Sequence[RankProcess]) -> float | None:
+    """Return the seconds that the ranks have after a signal; None: no limit."""
+    graces = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]
+    if not graces:
+        return None
+    return less_margin_s(min(graces))
+
+
+def deadline_within_s(graces_s: Sequence[float]) -> float | None:
+    """The same, for a supervisor within: half of the margin is its own, to end its ranks."""
+    shortest = min(graces_s, default=None)
+    return None if shortest is None else (shortest + less_margin_s(shortest)) / 2
+
+
+def less_margin_s(grace_s: float) -> float:
+    """Return the usable part of a grace; the supervisor needs the rest to end the ranks and record
+    it.
+    """
+    return grace_s - min(MOST_MARGIN_S, MARGIN * grace_s)
+
+
+def others_s(ranks: Sequence[RankProcess]) -> float:
+    """Return the seconds that the other ranks get after a rank died, to finish or to save.
+
+    More where they save without it (`survivors`), by the word of those that live.
+    """
+    return OTHERS_S + max((rank.told.survives_s or 0.0 for rank in ranks if rank.alive), default=0)
+
+
+def someone_is_lost(ranks: Sequence[RankProcess]) -> bool:
+    """Return True if a rank is lost and others may wait for it in vain.
+
+    Ranks that finished or stopped do not wait: they take their time.
+    """
+    alive = [rank for rank in ranks if rank.alive]
+    if any(rank.is_gone for rank in ranks):
+        return not alive or any(rank.told.how not in IN_ORDER for rank in alive)
+    return any(r.told.how == FAILED for r in alive) and any(r.listens for r in alive)
+
+
+def starts_again(verdict: Outcome, *, done: int, most: int, signalled: bool) -> bool:
+    """Return True if another launch follows this outcome.
+
+    Args:
+        verdict: How it ended.
+        done: Restarts so far.
+        most: Restarts that are allowed.
+        signalled: A signal has come: whoever sent it decides about the next start.
+    """
+    by_itself = verdict.how in (FAILED, KILLED) and not verdict.on_purpose and not signalled
+    return by_itself and verdict.exit_code not in NEVER_AGAIN and done < most
+
+
+def without_ranks_s(facts: Mapping[str, Any]) -> float | None:
+    """Seconds that a signal leaves, less what we need ourselves; None: nobody says.
+
+    Args:
+        facts: Of the attempt, with the options that it was launched with.
+    """
+    try:
+        granted_s = recorded_options(facts).grace or kubernetes.granted_s(os.environ)
+    except ConfigurationError:
+        return None
+    return None if granted_s is None else less_margin_s(granted_s)
+
+
+def host_returns(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if this host is expected to be there again after the stop.
+
+    A signal does not say that a host is lost; the notices of those who would take it away do, and
+    the ranks hear those. A pod is gone for good: its process ids and its files are made anew.
+    """
+    return not kubernetes.in_pod(os.environ if environment is None else environment)

@@ -26,16 +26,15 @@ from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.launcher import record as records
-from trainckpt.launcher import recorded_options
-from trainckpt.launcher.dump_launch import Dumpable, outputs
+from trainckpt.launcher.dumps import Dumpable, outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.nested import LONGEST_WHY, ParentReporter
 from trainckpt.launcher.outcome import INTERRUPTED, NOTICE, START_AGAIN, judge
 from trainckpt.launcher.prefetch import beside
 from trainckpt.launcher.processes import kill_session
-from trainckpt.launcher.signal_policy import starts_again
-from trainckpt.launcher.signals import Inbox
+from trainckpt.launcher.record import start_again_code
+from trainckpt.launcher.signals import Inbox, starts_again
 from trainckpt.launcher.torchrun_command import (
     RESTARTS_VARIABLE,
     is_torchrun,
@@ -170,7 +169,7 @@ def supervise(
             watch=watch,
             ours=ours,
             word=reporter,
-            start_again=recorded_options.start_again(variables, cwd),
+            start_again=start_again_code(variables, cwd),
             run=run,
             dumpable=dumpable,
         )

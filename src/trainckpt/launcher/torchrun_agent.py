@@ -3,7 +3,7 @@
 `python -m trainckpt.launcher.torchrun_agent ARGS` is `python -m torch.distributed.run ARGS`, and
 besides
 
-    while it runs   each rank's end is noted, with its code (see `rank_exits`): by a thread, as they
+    while it runs   each rank's end is noted, with its code (see "Exit records"): by a thread, as they
                     come, and by whoever waits for a rank before that thread has had its turn
     at its end      the ranks and codes that torchrun found are written too
     after a stop    torchrun takes the ranks' exit codes for failures; its report and traceback
@@ -15,21 +15,93 @@ Exit code: 0 or 1 as torchrun's, 128 + n where it was ended by a signal.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_rank_statuses
+from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, parse_status, read_rank_statuses
 from trainckpt.format.attempt_record import STOPPED
 from trainckpt.gc_pause import gc_paused
 from trainckpt.launcher import nested
 from trainckpt.launcher.processes import children
-from trainckpt.launcher.rank_exits import RankExit, write_end, write_failures
+from trainckpt.storage.private_files import atomic_write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+# ---- Exit records of the ranks, written by the agent into the supervisor's folder.
+#
+#     ends.jsonl     one line as each child of the agent ends, in that order: {pid, code, at}
+#     failures.json  what torchrun itself found, at its end: [{rank, pid, code}, ...]
+#
+# A code is negative for a signal, as in `subprocess`. torchrun alone does not say who ended first:
+# it looks ten times a second, and then ends the others.
+
+
+ENDS, FAILURES = "ends.jsonl", "failures.json"
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """One process that ended.
+
+    Attributes:
+        code: Exit code; negative for a signal.
+        at: When (`time.time`); infinite where that was not seen.
+        rank: Which rank it was, where that is known.
+    """
+
+    pid: int
+    code: int
+    at: float = math.inf
+    rank: int | None = None
+
+
+def write_end(folder: Path, end: RankExit) -> None:
+    """Add one line; a folder that is gone stops nothing."""
+    line = json.dumps({"pid": end.pid, "code": end.code, "at": end.at}) + "\n"
+    with contextlib.suppress(OSError), (folder / ENDS).open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def write_failures(folder: Path, failures: Iterable[Mapping[str, Any]]) -> None:
+    """Write what torchrun found: rank, pid and code of each failed process."""
+    with contextlib.suppress(OSError):
+        atomic_write_json(folder / FAILURES, list(failures))
+
+
+def read_ends(folder: Path) -> list[RankExit]:
+    """Every end that was seen, first ones first; what only torchrun found comes last."""
+    ends: dict[int, RankExit] = {}
+    for body in _lines(folder / ENDS):
+        if (end := parse_status(body, RankExit)) is not None:
+            ends[end.pid] = end
+    failures: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        failures = json.loads((folder / FAILURES).read_bytes())
+    for body in failures if isinstance(failures, list) else []:
+        if (failure := parse_status(body, RankExit)) is not None:
+            ends[failure.pid] = replace(ends.get(failure.pid, failure), rank=failure.rank)
+    return sorted(ends.values(), key=lambda end: end.at)
+
+
+def _lines(path: Path) -> list[Any]:
+    bodies = []
+    with contextlib.suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                bodies.append(json.loads(line))
+    return bodies
+
 
 SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"  # torchrun's own, for the option of that name
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # without the last one it would die of it

@@ -44,7 +44,7 @@ from trainckpt.storage.shared_memory import SharedMemoryDir
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from trainckpt.format.encryption import Wrapped
+    from trainckpt.format.manifest import Wrapped
     from trainckpt.process_dump.gpu_state import GpuTree
     from trainckpt.storage.local import LocalTier
 

@@ -14,7 +14,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from trainckpt.encryption import envelope
+from trainckpt.encryption import keys
 from trainckpt.encryption.encrypted_file import (
     CHUNK_BYTES,
     FOOTER_BYTES,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from trainckpt.encryption.keys import Identity
     from trainckpt.format.dump import DumpName, DumpRecord
-    from trainckpt.format.encryption import Wrapped
+    from trainckpt.format.manifest import Wrapped
 
 OPENED = "opened"  # folder beside the images, removed afterwards
 
@@ -42,8 +42,8 @@ def seal(images: Path, run: str, name: DumpName, recipients: Sequence[str]) -> t
 
     After an error the images are partly encrypted: the caller deletes them.
     """
-    key = envelope.new_key()
-    wrapped = envelope.wrap_for_all(key, recipients, run, str(name))
+    key = keys.new_key()
+    wrapped = keys.wrap_for_all(key, recipients, run, str(name))
     for path in sorted(images.iterdir()):
         _seal(path, key, ChunkPosition(run, str(name), path.name))
     return wrapped
@@ -56,7 +56,7 @@ def key_of(record: DumpRecord, identities: Sequence[Identity]) -> bytes:
         ConfigurationError: no identity, or not one of the recipients.
         UnusableSnapshot: the wrapped key was changed.
     """
-    return envelope.unwrap_any(record.keys, identities, record.run, str(record.name))
+    return keys.unwrap_any(record.keys, identities, record.run, str(record.name))
 
 
 @contextlib.contextmanager

@@ -8,17 +8,19 @@
                      repeat, such as times in a log, are listed and left out; where the training
                      itself is not repeated, the script is not deterministic, and that is said
 
-Each run works in a folder of its own (workspace.py). The user's own run is left alone: its
+Each run works in a folder of its own (`Workspace`). The user's own run is left alone: its
 snapshots stay as they are, and what tracked files held before is put back, however the proof ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -26,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.inspect import proof_files
-from trainckpt.inspect.proof_files import PROOF_FOLDER, read_written
+from trainckpt.inspect import proof_recorder
+from trainckpt.inspect.proof_recorder import PROOF_FOLDER, read_written
 from trainckpt.launcher.supervise import RunResult, kill_session, supervise, torchrun_command
-from trainckpt.prove import naming
+from trainckpt.prove import compare
 from trainckpt.prove.compare import (
     Difference,
     boundaries,
@@ -39,7 +41,6 @@ from trainckpt.prove.compare import (
     unrepeated,
     unseeded,
 )
-from trainckpt.prove.workspace import Workspace
 from trainckpt.run_directory.run_url import PROVE_VARIABLE, WORK
 
 if TYPE_CHECKING:
@@ -47,6 +48,106 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Say = Callable[[str], None]
+
+
+# ---- The folder a run of the proof works in: the user's working directory, with links for its
+# files.
+#
+#     <proof>/work/<path of the user's folder>    directories are real, files are links to the
+#                                                 user's; beside them, links for `../data`
+#
+# Each run of the proof gets a fresh one, at the same path, so that a path in the state is the same
+# text in all of them. What the script creates or replaces stays in there: `checkpoints/last.ckpt`
+# of the straight run is not there for the interrupted one, and the user's own is left alone. A file
+# that the script opens and writes over is the user's, as it is for the script.
+
+
+MOST_ENTRIES = 10_000  # directories beyond them are links
+MOST_BESIDE = 1_000  # a folder with more entries is not linked for the sake of `../x`
+
+
+class Workspace:
+    """Working directories for the runs of a proof.
+
+    Args:
+        folder: The proof's own.
+        origin: The user's working directory.
+
+    Attributes:
+        root: What stands for `/`.
+    """
+
+    def __init__(self, folder: Path, origin: Path) -> None:
+        self._folder, self._origin = folder, origin
+        self.root = folder / "work"
+
+    @property
+    def path(self) -> Path:
+        """Folder in which a run works."""
+        return self.root.joinpath(*self._origin.parts[1:])
+
+    def make(self) -> str:
+        """Make a fresh one, with the user's files as they are now.
+
+        Returns:
+            "", or why it cannot be made, such as a file system without links.
+        """
+        if len(self._origin.parts) == 1:
+            return "it is the root"
+        try:
+            self.path.parent.mkdir(parents=True)
+            inner = self._origin
+            for outer in inner.parents[:-1]:
+                _link_beside(outer, self.root.joinpath(*outer.parts[1:]), inner)
+                inner = outer
+            _mirror(self._origin, self.path, self._folder)
+            if self.path.is_symlink():
+                return f"{self._origin} holds more than {MOST_ENTRIES} files"
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def move_to(self, place: Path) -> None:
+        """Keep it there, if it was made: the run has ended."""
+        with suppress(FileNotFoundError):
+            self.root.rename(place)
+
+
+def _link_beside(source: Path, target: Path, but: Path) -> None:
+    entries = _entries(source)
+    for entry in entries if entries is not None and len(entries) <= MOST_BESIDE else ():
+        if entry.name != but.name:
+            (target / entry.name).symlink_to(entry.path)
+
+
+def _mirror(source: Path, target: Path, but: Path) -> None:
+    """Breadth first. Hidden directories, such as .git and .venv, are links."""
+    left, number = deque([(source, target)]), 0
+    while left:
+        here, there = left.popleft()
+        entries = _entries(here)
+        if entries is None or number + len(entries) > MOST_ENTRIES:
+            there.symlink_to(here)
+            continue
+        there.mkdir()
+        number += len(entries)
+        for entry in entries:
+            path, name = Path(entry.path), entry.name
+            if entry.is_dir(follow_symlinks=False) and not name.startswith("."):
+                if path != but:
+                    left.append((path, there / name))
+            else:
+                (there / name).symlink_to(path)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]] | None:
+    """None: this user may not look into it."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except PermissionError:
+        return None
+
 
 SHOWN_LOG_LINES, SHOWN_PATHS = 15, 5
 POLL_S = 0.02
@@ -151,10 +252,10 @@ def prove(
     try:
         return _prove(folder, stops, keep, _Runs(folder, command, nproc, say, launch), say)
     finally:
-        for told in proof_files.restore_files(folder / proof_files.FOLDER):
+        for told in proof_recorder.restore_files(folder / proof_recorder.FOLDER):
             say(told)
         with suppress(OSError):
-            (folder / proof_files.FOLDER).rmdir()
+            (folder / proof_recorder.FOLDER).rmdir()
         with suppress(OSError):  # one that holds logs stays
             folder.rmdir()
 
@@ -180,7 +281,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
         say(f"{last} micro-batches have room for {len(planned)} of {stops} stops")
     attempts = runs.interrupted(planned)
     left_out = unseeded(straight, attempts[0])
-    never_seeded = tuple(sorted(map(naming.say, left_out)))
+    never_seeded = tuple(sorted(map(compare.say, left_out)))
     for part in never_seeded:
         say(f"{part}: never seeded by the script, so left out of the comparison")
     difference, deterministic = first_difference(straight, attempts, left_out), True
@@ -193,7 +294,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
             difference, deterministic = found, False
         else:
             difference = first_difference(straight, attempts, left_out | values)
-    unlike = tuple(sorted(map(naming.say, values)))
+    unlike = tuple(sorted(map(compare.say, values)))
     for part in unlike:
         say(f"{part}: two uninterrupted runs differ in it, so left out of the comparison")
     exact = difference is None
@@ -217,7 +318,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
 def _remove(folder: Path) -> None:
     """All but the notes of what has to be put back, which are read after this."""
     for path in folder.iterdir():
-        if path.name != proof_files.FOLDER:
+        if path.name != proof_recorder.FOLDER:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -355,7 +456,7 @@ class _Runs:
             "dir": str(folder),
             "place": str(self._folder / run / "run"),
             PROOF_FOLDER: str(self._folder),
-            proof_files.FOLDER: str(self._folder / proof_files.FOLDER),
+            proof_recorder.FOLDER: str(self._folder / proof_recorder.FOLDER),
         }
         if stop is not None:
             plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}

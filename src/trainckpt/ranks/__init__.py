@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainckpt.ranks.boundary_gate import BoundaryGate
-from trainckpt.ranks.decision import Decision, Publication, decide
+from trainckpt.ranks.rounds import Decision, Publication, decide
 from trainckpt.ranks.store import LocalStore, RankStore, TorchStore, connect
 from trainckpt.ranks.watcher import Watcher
 from trainckpt.ranks.world import World, current_world

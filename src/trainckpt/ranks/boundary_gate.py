@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.decision import strictest
+from trainckpt.ranks.rounds import strictest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.notice import Mode
-    from trainckpt.ranks.decision import Decision
+    from trainckpt.ranks.rounds import Decision
 
 
 @dataclass

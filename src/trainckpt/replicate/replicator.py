@@ -24,31 +24,89 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.log import logger
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import parity_file
 from trainckpt.format.digest import digest
 from trainckpt.format.digest_check import is_file
-from trainckpt.format.names import sealed_file_name
+from trainckpt.format.names import sealed_file_name, shard_file_name
 from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.ranks.exchange import Exchange
-from trainckpt.replicate import replica_layout
-from trainckpt.replicate.replica_layout import copy_slot, parity_slot, sets_of
-from trainckpt.replicate.replica_layout import sizes as sizes_of
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.snapshot import parity
+from trainckpt.snapshot.redundancy import NOTHING, PARITY, RedundancySpec, make_plan
 from trainckpt.snapshot.replicate import copy_files, make_parities
 from trainckpt.storage import replica_slots
+from trainckpt.storage.replica_slots import MANIFEST
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from trainckpt.attempt.options import Options
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
     from trainckpt.replicate.rereplicate import StoredSnapshot
-    from trainckpt.snapshot.redundancy import RedundancyPlan
+    from trainckpt.snapshot.redundancy import CodedSet, RedundancyPlan
     from trainckpt.storage.arena import Arena
+
+
+# ---- Replica layout: the files of a snapshot that one rank's host holds in memory, by the plan.
+# Pure.
+#
+# Slots are the arena pairs in which replicas are made (`storage/replica_slots.py`). Names are those
+# of a snapshot's files.
+
+
+def sets_of(plan: RedundancyPlan, rank: int) -> list[tuple[int, CodedSet]]:
+    """Return the parity sets of a rank, with their numbers."""
+    return [(number, coded) for number, coded in enumerate(plan.sets) if rank in coded.members]
+
+
+def slots(plan: RedundancyPlan, rank: int, manifest: Manifest) -> dict[str, int]:
+    """Return the slots a rank fills for other ranks: slot name -> bytes."""
+    bytes_by_slot = {
+        copy_slot(owner): manifest.files[owner].num_bytes for owner in plan.kept_by(rank)
+    }
+    for number, coded in sets_of(plan, rank):
+        chunk_bytes = coded.chunk_bytes(max(file_sizes(coded, manifest)))
+        bytes_by_slot[parity_slot(number)] = HEAD_BYTES + coded.num_parity * chunk_bytes
+    return bytes_by_slot
+
+
+def names(plan: RedundancyPlan, rank: int, manifest: Manifest) -> set[str]:
+    """Return the files a host holds because of a rank: its own, its replicas, the manifest."""
+    name_of = file_name(manifest)
+    files = {name_of(number) for number in (rank, *plan.kept_by(rank))}
+    for number, coded in sets_of(plan, rank):
+        files.add(parity_file.file_name(number, coded.members.index(rank)))
+    return files | {MANIFEST}
+
+
+def file_name(manifest: Manifest) -> Callable[[int], str]:
+    """Return the function from a rank to the name of its stored file in memory."""
+    return sealed_file_name if manifest.encryption is not None else shard_file_name
+
+
+def file_sizes(coded: CodedSet, manifest: Manifest) -> list[int]:
+    """Return the bytes of each member's file; 0 for members that only hold parities."""
+    return [
+        manifest.files[rank].num_bytes if place < coded.num_own else 0
+        for place, rank in enumerate(coded.members)
+    ]
+
+
+def copy_slot(owner: int) -> str:
+    """Return the slot name of the copy of a rank's file."""
+    return f"copy{owner:05d}"
+
+
+def parity_slot(number: int) -> str:
+    """Return the slot name of a set's parities."""
+    return f"parity{number:05d}"
+
 
 STEP_S = 30.0  # for one round of a few megabytes
 BARRIER_S = 60.0  # beyond what the longest file takes at the slowest
@@ -198,9 +256,7 @@ class Replicator:
         lacks, why = False, ""
         try:
             self._check_wanted()
-            lacks = stored.is_incomplete(
-                manifest, replica_layout.names(self.plan, self._rank, manifest)
-            )
+            lacks = stored.is_incomplete(manifest, names(self.plan, self._rank, manifest))
         except Exception as error:  # noqa: BLE001 - the others wait for an answer
             why = f"rank {self._rank}: {getattr(error, 'message', repr(error))}"
         return {"lacks": int(lacks), "why": why}
@@ -311,7 +367,7 @@ class Replicator:
         if mine is None or self._place is None:
             return f"rank {self._rank} has too little shared memory"
         try:
-            for name, num_bytes in replica_layout.slots(self.plan, self._rank, manifest).items():
+            for name, num_bytes in slots(self.plan, self._rank, manifest).items():
                 slot = self._slots.setdefault(name, replica_slots.DoubleBuffer(self._place, name))
                 into[name] = slot.free(self.newest)
                 into[name].reserve(num_bytes)
@@ -335,7 +391,7 @@ class Replicator:
                 )
         for number, coded in sets_of(self.plan, self._rank):
             memory, place = into[parity_slot(number)].memory, coded.members.index(self._rank)
-            sizes, own = sizes_of(coded, manifest), mine if place < coded.num_own else mine[:0]
+            sizes, own = file_sizes(coded, manifest), mine if place < coded.num_own else mine[:0]
             make_parities(
                 coded,
                 place,
@@ -381,7 +437,7 @@ class Replicator:
         folder, is_sealed = manifest.name.folder, manifest.encryption is not None
         if is_sealed and sealed is not None:
             sealed.publish(folder, sealed_file_name(self._rank))
-        name_of = replica_layout.file_name(manifest)
+        name_of = file_name(manifest)
         for owner in self.plan.kept_by(self._rank):
             memories[copy_slot(owner)].publish(folder, name_of(owner))
         for number, coded in sets_of(self.plan, self._rank):
@@ -419,3 +475,67 @@ def _sum_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"why": "; ".join(answer["why"] for answer in answers if answer["why"])[:1000]}
+
+
+# ---- Failure domains: the ranks that fail together, and the replication plan made from them.
+
+
+def set_up(
+    options: Options, channel: RankStore, run: str, hosts: Sequence[str]
+) -> Replicator | None:
+    """Return this rank's replicator, or None if no replication was asked for. Collective.
+
+    Args:
+        options: The same redundancy on every rank, and each host's own failure domain.
+        channel: Fresh keys.
+        run: Run directory, which names its shared memory.
+        hosts: Host of every rank.
+
+    Raises:
+        ConfigurationError: parity is wanted, and NumPy is not installed.
+    """
+    spec = options.redundancy
+    if spec.kind == NOTHING and options.memory_every.steps is None:
+        return None
+    if spec.kind == PARITY:
+        parity.check_available()
+    declared = channel.gather("failure domains", options.failure_domain or "", RANKS_TIMEOUT_S)
+    plan = make_plan(spec, domains_of(hosts, declared))
+    if channel.world.rank == 0:
+        _log_plan(plan)
+    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
+    return Replicator(plan, channel, run, local)
+
+
+def set_up_local(channel: RankStore, run: str, hosts: Sequence[str]) -> Replicator:
+    """Return a replicator like that of `set_up`, for a rank whose file stays on its own host."""
+    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
+    return Replicator(make_plan(RedundancySpec(), list(hosts)), channel, run, local)
+
+
+def domains_of(hosts: Sequence[str], declared: Sequence[str]) -> list[str]:
+    """Return each rank's failure domain: the name its host's first rank declares, or the host
+    itself.
+
+    Ranks of one host always share a domain, since they share the memory that holds the replicas.
+    """
+    first: dict[str, str] = {}
+    for host, name in zip(hosts, declared, strict=True):
+        first.setdefault(host, name or f"host {host}")
+    return [first[host] for host in hosts]
+
+
+def _log_plan(plan: RedundancyPlan) -> None:
+    """Log the replication plan, and where it falls short of the options."""
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    if plan.partners:
+        logger.debug("each rank's file is copied to a rank of another host")
+    elif plan.sets:
+        sizes = sorted({len(coded.members) for coded in plan.sets})
+        logger.info(
+            "ranks of other hosts keep parities of each rank's file, in sets of %s: any %d "
+            "of the hosts may be lost",
+            " or ".join(map(str, sizes)),
+            plan.num_losses,
+        )

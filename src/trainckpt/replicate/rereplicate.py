@@ -21,10 +21,10 @@ from trainckpt.attempt.log import logger
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.digest_check import is_file
 from trainckpt.ranks import threads
-from trainckpt.replicate import replica_layout
+from trainckpt.replicate import replicator
 from trainckpt.replicate.replicator import ReplicationFailed
 from trainckpt.snapshot import catalog
-from trainckpt.snapshot.memory_copies import read_parity
+from trainckpt.snapshot.verify import read_parity
 from trainckpt.storage import replica_slots
 from trainckpt.storage.shared_memory import SharedMemoryDir
 from trainckpt.storage.tiered_reader import TieredReader
@@ -32,8 +32,7 @@ from trainckpt.storage.tiered_reader import TieredReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.replicate.replicator import Replicator
     from trainckpt.storage.base import Tier
@@ -70,7 +69,7 @@ class StoredSnapshot:
         """Return True if any of these files is missing or bad in this host's memory."""
         if self._place is None:
             return True
-        name_of = replica_layout.file_name(manifest)
+        name_of = replicator.file_name(manifest)
         files = {name_of(rank): file for rank, file in enumerate(manifest.files)}
         present = set(replica_slots.files(self._place, self.name.folder))
         return not (names <= present and all(self._is_good(n, files) for n in sorted(names)))
@@ -100,7 +99,7 @@ class StoredSnapshot:
             UnusableSnapshot: the file does not match the manifest.
             TrainckptError, OSError: it cannot be read, or there is no memory for it.
         """
-        file, file_name = manifest.files[self._rank], replica_layout.file_name(manifest)(self._rank)
+        file, file_name = manifest.files[self._rank], replicator.file_name(manifest)(self._rank)
         if self._place is None:
             raise OSError("there is no shared memory")
         mapping = self._place.held(self.name.folder, file_name, file.num_bytes)

@@ -6,42 +6,286 @@
 
 On a thread of its own, over keys of its own: training never waits for it, and a tier that hangs
 delays no other. The newest goes first; older ones are then left out, except tagged ones. A tier
-with an interval of its own gets fewer (`upload_queue`). A failed copy is tried again: with the next
+with an interval of its own gets fewer (`UploadQueue`). A failed copy is tried again: with the next
 snapshot, or after a while.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import DURABLE
-from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError, UnusableSnapshot
+from trainckpt.errors import (
+    NoAgreement,
+    SaveFailed,
+    TierUnavailable,
+    TrainckptError,
+    UnusableSnapshot,
+)
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.ranks import threads
 from trainckpt.ranks.store import DAY_S
-from trainckpt.replicate.retention import RetentionTask
-from trainckpt.replicate.tier_interval import LastCopy
-from trainckpt.replicate.upload_protocol import ProgressWatchdog, UploadRound, await_end, failure
-from trainckpt.replicate.upload_queue import UploadQueue
-from trainckpt.replicate.uploads import POLL_S
+from trainckpt.replicate.uploads import POLL_S, LastCopy, wait_s
 from trainckpt.run_directory.tier_config import COMMITS, TROUBLE
-from trainckpt.snapshot import catalog, upload
-from trainckpt.snapshot.attempt_history import read_attempts
+from trainckpt.snapshot import catalog, prune, upload
+from trainckpt.snapshot.attempt_history import newest, read_attempts
 from trainckpt.storage.base import health_of
 from trainckpt.storage.retry import CLOSED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from trainckpt.attempt.options import Every
     from trainckpt.attempt.save_handle import SaveHandle
     from trainckpt.format.manifest import Manifest
+    from trainckpt.ranks.store import RankStore
     from trainckpt.replicate.uploads import UploadContext, UploadDeadline
     from trainckpt.storage.base import Tier
+
+
+# ---- Retention in a slower tier, after each commit there, by the policy of the run directory.
+
+
+class RetentionTask:
+    """Retention of one tier. One thread, on rank 0."""
+
+    def __init__(self, tier: Tier, work: UploadContext) -> None:
+        self._tier, self._work = tier, work
+
+    def prune(self) -> None:
+        """Prune by the policy of the run directory; a newer attempt decides by itself."""
+        work = self._work
+
+        def is_superseded() -> bool:
+            return newest(work.run_tier) > work.attempt
+
+        if is_superseded():
+            return
+        records = read_attempts(work.run_tier)
+        candidates = catalog.read_catalog(self._tier, work.run, records)
+        prune.prune_by_policy(
+            self._tier,
+            candidates,
+            keep_last=work.keep_last,
+            attempt=work.attempt,
+            unless=is_superseded,
+        )
+
+
+# ---- The upload queue of one slower tier: snapshots it lacks, and the order to copy them in.
+#
+# The newest goes first, once the tier's interval (`uploads`) allows it. Requested and tagged
+# snapshots, and those left by earlier attempts, go in any case. The uploader's lock guards the
+# queue.
+
+
+class UploadQueue:
+    """Snapshots that wait to be copied to one tier.
+
+    Attributes:
+        last_copy: The last copy that arrived there.
+        handles: Handles of waiting snapshots of this attempt.
+    """
+
+    def __init__(self, every: Every | None, begun_step: int, now_s: float) -> None:
+        self.last_copy = LastCopy(begun_step, now_s)
+        self.handles: dict[SnapshotName, SaveHandle] = {}
+        self._every = every
+        self._tagged: dict[SnapshotName, bool] = {}
+        self._requested: set[SnapshotName] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._tagged)
+
+    def add(self, name: SnapshotName, handle: SaveHandle, *, tagged: bool) -> None:
+        """Add a snapshot; under an interval, drop older ones that no request or tag needs."""
+        if self._every is not None:
+            for older in [n for n in self._tagged if not self._is_required(n)]:
+                self.remove(older)
+        self._tagged[name], self.handles[name] = tagged, handle
+        if handle.is_asked:
+            self._requested.add(name)
+
+    def add_earlier(self, name: SnapshotName, *, tagged: bool) -> None:
+        """Add a snapshot left by an earlier attempt."""
+        self._tagged.setdefault(name, tagged)
+        self._requested.add(name)
+
+    def next(self, now_s: float, *, all_at_once: bool = False) -> tuple[SnapshotName | None, float]:
+        """Return the next snapshot, and the seconds until then (infinite: not before another one).
+
+        `all_at_once`: intervals no longer count.
+        """
+        newest = max(self._tagged, default=None)
+        if newest is None or all_at_once:
+            return newest, 0.0
+        seconds = wait_s(self._every, newest.step, self.last_copy, now_s)
+        asked = [name for name in self._tagged if self._is_required(name)]
+        return (max(asked), 0.0) if seconds > 0 and asked else (newest, seconds)
+
+    def superseded_by(self, name: SnapshotName) -> list[SnapshotName]:
+        """Return the snapshots that need no copy now: this one, and older ones without a tag."""
+        waiting = self._tagged.items()
+        return [n for n, tagged in waiting if n == name or (n < name and not tagged)]
+
+    def older_handles(self, name: SnapshotName) -> list[SaveHandle]:
+        """Return handles of older snapshots, which are not tried before this one has gone."""
+        return [handle for older, handle in self.handles.items() if older < name]
+
+    def remove(self, name: SnapshotName) -> None:
+        """Remove a snapshot from the queue."""
+        self._tagged.pop(name, None)
+        self.handles.pop(name, None)
+        self._requested.discard(name)
+
+    def _is_required(self, name: SnapshotName) -> bool:
+        return self._tagged[name] or name in self._requested
+
+
+# ---- Upload protocol between ranks for one tier, and when its store keys are deleted.
+#
+#     <n>/order       rank 0 to all: the snapshot, or why none of it can be copied; the last one
+#                     says that it is over
+#     <n>/report/<r>  rank r to rank 0: the result of its share
+#     <n>/verdict     rank 0 to all
+#     signs, ending   counters, all to rank 0: blocks go on; so many ranks make a file durable
+#     left            rank 0 to all, at the end: it is over
+#     hurry           any rank to rank 0, at the end: it was asked to leave
+#
+# The store holds a key until it is deleted, and a run copies for weeks. A rank that has reported
+# has read the order, and the verdict before it.
+
+
+SIGN_S = 30.0
+HANGS_AFTER_S, ENDS_WITHIN_S = 300.0, 3600.0  # without a sign; of a file that is made durable
+_SIGNS, _ENDING, _HURRY = "signs", "ending", "hurry"
+
+
+def failure(error: Exception, rank: int) -> dict[str, Any]:
+    """Return a report or verdict of an error; `lost`: nothing is left to try again with."""
+    message = getattr(error, "message", None) or str(error) or repr(error)
+    return {"error": f"rank {rank}: {message}", "lost": isinstance(error, UnusableSnapshot)}
+
+
+def await_end(channel: RankStore, drain: UploadDeadline) -> None:
+    """Wait until rank 0 ends the uploads, on any other rank; forward a request to leave."""
+    has_forwarded = False
+    while not channel.wait("left", min(drain.left_s(), POLL_S)) and drain.left_s() > 0:
+        if not has_forwarded and (asked := drain.leave_request()) is not None:
+            has_forwarded = True
+            channel.put(_HURRY, list(asked))
+
+
+class UploadRound:
+    """Upload rounds of one rank and tier. One thread."""
+
+    def __init__(self, channel: RankStore) -> None:
+        """`channel`: a connection of its own, with keys of this tier."""
+        self._channel = channel
+        self._rank, self._size = channel.world.rank, channel.world.size
+        self._number = 0
+        self._progress_s, self._is_syncing = 0.0, False
+
+    def publish_order(self, order: dict[str, Any]) -> None:
+        """Rank 0: publish the next order."""
+        self._number += 1
+        self._channel.put(f"{self._number}/order", order)
+
+    def gather_reports(self) -> list[dict[str, Any]]:
+        """Rank 0: return the reports of all other ranks, in rank order."""
+        number, others = self._number, range(1, self._size)
+        reports = [self._channel.get(f"{number}/report/{rank}", DAY_S) for rank in others]
+        self._delete_keys(f"{number}/order", f"{number - 1}/verdict")
+        return reports
+
+    def publish_verdict(self, verdict: dict[str, Any]) -> None:
+        """Rank 0: publish the verdict."""
+        self._channel.put(f"{self._number}/verdict", verdict)
+
+    def end(self) -> None:
+        """Rank 0: publish that no more orders come."""
+        self._channel.put(f"{self._number + 1}/order", {"over": True})
+
+    def next_order(self) -> dict[str, Any] | None:
+        """Any other rank: wait for the next order; None: it is over."""
+        key = f"{self._number + 1}/order"
+        while not self._channel.wait(key, DAY_S):
+            pass  # idle, and no gather: a run may copy less often than once a day
+        order: dict[str, Any] = self._channel.peek(key)
+        if "over" in order:
+            return None
+        self._number += 1
+        return order
+
+    def report(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Any other rank: send the result of its share; return the verdict."""
+        key = f"{self._number}/report/{self._rank}"
+        self._channel.put(key, report)
+        verdict: dict[str, Any] = self._channel.get(f"{self._number}/verdict", DAY_S)
+        self._delete_keys(key)
+        return verdict
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """Wrap the copy of one file."""
+        try:
+            yield
+        finally:
+            if self._is_syncing:
+                self._is_syncing = False
+                self._count(_ENDING, -1)
+
+    def report_progress(self, num_bytes: int) -> None:
+        """Signal progress: `num_bytes` of a file come next; 0: the file is made durable (may be
+        slow).
+        """
+        now_s = time.monotonic()
+        if num_bytes == 0:
+            self._is_syncing = True
+            self._count(_ENDING, 1)
+        elif now_s - self._progress_s > SIGN_S:
+            self._progress_s = now_s
+            self._count(_SIGNS, 1)
+
+    def _count(self, key: str, by: int) -> None:
+        with contextlib.suppress(NoAgreement):  # without the store no rank reads it
+            self._channel.count(key, by)
+
+    def _delete_keys(self, *keys: str) -> None:
+        with contextlib.suppress(NoAgreement):  # without the store there is nothing to delete
+            self._channel.forget(keys)
+
+
+class ProgressWatchdog:
+    """Progress watchdog of rank 0, beside the thread that copies."""
+
+    def __init__(self, channel: RankStore) -> None:
+        """`channel`: the keys of this tier, on a connection without waits."""
+        self._channel = channel
+        self._counts = 0, 0
+        self._since_s: float | None = None
+
+    def forwarded_request(self) -> list[Any] | None:
+        """Return another rank's request to leave; None: there is none."""
+        with contextlib.suppress(NoAgreement):
+            request: list[Any] | None = self._channel.peek(_HURRY)
+            return request
+        return None
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Return True if no rank made progress for too long. Call it again and again."""
+        counts = self._counts
+        with contextlib.suppress(NoAgreement):
+            counts = self._channel.count(_SIGNS, 0), self._channel.count(_ENDING, 0)
+        if self._since_s is None or counts != self._counts:
+            self._counts, self._since_s = counts, now_s
+        return now_s - self._since_s > (ENDS_WITHIN_S if counts[1] > 0 else HANGS_AFTER_S)
+
 
 FIRST_RETRY_S, MOST_RETRY_S = 15.0, 600.0
 STOPPED_WITHIN_S = 2.0

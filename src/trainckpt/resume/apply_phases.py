@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.loop_checks import NO_BOUNDARY
+from trainckpt.attempt.progress_counter import NO_BOUNDARY
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.cursor import Cursor
 from trainckpt.ranks import threads

@@ -13,7 +13,7 @@ from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.errors import ConfigurationError
 from trainckpt.inspect.contents import Contents, models_in
 from trainckpt.inspect.load import SelectiveLoad, read_into
-from trainckpt.run_directory.open_snapshot import open_source
+from trainckpt.run_directory.run_tiers import open_source
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from trainckpt.run_directory.validate import RANKS_TIMEOUT_S, RankLocation, lead
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.memory_copies import read_parity
 from trainckpt.snapshot.rebuild import LocalParts, SetState, recover
 from trainckpt.snapshot.redundancy import CodedSet
+from trainckpt.snapshot.verify import read_parity
 from trainckpt.storage import replica_slots
 from trainckpt.storage.shared_memory import ArenaInUse, SharedMemoryDir
 

@@ -20,7 +20,7 @@ from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.snapshot import catalog, upload
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.storage.local import LocalTier
-from trainckpt.storage.timeouts import answer_within
+from trainckpt.storage.worker_pool import answer_within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

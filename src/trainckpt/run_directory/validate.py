@@ -34,7 +34,7 @@ from trainckpt.preemption import slurm
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.storage import fs_probe
 from trainckpt.storage.local import LocalTier
-from trainckpt.storage.timeouts import answer_within
+from trainckpt.storage.worker_pool import answer_within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

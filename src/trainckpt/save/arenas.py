@@ -26,9 +26,9 @@ from trainckpt.attempt.memory_budget import available_bytes, budget_bytes, copy_
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.staging import Shard, private_memory
-from trainckpt.storage import host_memory, memfd
-from trainckpt.storage.arena import Own
-from trainckpt.storage.direct_io import copy
+from trainckpt.storage import host_memory
+from trainckpt.storage.arena import Own, has_memfd
+from trainckpt.storage.file_io import copy_bytes
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class Arenas:
             end = first_byte + len(into)
             if arena is None or end > len(arena.memory):
                 return False
-            copy(into, arena.memory[first_byte:end])
+            copy_bytes(into, arena.memory[first_byte:end])
             return True
 
     def _unindex(self, arenas: Sequence[Arena]) -> None:
@@ -387,7 +387,7 @@ class Arenas:
             except OSError:
                 shared = False
         budget = self._allowed_bytes(num_bytes, in_files + in_memfds)
-        beyond = self._place is not None and memfd.is_available()
+        beyond = self._place is not None and has_memfd()
         return MemorySpace(budget, shared, free + in_files, beyond)
 
     def _allowed_bytes(self, num_bytes: int, shared_bytes: int) -> int | None:

@@ -26,8 +26,7 @@ from trainckpt.attempt.save_handle import COMMITTED, STAGED, Committed, SaveHand
 from trainckpt.encryption.encrypted_file import EncryptedLayout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
-from trainckpt.format.names import SnapshotName
-from trainckpt.format.versions import VERSION
+from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
 from trainckpt.ranks.world import collective_timeout_s
@@ -35,8 +34,7 @@ from trainckpt.replicate.uploads import Uploads
 from trainckpt.save import store_keys
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
-from trainckpt.save.incremental import IncrementalIndex
-from trainckpt.save.plan_cache import SavePlanCache
+from trainckpt.save.incremental import IncrementalIndex, SavePlanCache
 from trainckpt.save.replica_check import ReplicaCheck, verdict
 from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.save.staging import Staging

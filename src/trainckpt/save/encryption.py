@@ -15,11 +15,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.encryption import encrypted_manifest, envelope
+from trainckpt.encryption import encrypted_file, keys
 from trainckpt.encryption.keys import must_be_there, parse_recipients
 from trainckpt.errors import ConfigurationError
 from trainckpt.format import json_io
-from trainckpt.format.encryption import from_text, to_text
+from trainckpt.format.manifest import from_text, to_text
 from trainckpt.format.names import reached_file
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.attempt.options import Options
-    from trainckpt.format.encryption import Wrapped
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import Manifest, Wrapped
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 class SnapshotEncryption:
     """Keys and recipients of one rank. Used by the saving thread, and by that of survivors."""
 
-    def __init__(self, recipients: tuple[str, ...], run: str, chain: envelope.KeyRatchet) -> None:
+    def __init__(self, recipients: tuple[str, ...], run: str, chain: keys.KeyRatchet) -> None:
         self._recipients, self._run, self._ratchet = recipients, run, chain
         self._known: Mapping[str, tuple[Wrapped, ...]] = {}
         self._open: dict[int, SnapshotKey] = {}  # sequence number of a save -> its key
@@ -71,7 +70,7 @@ class SnapshotEncryption:
 
     def encrypt_message(self, name: SnapshotName, value: Any) -> str:
         """Encrypt a message between ranks about a save, for a location that others may read."""
-        return to_text(envelope.hide(self._open[name.sequence].key, json_io.canonical(value)))
+        return to_text(keys.hide(self._open[name.sequence].key, json_io.canonical(value)))
 
     def decrypt_message(self, name: SnapshotName, text: str) -> Any:
         """Decrypt the text of `hide`, on any rank that takes part in the save.
@@ -80,16 +79,16 @@ class SnapshotEncryption:
             UnusableSnapshot: the text was changed.
         """
         what = f"what a rank told of {name}"
-        data = envelope.show(self._open[name.sequence].key, from_text(text, what), what)
+        data = keys.show(self._open[name.sequence].key, from_text(text, what), what)
         return json_io.parse(data, what, max_bytes=len(data))
 
     def encrypt_manifest(self, manifest: Manifest) -> Manifest:
         """Return the manifest encrypted for its commit. Rank 0, between `begin` and `end`."""
         own, key = str(manifest.name), self._open[manifest.name.sequence].key
         folders = {str(reached_file(file.name)[0]) for file in manifest.reached}
-        keys = {name: self._known[name] for name in sorted(folders)}
-        keys[own] = envelope.wrap_for_all(key, self._recipients, self._run, own)
-        return encrypted_manifest.seal(manifest, key, keys)
+        wrapped = {name: self._known[name] for name in sorted(folders)}
+        wrapped[own] = keys.wrap_for_all(key, self._recipients, self._run, own)
+        return encrypted_file.seal(manifest, key, wrapped)
 
     def committed(self, manifest: Manifest) -> None:
         """Allow the next save to refer to this snapshot, and to those it refers to."""
@@ -123,18 +122,18 @@ def set_up(options: Options, channel: RankStore, run: str) -> SnapshotEncryption
         return None
     if channel.world.rank == 0:
         logger.info("snapshots are encrypted to %s", ", ".join(recipients))
-    return SnapshotEncryption(recipients, run, envelope.KeyRatchet(_shared_secret(channel)))
+    return SnapshotEncryption(recipients, run, keys.KeyRatchet(_shared_secret(channel)))
 
 
 def _shared_secret(channel: RankStore) -> bytes:
-    secret = envelope.new_key()
+    secret = keys.new_key()
     if channel.world.size == 1:
         return secret
-    exchange = envelope.KeyExchange()
+    exchange = keys.KeyExchange()
     addresses = channel.gather("sealing/addresses", exchange.address, RANKS_TIMEOUT_S)
     letters = None
     if channel.world.rank == 0:
-        letters = [to_text(envelope.wrap(secret, to, envelope.A_RANK).key) for to in addresses]
+        letters = [to_text(keys.wrap(secret, to, keys.A_RANK).key) for to in addresses]
     received = channel.gather("sealing/letters", letters, RANKS_TIMEOUT_S)[0]
     return exchange.read(from_text(received[channel.world.rank], "rank 0's letter"))
 

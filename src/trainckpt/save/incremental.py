@@ -14,15 +14,18 @@ that fails changes nothing, unless a file has vanished: then the next save write
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
 from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
 from trainckpt.format.digest import compact
+from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
 from trainckpt.format.names import SNAPSHOTS, reached_file
-from trainckpt.snapshot import stored_regions
+from trainckpt.snapshot import save_plan
 from trainckpt.snapshot.restore import Reader
-from trainckpt.state.captured import VALUES
+from trainckpt.snapshot.save_plan import plan_save
+from trainckpt.state import replicas, staging
+from trainckpt.state.captured import VALUES, add_values
 from trainckpt.state.replicas import checksums
 from trainckpt.state.staging import digests_of, source_of
 
@@ -30,8 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainckpt.attempt.save_handle import Committed
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
@@ -43,7 +45,7 @@ class IncrementalIndex:
 
     def __init__(self, tier: Tier, rank: int, registry: Registry) -> None:
         self._tier, self._rank, self._registry = tier, rank, registry
-        self._known = stored_regions.StoredRegions()
+        self._known = save_plan.StoredRegions()
         self._digested: dict[str, tuple[bytes, str]] = {}  # key -> checksum on its device, digest
 
     def begin_from(self, manifest: Manifest, reader: Reader | None = None) -> None:
@@ -64,12 +66,12 @@ class IncrementalIndex:
             logger.warning("the next save writes everything anew: %s", error.message)
             return
         regions = {
-            p.region.key: stored_regions.StoredRegion(
+            p.region.key: save_plan.StoredRegion(
                 p.key.removeprefix(f"{SNAPSHOTS}/"), _compact(p.region)
             )
             for p in places
         }
-        self._known = self._existing(stored_regions.StoredRegions(regions, files))
+        self._known = self._existing(save_plan.StoredRegions(regions, files))
 
     def find_unchanged(
         self, captured: Captured, planned: Sequence[Region], *, last: bool = False
@@ -89,8 +91,8 @@ class IncrementalIndex:
             return name.partition("/")[0] in models and name.partition("#")[0] not in trained
 
         tensors = [region for region in planned if region.tensor != VALUES]  # those are read first
-        likely = list(stored_regions.candidates(self._known, tensors, is_untrained))
-        return stored_regions.decide(self._known, planned, self._digests(captured, likely))
+        likely = list(save_plan.candidates(self._known, tensors, is_untrained))
+        return save_plan.decide(self._known, planned, self._digests(captured, likely))
 
     def _digests(self, captured: Captured, regions: Sequence[Region]) -> dict[str, str]:
         """Return the digest of each region's live bytes, by key.
@@ -118,7 +120,7 @@ class IncrementalIndex:
         for name in sorted(set(header.references.values())):
             file = self._known.files[name]
             if self._size(name) != file.num_bytes:
-                self._known = stored_regions.StoredRegions()
+                self._known = save_plan.StoredRegions()
                 raise SaveFailed(
                     f"{name}, which holds what has not changed since, is not what it was",
                     hint="the next save writes everything anew",
@@ -131,9 +133,9 @@ class IncrementalIndex:
         file = replace(event.file, name=f"{event.manifest.name}/{event.file.name}")
         header = event.shard.header
         regions = [_compact(region) for region in header.regions]
-        self._known = stored_regions.committed(self._known, file, regions, header.references)
+        self._known = save_plan.committed(self._known, file, regions, header.references)
 
-    def _existing(self, known: stored_regions.StoredRegions) -> stored_regions.StoredRegions:
+    def _existing(self, known: save_plan.StoredRegions) -> save_plan.StoredRegions:
         """Drop files missing in the run directory: the snapshot may have come from another tier."""
         exists: dict[str, bool] = {}
         for file, _ in known.held.values():
@@ -153,3 +155,60 @@ def _compact(region: Region) -> Region:
     """Return the region with one digest for all its blocks: enough to compare it."""
     one_digest = compact(region.digest)
     return region if one_digest == region.digest else region.digested(one_digest)
+
+
+# ---- Reuse the previous save's plan of stored regions while nothing in it changes.
+#
+# To plan thousands of regions takes longer than to see that names, types, shapes and replicas are
+# the same.
+
+
+class CachedSavePlan(NamedTuple):
+    """Save plan of one rank.
+
+    Attributes:
+        regions: Regions this rank stores.
+        entries: Manifest entry of each tensor it holds.
+    """
+
+    regions: tuple[Region, ...]
+    entries: dict[str, TensorEntry]
+
+
+class SavePlanCache:
+    """Plan cache of one rank of an attempt, across saves."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._facts: Any = None
+        self._plan = CachedSavePlan((), {})
+
+    def plan(self, captured: Captured, equal: Sequence[str]) -> CachedSavePlan:
+        """Return the plan for this state, and add its values to it as one tensor.
+
+        Args:
+            captured: All state of this rank.
+            equal: Groups of tensors with equal replicas.
+        """
+        add_values(captured)
+        facts = (
+            [(name, tensor.dtype, tensor.shape) for name, tensor in captured.tensors.items()],
+            captured.groups,
+            captured.apart,
+            captured.placed,
+            equal,
+        )
+        if facts != self._facts:
+            self._plan, self._facts = self._make(captured, equal), facts
+        return self._plan
+
+    def _make(self, captured: Captured, equal: Sequence[str]) -> CachedSavePlan:
+        layouts = replicas.split_layouts(captured, set(equal), self._world)
+        regions = staging.held(captured, layouts)
+        entries = {
+            r.tensor: TensorEntry(
+                r.dtype, r.of, SPLIT if r.tensor in layouts else RANK, layouts.get(r.tensor)
+            )
+            for r in regions
+        }
+        return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries)

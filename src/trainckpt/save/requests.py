@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from trainckpt.format.cursor import Cursor
-    from trainckpt.ranks.decision import Decision
+    from trainckpt.ranks.rounds import Decision
     from trainckpt.save.coordinator import SaveCoordinator
 
 MOST_BOUNDARIES = 16  # between two tries

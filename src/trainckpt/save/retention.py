@@ -16,7 +16,7 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempt_history import newest, read_attempts
-from trainckpt.snapshot.manifest_cache import ManifestCache
+from trainckpt.snapshot.catalog import ManifestCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

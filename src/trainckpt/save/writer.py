@@ -20,8 +20,8 @@ from trainckpt.attempt.log import logger
 from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.digest import digest
-from trainckpt.format.files import Files
 from trainckpt.format.json_io import canonical
+from trainckpt.format.manifest import Files
 from trainckpt.save import save_errors, store_keys
 from trainckpt.save.retention import RetentionWorker
 from trainckpt.snapshot import prune
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.record_log import AttemptId, AttemptLog
     from trainckpt.attempt.save_handle import Committed
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest, TensorEntry
+    from trainckpt.format.manifest import FileEntry, Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.encryption import SnapshotEncryption

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
-from trainckpt.format import json_io, names, versions
+from trainckpt.format import json_io, names
 from trainckpt.format.attempt_record import MAX_BYTES, UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
-from trainckpt.storage.timeouts import answer_within
+from trainckpt.storage.worker_pool import answer_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ def run_id(tier: Tier) -> str | None:
         return None
     body = json_io.parse(tier.read(what, max_bytes=MAX_BYTES), what, max_bytes=MAX_BYTES)
     run = str(json_io.field(body, "id", str, what))
-    versions.check_version(body.get("format"), what, versions.RUN_RECORDS)
+    names.check_version(body.get("format"), what, names.RUN_RECORDS)
     if "digest" in body:
         json_io.unsealed(body, what)
     return run

@@ -19,6 +19,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.format.attempt_record import UNDECIDED
+from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 
@@ -26,11 +27,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.storage.base import Readable, Tier
 
     Parse = Callable[[bytes, str], Manifest]  # as `manifests.load`
+
+
+# ---- Cache parsed manifests by the digest of their bytes.
+#
+# Each commit is followed by a look at all manifests of the run directory. Parsing them takes the
+# interpreter from training for milliseconds, so each is parsed once. The bytes are still read every
+# time, this attempt's own manifests too: older snapshots are deleted on the strength of them.
+
+
+class ManifestCache:
+    """Manifests without their tensors, which would take too much memory."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Manifest] = {}
+        self._now: dict[str, Manifest] = {}
+
+    def __call__(self, data: bytes, what: str) -> Manifest:
+        """Return the manifest as `manifest.load` does, with empty `tensors`."""
+        key = digest(data)
+        found = self._now.get(key) or self._before.get(key)
+        if found is None:
+            found = replace(manifests.load(data, what), tensors={})
+        self._now[key] = found
+        return found
+
+    def forget(self) -> None:
+        """Drop manifests not requested since the last call."""
+        self._before, self._now = self._now, {}
+
 
 NOT_COMMITTED = "not committed: a save that was cut short"
 ABANDONED = "abandoned branch: a later attempt did not begin from it"

@@ -14,20 +14,19 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainckpt.encryption import encrypted_manifest, envelope
+from trainckpt.encryption import encrypted_file, keys
 from trainckpt.encryption.encrypted_file import FOOTER_BYTES, TAG_BYTES, ChunkPosition, Decryptor
 from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS
-from trainckpt.storage.direct_io import copy, memory
+from trainckpt.storage.file_io import copy_bytes, memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.encryption.encrypted_file import Chunk
     from trainckpt.encryption.keys import Identity
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.storage.base import Readable
 
 RUN_BYTES = 8 << 20  # of chunks that one thread reads and decrypts
@@ -58,7 +57,7 @@ class KeyRing:
         """
         assert manifest.encryption is not None
         wrapped = manifest.encryption.keys[snapshot]
-        return envelope.unwrap_any(wrapped, self.identities, manifest.run, snapshot)
+        return keys.unwrap_any(wrapped, self.identities, manifest.run, snapshot)
 
 
 class DecryptingTier:
@@ -84,7 +83,7 @@ class DecryptingTier:
         if manifest.encryption is None:
             return manifest
         keys = {name: self._opener.key(manifest, name) for name in manifest.encryption.keys}
-        opened = encrypted_manifest.open_sealed(manifest, keys[str(manifest.name)])
+        opened = encrypted_file.open_sealed(manifest, keys[str(manifest.name)])
         own = [(f"{manifest.name}/{file.name}", file) for file in opened.files]
         for path, file in (*own, *((file.name, file) for file in opened.reached)):
             folder, _, name = path.partition("/")
@@ -221,7 +220,7 @@ class _File:
         with self._keeping:
             kept = self._kept.get(chunk.number)
         if kept is not None:
-            copy(target, kept[at : at + len(target)])
+            copy_bytes(target, kept[at : at + len(target)])
             return
         if chunk.number not in runs:
             scratch = memory(chunk.num_bytes, chunk.stored_at)
@@ -237,7 +236,7 @@ class _File:
             self._unsealer.open(chunk.number, run.into[at : at + chunk.num_bytes])
             at += chunk.num_bytes
         for target, first in run.copies:
-            copy(target, run.into[first : first + len(target)])
+            copy_bytes(target, run.into[first : first + len(target)])
         if run.copies:
             with self._keeping:
                 self._kept[run.chunks[0].number] = run.into

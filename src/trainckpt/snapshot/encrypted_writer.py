@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.encryption.encrypted_file import TAG_BYTES, ChunkPosition, EncryptedLayout, Encryptor
 from trainckpt.format import digest, names
-from trainckpt.format.files import FileEntry, Plain
-from trainckpt.storage import direct_io
-from trainckpt.storage.direct_io import address, copy, memory
+from trainckpt.format.manifest import FileEntry, Plain
+from trainckpt.storage import file_io
+from trainckpt.storage.file_io import address, copy_bytes, memory
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class _SealedFile:
         """Yield the encrypted data without the head."""
         body = data[self.layout.head_bytes :]
         size = min(BLOCK_BYTES, len(body))
-        buffers = direct_io.buffers(NUM_BUFFERS, size) if into is None else []
+        buffers = file_io.buffers(NUM_BUFFERS, size) if into is None else []
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
             for number, (at, end) in enumerate(_cuts(len(body), self.layout.chunk_bytes)):
@@ -219,7 +219,7 @@ class _SealedFile:
             target = into[first - at :][:room] if fits else memoryview(bytearray(room))
             self._sealer.seal(first // each, body[first:last], target)
             if not fits:
-                copy(into[first - at : last - at], target[: last - first])
+                copy_bytes(into[first - at : last - at], target[: last - first])
         return into
 
     def passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -238,7 +238,7 @@ class _SealedFile:
             while done < len(block):
                 size = layout.chunk(number).num_bytes
                 step = min(len(block) - done, size - filled)
-                copy(plain[filled : filled + step], block[done : done + step])
+                copy_bytes(plain[filled : filled + step], block[done : done + step])
                 done, filled = done + step, filled + step
                 if filled < size:
                     continue

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
-from trainckpt.snapshot.blocks import READ_BYTES
-from trainckpt.storage.direct_io import buffers
+from trainckpt.snapshot.restore import READ_BYTES
+from trainckpt.storage.file_io import buffers
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import ArenaInUse
 from trainckpt.storage.worker_pool import Workers
@@ -25,8 +25,7 @@ from trainckpt.storage.worker_pool import Workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.storage.arena import Arena
     from trainckpt.storage.base import Readable
     from trainckpt.storage.shared_memory import SharedMemoryDir

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
-from trainckpt.format.files import FileEntry, Plain
+from trainckpt.format.manifest import FileEntry, Plain
 from trainckpt.snapshot.encrypted_writer import stream_sealed, write_sealed
-from trainckpt.storage.direct_io import address
+from trainckpt.storage.file_io import address
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:

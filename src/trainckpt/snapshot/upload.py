@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from trainckpt.format.digest_check import StoredBytes
-    from trainckpt.format.files import FileEntry
-    from trainckpt.format.manifest import Manifest
+    from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.storage.base import Readable, Tier
 
 BLOCK_BYTES = 8 << 20

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format import digest, shard_file
-from trainckpt.snapshot import fd_messages
+from trainckpt.snapshot import writer_process
 from trainckpt.snapshot.shard_writer import Receipt
-from trainckpt.storage.direct_io import address
-from trainckpt.storage.disk import Disk
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.file_io import address
+from trainckpt.storage.local import Disk, LocalTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -135,9 +134,9 @@ class WriterClient:
         if file.seal is not None:
             body["seal"] = [file.seal.run, file.seal.key.hex()]
         body["into"] = 0 if file.into is None else file.into[1]
-        fd_messages.send(end, body, layout, file.descriptor)
+        writer_process.send(end, body, layout, file.descriptor)
         if file.into is not None:
-            fd_messages.send(end, {}, descriptor=file.into[0])
+            writer_process.send(end, {}, descriptor=file.into[0])
         self._tell(end, memory, copied)
         self._complete(end, file.shard)
         reply = self._reply(end, memory[: header.header_bytes])
@@ -166,10 +165,10 @@ class WriterClient:
             for behind in copied:
                 if behind - begin - told >= step:
                     told = behind - begin
-                    fd_messages.send(end, {"behind": told})
+                    writer_process.send(end, {"behind": told})
         except BaseException:
             with contextlib.suppress(EOFError, OSError):  # the next file reports the failure
-                fd_messages.send(end, {"abandon": True})
+                writer_process.send(end, {"abandon": True})
                 self._reply(end, memoryview(b""))
             raise
 
@@ -179,12 +178,12 @@ class WriterClient:
         known = [(n, shard.digests.get(r.key)) for n, r in enumerate(shard.header.regions)]
         numbers = [number for number, found in known if found]
         found = "".join(each for _, each in known if each)
-        fd_messages.send(end, {"complete": True, "digested": numbers}, found.encode())
+        writer_process.send(end, {"complete": True, "digested": numbers}, found.encode())
 
     @staticmethod
     def _reply(end: socket.socket, head: memoryview) -> dict[str, Any]:
-        reply = fd_messages.receive(end)
-        fd_messages.receive_into(end, head[: reply.payload_bytes])
+        reply = writer_process.receive(end)
+        writer_process.receive_into(end, head[: reply.payload_bytes])
         return reply.body
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ It ignores signals, and ends when its rank does.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import mmap
 import os
@@ -23,15 +24,14 @@ import socket
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError
 from trainckpt.format import digest, shard_file
 from trainckpt.format.names import SnapshotName
-from trainckpt.snapshot import fd_messages
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
 from trainckpt.snapshot.shard_writer import only_sealed, write_shard
-from trainckpt.storage.direct_io import address, memory
+from trainckpt.storage.file_io import address, memory
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.store_errors import number_behind
 
@@ -39,6 +39,90 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainckpt.format.shard_file import ShardHeader
+
+
+# ---- Exchange messages between a rank and its writer process.
+#
+#     8 bytes     length of the JSON, little-endian; may carry a file descriptor
+#     JSON        an object; `payload` is the number of bytes after it
+#     payload
+#
+# They pass over a socket pair private to the two processes.
+
+
+PREFIX_BYTES = 8
+MOST_BYTES = 64 << 20  # of the JSON
+
+
+class Message(NamedTuple):
+    """A received message, without its payload (see `receive_into`)."""
+
+    body: dict[str, Any]
+    descriptor: int | None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Return the length of the payload, to be read before the next message."""
+        return int(self.body.get("payload", 0))
+
+
+def send(
+    to: socket.socket,
+    body: dict[str, Any],
+    payload: bytes | memoryview = b"",
+    descriptor: int | None = None,
+) -> None:
+    """Send a message; return when all of it is handed to the system.
+
+    Raises:
+        OSError: the other end is gone.
+    """
+    text = json.dumps({**body, "payload": len(payload)}).encode()
+    prefix = len(text).to_bytes(PREFIX_BYTES, "little")
+    if descriptor is None:
+        to.sendall(prefix + text)
+    else:
+        sent = socket.send_fds(to, [prefix], [descriptor])
+        to.sendall(prefix[sent:] + text)
+    if len(payload):
+        to.sendall(payload)
+
+
+def receive(end: socket.socket) -> Message:
+    """Return the next message.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    prefix, descriptors, _, _ = socket.recv_fds(end, PREFIX_BYTES, 1)
+    descriptor = descriptors[0] if descriptors else None
+    try:
+        rest = bytearray(PREFIX_BYTES - len(prefix))
+        receive_into(end, memoryview(rest))
+        length = int.from_bytes(prefix + rest, "little")
+        text = bytearray(min(length, MOST_BYTES))
+        receive_into(end, memoryview(text))
+        body = json.loads(text)
+    except BaseException:
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
+    return Message(body, descriptor)
+
+
+def receive_into(end: socket.socket, into: memoryview) -> None:
+    """Fill `into`.
+
+    Raises:
+        EOFError: the other end is gone.
+    """
+    at = 0
+    while at < len(into):
+        got = end.recv_into(into[at:])
+        if not got:
+            raise EOFError
+        at += got
+
 
 _DEAF_TO = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT")
 NICENESS = 5  # training goes first if no core is free
@@ -110,12 +194,12 @@ class WriteProcess:
         """Write one file after the other until the rank is gone."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                asked = fd_messages.receive(self._end)
+                asked = receive(self._end)
                 layout = bytearray(asked.payload_bytes)
-                fd_messages.receive_into(self._end, memoryview(layout))
+                receive_into(self._end, memoryview(layout))
                 self._answer(asked, bytes(layout))
 
-    def _answer(self, asked: fd_messages.Message, layout: bytes) -> None:
+    def _answer(self, asked: Message, layout: bytes) -> None:
         progress = self._progress()
         self._said.clear()
         self._digested = KnownDigests()
@@ -127,13 +211,13 @@ class WriteProcess:
             for _ in _until_it_ends(progress):
                 pass  # drain the rank's messages about this file
             body, payload = _told(error), memoryview(b"")
-        fd_messages.send(self._end, {**body, "said": list(self._said)}, payload)
+        send(self._end, {**body, "said": list(self._said)}, payload)
 
     def _write(
-        self, asked: fd_messages.Message, layout: bytes, progress: Iterator[int]
+        self, asked: Message, layout: bytes, progress: Iterator[int]
     ) -> tuple[dict[str, Any], memoryview]:
         body = asked.body
-        behind = fd_messages.receive(self._end) if body["into"] else None
+        behind = receive(self._end) if body["into"] else None
         if layout:  # first: it holds for later files too, even if this one fails
             self._header = shard_file.parse(
                 layout, "what a rank sent", file_bytes=body["num_bytes"]
@@ -166,12 +250,12 @@ class WriteProcess:
             Abandoned: the rank gave the file up.
         """
         while True:
-            message = fd_messages.receive(self._end)
+            message = receive(self._end)
             if message.body.get("abandon"):
                 raise Abandoned("abandoned")
             if message.body.get("complete"):
                 digests = bytearray(message.payload_bytes)
-                fd_messages.receive_into(self._end, memoryview(digests))
+                receive_into(self._end, memoryview(digests))
                 self._digested.numbers = message.body["digested"]
                 self._digested.digests = digests.decode("ascii")
                 return
@@ -180,7 +264,7 @@ class WriteProcess:
     def _tier(self, root: str) -> LocalTier:
         return self._tiers.setdefault(root, LocalTier(root))
 
-    def _take(self, message: fd_messages.Message, num_bytes: int) -> memoryview:
+    def _take(self, message: Message, num_bytes: int) -> memoryview:
         """Map the memory whose descriptor came with a message."""
         assert message.descriptor is not None
         try:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from trainckpt.data import dataset_generators
+from trainckpt.data import randomness
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format import digest, json_io
 from trainckpt.state.adapters.fsdp import plain_path
@@ -133,13 +133,13 @@ def not_restored(watched: Watched, saved: Saved, *, of_callbacks: bool) -> list[
 
 def capture_generators(watched: Watched, out: Captured) -> None:
     """Add the states of the random generators that watched objects hold."""
-    if states := dataset_generators.capture(watched.generators()):
+    if states := randomness.capture(watched.generators()):
         out.values[GENERATORS] = out.encode(states, GENERATORS)
 
 
 def restore_generators(watched: Watched, saved: Saved) -> None:
     """Restore generators of the same name and kind; the two functions below name the others."""
-    dataset_generators.restore(watched.generators(), _saved_generators(saved), GENERATORS)
+    randomness.restore(watched.generators(), _saved_generators(saved), GENERATORS)
 
 
 def lost_generators(watched: Watched, saved: Saved) -> list[str]:
@@ -153,7 +153,7 @@ def lost_generators(watched: Watched, saved: Saved) -> list[str]:
 
 def other_generators(watched: Watched, saved: Saved) -> list[str]:
     """Return the saved names whose generator is of another kind now, after `restore_generators`."""
-    live, states = dataset_generators.capture(watched.generators()), _saved_generators(saved)
+    live, states = randomness.capture(watched.generators()), _saved_generators(saved)
     return sorted(name for name, state in states.items() if live.get(name, state) != state)
 
 
@@ -271,7 +271,7 @@ class Watched:
             f"{owner.name}.{key}": value
             for owner in (*self._modules, *self._callbacks)
             for key, value in vars(owner.value).items()
-            if dataset_generators.is_generator(value) and key not in owner.skipped
+            if randomness.is_generator(value) and key not in owner.skipped
         }
 
     def hint(self, names: Iterable[str]) -> str:

@@ -19,22 +19,328 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
+import threading
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from trainckpt.state.cuda_calls import CudaCalls
-from trainckpt.state.packed_copies import as_runs
-from trainckpt.state.pinned import brought_back
-from trainckpt.storage.direct_io import at_address
+from trainckpt.format.shard_file import LINE_BYTES
+from trainckpt.state.packed_copies import RUN_BYTES, as_bytes, as_runs, pack
+from trainckpt.storage.file_io import at_address
 from trainckpt.storage.libc import libc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from trainckpt.state.packed_copies import Run
+
+
+# ---- Call CUDA to copy from a GPU to the host during training (`device_copy`).
+#
+# Each thread makes a device current before it calls CUDA for it: else the runtime would set up the
+# first device of the host and take memory there. Each call also uses the relaxed capture mode: else
+# it would fail a graph recording of another thread.
+
+
+PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class CudaCalls:
+    """The `DeviceBackend` of CUDA: one copy stream per device, besides those of training."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers: dict[torch.device, torch.Tensor] = {}  # for packing small tensors
+
+    @property
+    def is_used(self) -> bool:
+        """Return True if CUDA is initialized: tensors may exist on it."""
+        return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Make the device current for this thread, without disturbing graph captures of others."""
+        driver, mode = _driver(), ctypes.c_int(RELAXED)
+        with torch.cuda.device(device):
+            if driver is not None:
+                driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                if driver is not None:  # back to what it was
+                    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+    def finish(self, device: torch.device) -> None:
+        """Wait for all work submitted to the device so far, on any stream."""
+        with self.on(device):
+            torch.cuda.synchronize(device)
+
+    def finish_own(self, device: torch.device) -> None:
+        """Wait for the work submitted to this thread's current stream."""
+        with self.on(device):
+            torch.cuda.current_stream(device).synchronize()
+
+    @contextlib.contextmanager
+    def apart(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        """Return a context with new streams, so that this thread's work waits for no other."""
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(self.on(device))
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    def register(self, address: int, num_bytes: int, device: torch.device) -> str:
+        """Page-lock memory. Return the reason for a refusal, or ""."""
+
+        def call() -> str:
+            with self.on(device):
+                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                code = cudart.cudaHostRegister(address, num_bytes, PORTABLE)
+                return "" if int(code) == 0 else str(cudart.cudaGetErrorString(code))
+
+        return _alone(call)
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        """Unlock memory registered at this address."""
+
+        def call() -> str:
+            with self.on(device):
+                cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cudart.cudaHostUnregister(address)
+            return ""
+
+        _alone(call)
+
+    @torch.no_grad()
+    def start(self, device: torch.device, runs: Sequence[Run]) -> torch.cuda.Event:
+        """Begin the copies after the work on this thread's current stream, and return an event.
+
+        After an exception some copies may have begun: `finish` waits for those.
+        """
+        with torch.cuda.device(device):
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for target, flat in self._packed(device, runs):
+                    _at(target, flat.numel()).copy_(flat, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
+        return done
+
+    def _packed(
+        self, device: torch.device, runs: Sequence[Run]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield address and bytes of each copy, which must be submitted before the next one."""
+        if any(len(run.sources) > 1 for run in runs) and device not in self._buffers:
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                # Made on the copy stream, so each use is ordered after the one before.
+                self._buffers[device] = torch.empty(RUN_BYTES, dtype=torch.uint8, device=device)
+        buffer = self._buffers.get(device)
+        for run in runs:
+            if buffer is not None:
+                yield run.target, pack(run, buffer)
+                continue
+            target = run.target
+            for source in run.sources:
+                yield target, as_bytes(source)
+                target += source.nbytes
+
+    def wait(self, device: torch.device, copies: torch.cuda.Event) -> None:
+        """Wait for the copies of an event from `start`; any thread."""
+        with self.on(device):
+            copies.synchronize()
+
+    def is_over(self, copies: torch.cuda.Event) -> bool:
+        """Return True if the copies of an event from `start` are complete."""
+        return bool(copies.query())  # type: ignore[no-untyped-call]
+
+    def hold(self, device: torch.device, copies: torch.cuda.Event) -> None:
+        """Delay later work on this thread's current stream until the copies are complete."""
+        torch.cuda.current_stream(device).wait_event(copies)
+
+    @property
+    def is_recording(self) -> bool:
+        """Return True if the current stream is recording a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def has_recorded(self) -> bool:
+        """Return True if any CUDA graph exists: it may be replayed."""
+        graph = torch.cuda.CUDAGraph
+        return any(issubclass(type(each), graph) for each in gc.get_objects())
+
+
+def _at(address: int, num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(at_address(address, num_bytes), dtype=torch.uint8)
+
+
+def _alone(call: Callable[[], str]) -> str:
+    """Return the result of `call` in a thread of its own.
+
+    CUDA remembers a failure for the calling thread, and torch would report it at that thread's
+    next kernel launch.
+    """
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            said.append(call())
+        except Exception as error:  # noqa: BLE001 - on any failure torch copies instead
+            said.append(str(error) or repr(error))
+
+    thread = threading.Thread(target=run, name="trainckpt-lock")
+    thread.start()
+    thread.join()
+    return said[0]
+
+
+@cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode  # noqa: B018 - is it there?
+    except (OSError, AttributeError):
+        return None
+    return driver
+
+
+# ---- Copy between devices and ordinary memory through two pinned buffers.
+#
+#     brought_back    device -> host: the GPU fills one buffer while the caller reads the other
+#     upload          host -> device: this thread fills one buffer while the GPU reads the other
+#
+# Without them the driver copies through a small buffer of its own, at a fraction of the link's
+# rate, while this thread waits. On devices other than CUDA, or without pinned memory, the same
+# copies are made one after the other.
+
+
+PART_BYTES = 16 << 20  # size of one buffer
+
+
+def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield bytes of a contiguous tensor, in parts on the CPU, each with its first byte's number.
+
+    A part is invalid when the next is taken.
+    """
+    flat = source.detach().reshape(-1).view(torch.uint8)
+    num_parts = -(-(end - first) // PART_BYTES)
+    size = min(PART_BYTES, end - first)
+    buffers = [new_buffer(size, pinned=source.is_cuda) for _ in range(min(num_parts, 2))]
+
+    def fetch(number: int) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
+        at = first + number * PART_BYTES
+        into = buffers[number % 2][: min(PART_BYTES, end - at)]
+        with _on(source):
+            into.copy_(flat[at : at + len(into)], non_blocking=True)
+            return at, into, _asked(source)
+
+    following = fetch(0) if num_parts else None
+    for number in range(num_parts):
+        assert following is not None
+        at, part, done = following
+        # Into the buffer of the part before: the caller no longer uses it.
+        following = fetch(number + 1) if number + 1 < num_parts else None
+        _wait(done, source)
+        yield at, part
+
+
+@torch.no_grad()
+def on_host(source: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the same values on the CPU."""
+    if source.is_cpu or not source.is_contiguous():
+        return source.detach().cpu().contiguous()
+    into = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    flat = into.reshape(-1).view(torch.uint8)
+    for at, part in brought_back(source, 0, source.nbytes):
+        flat[at : at + part.numel()].copy_(part)
+    return into
+
+
+def can_upload(into: torch.Tensor, data: torch.Tensor) -> bool:
+    """Return True if `upload` makes this copy: all bytes of `data`, from the CPU to a GPU."""
+    return (
+        into.is_cuda
+        and data.is_cpu
+        and into.dtype == data.dtype
+        and into.shape == data.shape
+        and into.is_contiguous()
+        and data.is_contiguous()
+        and not (into.is_conj() or into.is_neg() or data.is_conj() or data.is_neg())
+    )
+
+
+@torch.no_grad()
+def upload(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into the first, on this thread's stream; return when all are copied.
+
+    Both are contiguous, of one type and shape. Each tensor is one copy, or one for each buffer it
+    fills.
+    """
+    by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for into, data in copies:
+        if into.nbytes:
+            by_device.setdefault(into.device, []).append((into, data))
+    for device_copies in by_device.values():
+        _upload(device_copies)
+
+
+def _upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    some = copies[0][0]
+    size = min(PART_BYTES, sum(into.nbytes + LINE_BYTES for into, _ in copies))
+    buffers = [new_buffer(size, pinned=some.is_cuda) for _ in range(2)]
+    read: list[torch.cuda.Event | None] = [None, None]  # when the GPU has read each
+    turn = filled = 0
+    with _on(some):
+        for into, data in copies:
+            target, source = (t.detach().reshape(-1).view(torch.uint8) for t in (into, data))
+            done = 0
+            while done < source.numel():
+                if filled >= size:
+                    read[turn] = _asked(some)
+                    turn, filled = 1 - turn, 0
+                    _wait(read[turn], some)
+                step = min(source.numel() - done, size - filled)
+                part = buffers[turn][filled : filled + step].copy_(source[done : done + step])
+                target[done : done + step].copy_(part, non_blocking=True)
+                done, filled = done + step, filled + -(-step // LINE_BYTES) * LINE_BYTES
+        _wait(_asked(some), some)  # the script may read it on any stream
+
+
+def new_buffer(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Return fresh bytes on the CPU; `pinned`: page-locked for the GPU, if the driver allows it."""
+    if pinned:
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _asked(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Return an event after all work of this thread's stream so far; None without CUDA."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def _wait(event: torch.cuda.Event | None, tensor: torch.Tensor) -> None:
+    if event is not None:
+        with _on(tensor):
+            event.synchronize()
 
 
 class DeviceBackend(Protocol):

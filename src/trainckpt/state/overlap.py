@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.dynamo import untraced
-from trainckpt.storage.direct_io import at_address
+from trainckpt.storage.file_io import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

@@ -6,7 +6,7 @@ import mmap
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainckpt.state import pinned
+from trainckpt.state import device_copy
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class CopyBatch:
     ) -> None:
         """Copy `data` into `into`, of the same shape, unless the proof of `data` holds there."""
         into, data = as_copied(into.detach()), as_copied(data.detach())
-        if pinned.can_upload(into, data):
+        if device_copy.can_upload(into, data):
             self._uploads.append((into, data))
         elif not _can_be_divided(into, data):
             into.copy_(data)
@@ -48,7 +48,7 @@ class CopyBatch:
         """Make all copies, and return when they are complete."""
         uploads, self._uploads = self._uploads, []
         self._make(num_threads)
-        pinned.upload(uploads)
+        device_copy.upload(uploads)
 
     def _make(self, num_threads: int) -> None:
         parts, self._parts = self._parts, []

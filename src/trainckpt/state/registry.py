@@ -16,7 +16,7 @@ from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state import attributes, script_generators
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp
-from trainckpt.state.adapters.ddp_wrappers import inner_optimizer, unwrap, unwrap_optimizer
+from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
 from trainckpt.state.adapters.loader import LoaderState
 from trainckpt.state.adapters.model import ModelState, keeps_own_state
 from trainckpt.state.adapters.optimizer import OptimizerState, inner_optimizers

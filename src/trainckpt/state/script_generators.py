@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data import dataset_generators
+from trainckpt.data import randomness
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -27,18 +27,18 @@ PART = "script generators"  # no keyword can be spelled so
 
 def capture(registry: Registry, out: Captured) -> None:
     """Add the state of every generator in a variable of the script."""
-    if states := dataset_generators.capture(_variables(registry)):
+    if states := randomness.capture(_variables(registry)):
         out.values[PART] = out.encode(states, PART)
 
 
 def restore(registry: Registry, saved: Saved) -> None:
     """Restore the generators in the script's variables; `lost` names the others."""
-    dataset_generators.restore(_variables(registry), _states(saved), "the script")
+    randomness.restore(_variables(registry), _states(saved), "the script")
 
 
 def lost(registry: Registry, saved: Saved) -> list[str]:
     """Return the saved names whose generator is missing or of another kind, after `restore`."""
-    live = dataset_generators.capture(_variables(registry))
+    live = randomness.capture(_variables(registry))
     return sorted(name for name, state in _states(saved).items() if live.get(name) != state)
 
 
@@ -67,12 +67,12 @@ def _variables(registry: Registry) -> dict[str, Any]:
         (f"{scope}.{name}", value)
         for scope, names in scopes
         for name, value in list(names.items())
-        if dataset_generators.is_generator(value)
+        if randomness.is_generator(value)
     ]
     if not named:
         return {}
     seen = {id(generator) for generator in registry.watched.generators().values()}
-    seen.update(map(id, dataset_generators.find(_roots(registry))))
+    seen.update(map(id, randomness.find(_roots(registry))))
     variables = {}
     for name, generator in named:
         if id(generator) not in seen:

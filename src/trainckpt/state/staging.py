@@ -24,11 +24,10 @@ from trainckpt.errors import SaveFailed
 from trainckpt.format import digest, shard_file
 from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
-from trainckpt.state.device_copy import DeviceCopier
+from trainckpt.state.captured import add_values
+from trainckpt.state.device_copy import DeviceCopier, brought_back, new_buffer, on_host
 from trainckpt.state.overlap import PendingCopy
-from trainckpt.state.pinned import brought_back, new_buffer, on_host
-from trainckpt.state.stored_values import add_values
-from trainckpt.storage.direct_io import at_address
+from trainckpt.storage.file_io import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -33,7 +33,7 @@ from trainckpt.preemption import gpu_health
 from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.signals import SignalSource
 from trainckpt.ranks.watcher import Watcher
-from trainckpt.resume.concurrent_attempt import still_alive
+from trainckpt.resume.resume import still_alive
 from trainckpt.run_directory import run_url
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
 from trainckpt.stop.notice_sources import check_notices, further_sources

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import exit_code_of, logger
 from trainckpt.attempt.rank_status import LEFT, RETURNED
-from trainckpt.data.untracked_loaders import on_workers_started
+from trainckpt.data.iterators import on_workers_started
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.record_log import AttemptLog
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
-    from trainckpt.ranks.decision import Decision
+    from trainckpt.ranks.rounds import Decision
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.requests import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause

@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.replicate.failure_domains import domains_of
+from trainckpt.replicate.replicator import domains_of
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.snapshot.redundancy import NOTHING, PARTNER, RedundancySpec, make_plan
 from trainckpt.survivors.failure_detector import FailureDetector
-from trainckpt.survivors.partner_state import PartnerStateExchange
-from trainckpt.survivors.step_history import StepHistory
+from trainckpt.survivors.step_history import PartnerStateExchange, StepHistory
 from trainckpt.survivors.survivor_save import WITHIN_S, SurvivorSave
 
 if TYPE_CHECKING:

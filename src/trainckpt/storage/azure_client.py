@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from fsspec.asyn import sync
 
+from trainckpt.storage.client_libraries import close_at_the_end
 from trainckpt.storage.object_client import (
     CALL_S,
     DATA_S,
@@ -27,7 +28,6 @@ from trainckpt.storage.object_client import (
     Upload,
     must_be_small,
 )
-from trainckpt.storage.session_cleanup import close_at_the_end
 from trainckpt.storage.store_errors import ABSENT, BEYOND, TAKEN, is_missing_bucket, meaning
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.storage.disk import CANNOT, Disk
-from trainckpt.storage.local import TEMPORARY, translated
+from trainckpt.storage.local import CANNOT, TEMPORARY, Disk, translated
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from fsspec.asyn import sync
 
+from trainckpt.storage.client_libraries import close_at_the_end
 from trainckpt.storage.object_client import (
     CALL_S,
     DATA_S,
@@ -28,7 +29,6 @@ from trainckpt.storage.object_client import (
     must_be_small,
     to_seconds,
 )
-from trainckpt.storage.session_cleanup import close_at_the_end
 from trainckpt.storage.store_errors import (
     BEYOND,
     NO_BUCKET,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
+import sys
 
 _FALLOCATE = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _ARGUMENTS = {
@@ -27,3 +29,40 @@ def libc() -> ctypes.CDLL:
         if function is not None:
             function.argtypes = arguments
     return library
+
+
+# ---- Disk priority of this process group's requests (Linux's ioprio_set, see its manual page).
+#
+# Schedulers with priorities (mq-deadline, BFQ) serve idle requests only when there are no others.
+# Other schedulers ignore the setting, without harm. The prefetching process calls this.
+
+
+_CALLS = {"x86_64": (251, 252), "aarch64": (30, 31)}  # numbers of ioprio_set, ioprio_get
+_OF_A_PROCESS, _OF_A_GROUP = 1, 2
+_CLASS_SHIFT, _AS_ALL_OTHERS, _IDLE = 13, 0, 3
+
+
+def give_way_to_all() -> bool:
+    """Make this process group's requests idle from now on; return True if the system agreed."""
+    return _set(_IDLE)
+
+
+def give_way_to_nobody() -> bool:
+    """Undo `give_way_to_all`."""
+    return _set(_AS_ALL_OTHERS)
+
+
+def is_idle() -> bool:
+    """Return True if this thread's requests are idle."""
+    return _call(1, _OF_A_PROCESS, 0) >> _CLASS_SHIFT == _IDLE
+
+
+def _set(kind: int) -> bool:
+    return _call(0, _OF_A_GROUP, 0, kind << _CLASS_SHIFT) == 0
+
+
+def _call(which: int, *arguments: int) -> int:
+    numbers = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
+    if numbers is None:
+        return -1
+    return int(libc().syscall(ctypes.c_long(numbers[which]), *(ctypes.c_int(a) for a in arguments)))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.storage import create_exclusive, multipart_upload
-from trainckpt.storage.isolate_random import give_own_randomness
+from trainckpt.storage.client_libraries import give_own_randomness
 from trainckpt.storage.redact import redacted
 from trainckpt.storage.retry import Limits, RetryPolicy
 from trainckpt.storage.store_errors import BEYOND, TAKEN, meaning

@@ -25,10 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.storage.arena import SNAPSHOTS, Arena
-from trainckpt.storage.mapped_shard import LockedMapping, MappedShard
+from trainckpt.storage.arena import SNAPSHOTS, Arena, LockedMapping, MappedShard
 from trainckpt.storage.private_files import is_private, make_private, must_be_private, write_private
-from trainckpt.storage.timeouts import those_that_answer
+from trainckpt.storage.worker_pool import those_that_answer
 
 try:
     import fcntl

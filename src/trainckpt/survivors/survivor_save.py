@@ -28,10 +28,8 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.log import logger
 from trainckpt.errors import SaveFailed
 from trainckpt.format import json_io, names
-from trainckpt.format.files import Files
-from trainckpt.format.manifest import Manifest
-from trainckpt.format.names import SnapshotName
-from trainckpt.format.versions import VERSION
+from trainckpt.format.manifest import Files, Manifest
+from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.snapshot.attempt_history import newest
 from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.shard_writer import Receipt, write_shard

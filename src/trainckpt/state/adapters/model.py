@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainckpt.state import dtensor, tensor_subclasses
-from trainckpt.state.adapters import ddp, ddp_wrappers, fsdp, requires_grad
+from trainckpt.state.adapters import ddp, fsdp, requires_grad
 from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
 from trainckpt.state.parallel_copy import CopyBatch
 
@@ -75,7 +75,7 @@ class ModelState:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.wrapped = module
-        self.module = ddp_wrappers.unwrap(module)
+        self.module = ddp.unwrap(module)
         self._ddp = ddp.wrapped_in(module)
         self.excluded: frozenset[str] = frozenset()
         self._listed: dict[str, Any] | None = None  # a cache inside `unchanged`
@@ -90,7 +90,7 @@ class ModelState:
         if len(self._ddp) > 1:
             return self.wrapped
         inner = next(iter(self._ddp.values()), None)
-        newest = ddp_wrappers.newest(ddp_wrappers.unwrap(self.module if inner is None else inner))
+        newest = ddp.newest(ddp.unwrap(self.module if inner is None else inner))
         found = inner if newest is None else newest
         return self.wrapped if found is None else found
 
@@ -184,7 +184,7 @@ class ModelState:
                 f"{self.name} holds several DDP modules ({', '.join(self._ddp)}), and "
                 "what each keeps to itself is not kept; track each by itself"
             )
-        if ddp_wrappers.is_hidden(self.module):
+        if ddp.is_hidden(self.module):
             found.append(
                 f"{self.name} is in a DDP that torch's replicate makes amid a forward, so "
                 "what that keeps to itself is not put back"
