@@ -37,7 +37,7 @@ from trainckpt.format.attempt_record import RUNNING
 from trainckpt.format.exactness import Restored
 from trainckpt.format.names import check_tag
 from trainckpt.inspect import proof_recorder
-from trainckpt.inspect.proof_recorder import tracked_files
+from trainckpt.inspect.proof_files import tracked_files
 from trainckpt.notice import Notice
 from trainckpt.ranks.boundary_gate import BoundaryGate
 from trainckpt.ranks.world import current_world

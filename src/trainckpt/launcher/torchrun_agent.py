@@ -3,8 +3,8 @@
 `python -m trainckpt.launcher.torchrun_agent ARGS` is `python -m torch.distributed.run ARGS`, and
 besides
 
-    while it runs   each rank's end is noted, with its code (see "Exit records"): by a thread, as they
-                    come, and by whoever waits for a rank before that thread has had its turn
+    while it runs   each rank's end is noted, with its code (see "Exit records"): by a thread, as
+                    they come, and by whoever waits for a rank before that thread has had its turn
     at its end      the ranks and codes that torchrun found are written too
     after a stop    torchrun takes the ranks' exit codes for failures; its report and traceback
                     would be noise, so they are left out. For real failures they stay

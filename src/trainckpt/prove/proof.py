@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.inspect import proof_recorder
-from trainckpt.inspect.proof_recorder import PROOF_FOLDER, read_written
+from trainckpt.inspect import proof_files
+from trainckpt.inspect.proof_files import PROOF_FOLDER, read_written
 from trainckpt.launcher.supervise import RunResult, kill_session, supervise, torchrun_command
 from trainckpt.prove import compare
 from trainckpt.prove.compare import (
@@ -252,10 +252,10 @@ def prove(
     try:
         return _prove(folder, stops, keep, _Runs(folder, command, nproc, say, launch), say)
     finally:
-        for told in proof_recorder.restore_files(folder / proof_recorder.FOLDER):
+        for told in proof_files.restore_files(folder / proof_files.FOLDER):
             say(told)
         with suppress(OSError):
-            (folder / proof_recorder.FOLDER).rmdir()
+            (folder / proof_files.FOLDER).rmdir()
         with suppress(OSError):  # one that holds logs stays
             folder.rmdir()
 
@@ -318,7 +318,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
 def _remove(folder: Path) -> None:
     """All but the notes of what has to be put back, which are read after this."""
     for path in folder.iterdir():
-        if path.name != proof_recorder.FOLDER:
+        if path.name != proof_files.FOLDER:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -456,7 +456,7 @@ class _Runs:
             "dir": str(folder),
             "place": str(self._folder / run / "run"),
             PROOF_FOLDER: str(self._folder),
-            proof_recorder.FOLDER: str(self._folder / proof_recorder.FOLDER),
+            proof_files.FOLDER: str(self._folder / proof_files.FOLDER),
         }
         if stop is not None:
             plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}
