@@ -103,7 +103,7 @@ def state_digests(registry: Registry) -> dict[str, str]:
 
     The description is type, shape and digest of a tensor, the text of a short value, else a digest.
     Untracked objects that look relevant are named too: they are often the reason that a resumed run
-    differs. `prove/naming.py` knows the common name of each part.
+    differs. `prove/compare.py` knows the common name of each part.
     """
     captured = capture(registry)
     kinds = {f"{m.name} {kind}s": f"{kind}/" for m in registry.models for kind in _OF_MODELS}
