@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import COMMITTED, STAGED, Committed, SaveHandle
@@ -31,14 +32,18 @@ from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
 from trainckpt.ranks.world import collective_timeout_s
 from trainckpt.replicate.uploads import Uploads
-from trainckpt.save import store_keys
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
 from trainckpt.save.incremental import IncrementalIndex, SavePlanCache
 from trainckpt.save.replica_check import ReplicaCheck, verdict
 from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.save.staging import Staging
-from trainckpt.save.writer import RANKS_TIMEOUT_S, ManifestDefaults, SnapshotWriter
+from trainckpt.save.writer import (
+    RANKS_TIMEOUT_S,
+    ManifestDefaults,
+    SnapshotWriter,
+    groups_key,
+)
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
@@ -72,12 +77,50 @@ class _Skipped(Exception):
     """All ranks skip this save."""
 
 
+class _Staged(NamedTuple):
+    """This rank's state at a boundary, staged for the saving thread.
+
+    Attributes:
+        captured: The live state.
+        shard: This rank's shard file in memory, or a stream of it.
+        entries: Every tensor of this rank, for the manifest.
+        attempt: The attempt that the ranks agreed on.
+    """
+
+    captured: Captured
+    shard: staging.Shard | staging.StreamedShard
+    entries: dict[str, TensorEntry]
+    attempt: int
+
+
+@dataclass(kw_only=True)
+class SaveInFlight:
+    """One save, from its boundary to its commit.
+
+    Attributes:
+        manifest: Without files and tensors: the writer adds those of all ranks.
+        staged: This rank's part; None once the saving thread has taken it.
+        handle: The caller's handle.
+        begun_s: Start of the save, in monotonic seconds.
+        num_bytes: Bytes of this rank's state.
+        in_memory: It is kept in the hosts' memory, and written nowhere else.
+        is_last: The attempt ends with it.
+    """
+
+    manifest: Manifest
+    staged: _Staged | None
+    handle: SaveHandle
+    begun_s: float
+    num_bytes: int
+    in_memory: bool
+    is_last: bool
+
+
 class SaveCoordinator:
     """Takes the snapshots of one attempt.
 
     Attributes:
         committed: Full name and cursor of the newest snapshot this attempt committed.
-        in_flight: The save that is being written, or the last one.
         skipped: Saves that all ranks skipped, since one before was still being written.
         references: Regions of this rank that need not be written.
         uploads: Uploads committed snapshots to slower tiers.
@@ -114,7 +157,6 @@ class SaveCoordinator:
                 one is lost. For saves to memory at every step.
         """
         self.committed: tuple[str, Cursor] | None = None
-        self.in_flight: SaveHandle | None = None
         self.skipped = self._failures = 0  # failures in a row
         self.arenas = arenas
         self.uploads = uploads or Uploads()
@@ -147,13 +189,11 @@ class SaveCoordinator:
         self._plans = SavePlanCache(channel.world.rank, channel.world.size)
         self._comparing = ReplicaCheck(channel.world.rank, channel.world.size)
         self._sequence = 0
-        self._in_memory = self._is_last = False  # the save in flight
+        self._save: SaveInFlight | None = None  # the one being written, or the last one
         self._report_from_s = 0.0  # monotonic; saves before it are logged at debug level
         self._cut_off = False  # the last save found a rank gone
         self._may_wait = True  # the last wait for a save was not in vain
         self._thread: threading.Thread | None = None
-        self._captured: Captured | None = None  # released by the saving thread: that takes a while
-        self._begun = (0.0, 0)  # when the save in flight was begun, and its bytes
         self._commit_listeners: tuple[Callable[[Committed], object], ...] = (
             self.references.on_commit,
             self._count_commit,
@@ -198,12 +238,11 @@ class SaveCoordinator:
             self._writer.begin()
         begun_s = time.monotonic()
         self._sequence += 1
-        self._in_memory, self._is_last = in_memory, last
         name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
         try:
             with self._registry.unchanged():
                 self._tracked_names.check()
-                shard, shared, attempt = self._stage(cursor, last=last, behind=behind)
+                staged = self._stage(cursor, last=last, behind=behind, in_memory=in_memory)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
             if asked:
@@ -217,11 +256,7 @@ class SaveCoordinator:
             if alarm := raised_by_handler(error):
                 raise alarm from None
             return pending
-        name = replace(name, attempt=attempt)
-        self.in_flight = pending
-        pending.before_wait = self._copying.wait
-        pending.reach(STAGED, str(name))
-        self._begun = begun_s, num_bytes
+        name = replace(name, attempt=staged.attempt)
         manifest = Manifest(
             run=self._facts.run,
             name=name,
@@ -237,12 +272,21 @@ class SaveCoordinator:
             writer=f"trainckpt {VERSION}",
             window=self._window_start(),
         )
-        self._thread = threads.thread(
-            self._write, "trainckpt-save", manifest, shard, shared, pending
+        self._save = save = SaveInFlight(
+            manifest=manifest,
+            staged=staged,
+            handle=pending,
+            begun_s=begun_s,
+            num_bytes=num_bytes,
+            in_memory=in_memory,
+            is_last=last,
         )
+        pending.before_wait = self._copying.wait
+        pending.reach(STAGED, str(name))
+        self._thread = threads.thread(self._write, "trainckpt-save", save)
         self._thread.start()
-        if isinstance(shard, staging.StreamedShard) and not last:
-            shard.is_read.wait()  # no memory for a copy: the tensors must not change meanwhile
+        if isinstance(staged.shard, staging.StreamedShard) and not last:
+            staged.shard.is_read.wait()  # no memory for a copy: the tensors must not change
         self._timings.record_stall(time.monotonic() - begun_s)
         return pending
 
@@ -297,9 +341,19 @@ class SaveCoordinator:
         return self._sequence
 
     @property
+    def in_flight(self) -> SaveHandle | None:
+        """Handle of the save that is being written, or of the last one."""
+        return self._save.handle if self._save is not None else None
+
+    @property
     def busy(self) -> bool:
         """True if a save is in flight."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def _holds_step(self) -> bool:
+        """True if the next step waits until other hosts hold the newest save."""
+        return self._blocks_step and self._save is not None and self._save.in_memory
 
     def _before_step(self) -> None:
         """Wait, before a step, until the save in flight has come to its end.
@@ -308,7 +362,7 @@ class SaveCoordinator:
         end. If one of them is gone, no other rank trains on with it, and the step would only be
         lost.
         """
-        if not (self._blocks_step and self._in_memory):
+        if not self._holds_step:
             return
         self.join(HOLD_S)
         if self._cut_off:
@@ -324,12 +378,11 @@ class SaveCoordinator:
         A save expected within `max_wait_s` is waited for, once: where storage hangs, a late save
         may stay late for minutes.
         """
-        if self._blocks_step and self._in_memory:
+        if self._holds_step:
             self.join(HOLD_S)
-        if self.busy and self._may_wait:
-            begun_s, num_bytes = self._begun
-            predicted_s = num_bytes * (self._timings.seconds_per_byte or 0.0)
-            if predicted_s - (time.monotonic() - begun_s) < max_wait_s:
+        if self.busy and self._may_wait and (save := self._save) is not None:
+            predicted_s = save.num_bytes * (self._timings.seconds_per_byte or 0.0)
+            if predicted_s - (time.monotonic() - save.begun_s) < max_wait_s:
                 self.join(PATIENCE_S)
                 self._may_wait = not self.busy
         return self.busy
@@ -345,12 +398,8 @@ class SaveCoordinator:
                 self.skipped,
             )
 
-    def _stage(
-        self, cursor: Cursor, *, last: bool, behind: bool
-    ) -> tuple[staging.Shard | staging.StreamedShard, dict[str, TensorEntry], int]:
-        """Do steps 2 to 4. Return the shard, an entry for every tensor of this
-        rank, the attempt.
-        """
+    def _stage(self, cursor: Cursor, *, last: bool, behind: bool, in_memory: bool) -> _Staged:
+        """Do steps 2 to 4."""
         world = self._channel.world
         answer = dict[str, Any](place=cursor.place(), behind=behind, attempt=self._facts.attempt)
         cause: Exception | None = None
@@ -361,7 +410,7 @@ class SaveCoordinator:
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
             cause = error
-        key = store_keys.groups(self._sequence)
+        key = groups_key(self._sequence)
         # Ranks stand at one boundary, so a collective of training would wait no longer either.
         limit_s = min(RANKS_TIMEOUT_S, collective_timeout_s())
         agreed = self._channel.fold(key, answer, verdict, limit_s)
@@ -370,12 +419,16 @@ class SaveCoordinator:
         if agreed["behind"]:
             raise _Skipped("the one before it is still being written")
         plan = self._plans.plan(captured, self._comparing.equal_groups(agreed))
-        shard = self._shard(captured, plan.regions, None if last else stepped)
-        self._captured = captured
-        return shard, plan.entries, agreed["attempt"]
+        shard = self._shard(captured, plan.regions, None if last else stepped, in_memory=in_memory)
+        return _Staged(captured, shard, plan.entries, agreed["attempt"])
 
     def _shard(
-        self, captured: Captured, planned: Sequence[Region], stepped: set[str] | None
+        self,
+        captured: Captured,
+        planned: Sequence[Region],
+        stepped: set[str] | None,
+        *,
+        in_memory: bool,
     ) -> staging.Shard | staging.StreamedShard:
         """Stage or stream. `stepped`: tensors to copy beside training; None:
         training waits anyway.
@@ -384,7 +437,7 @@ class SaveCoordinator:
         facts: dict[str, Any] = {
             "rank": world.rank,
             "world": world.size,
-            "references": {} if self._in_memory else find(captured, planned, last=last),
+            "references": {} if in_memory else find(captured, planned, last=last),
         }
         planned = [region for region in planned if region.key not in facts["references"]]
         if (not last or self.arenas.are_ready) and self.replication.can_reuse_arena():
@@ -407,41 +460,38 @@ class SaveCoordinator:
         self.arenas.prepare(num_bytes)
         self._writer.prepare(num_bytes)
 
-    def _write(
-        self,
-        manifest: Manifest,
-        shard: staging.Shard | staging.StreamedShard,
-        entries: dict[str, TensorEntry],
-        pending: SaveHandle,
-    ) -> None:
+    def _write(self, save: SaveInFlight) -> None:
         # background thread: no collectives here, only the store
         time.sleep(YIELD_S)
-        self._captured = None
+        assert save.staged is not None
+        shard, entries = save.staged.shard, save.staged.entries
+        save.staged = None  # this thread releases the captured state: that takes a while
+        manifest, in_memory = save.manifest, save.in_memory
+        finish = partial(self._finish, save)
         try:
-            in_memory = self._in_memory
-            file = self._writer.write(manifest, shard, entries, self._finish, in_memory=in_memory)
+            file = self._writer.write(manifest, shard, entries, finish, in_memory=in_memory)
             if in_memory:
                 self.replication.keep_in_memory(
-                    manifest.name, self._writer.manifest, shard, pending
+                    manifest.name, self._writer.manifest, shard, save.handle
                 )
                 self._cut_off = self.replication.is_cut_off
                 return
         except SaveFailed as error:
-            self._record_failure(pending, manifest.name, error)
+            self._record_failure(save.handle, manifest.name, error)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._cut_off = isinstance(error, NoAgreement)
-            self._record_failure(pending, manifest.name, SaveFailed(str(error) or repr(error)))
+            failure = SaveFailed(str(error) or repr(error))
+            self._record_failure(save.handle, manifest.name, failure)
         else:
-            begun_s, num_bytes = self._begun
             event = Committed(
                 manifest=manifest,
                 whole=self._writer.manifest,
                 shard=shard,
                 file=file,
-                handle=pending,
-                num_bytes=num_bytes,
-                seconds=time.monotonic() - begun_s,
-                is_last=self._is_last,
+                handle=save.handle,
+                num_bytes=save.num_bytes,
+                seconds=time.monotonic() - save.begun_s,
+                is_last=save.is_last,
             )
             for listener in self._commit_listeners:
                 try:
@@ -463,11 +513,10 @@ class SaveCoordinator:
             logger.log(level, "saved %s (%s)", event.manifest.name, event.manifest.reason)
         event.handle.reach(COMMITTED)
 
-    def _finish(self) -> Iterator[int]:
+    def _finish(self, save: SaveInFlight) -> Iterator[int]:
         yield from self._copying.finish()
-        begun_s, num_bytes = self._begun
         if self.arenas.descriptor is not None:
-            self._timings.record_copy(num_bytes, time.monotonic() - begun_s)
+            self._timings.record_copy(save.num_bytes, time.monotonic() - save.begun_s)
 
     def adopt(self, name: str, cursor: Cursor) -> None:
         """Take a snapshot that the survivors committed as the newest of this attempt."""

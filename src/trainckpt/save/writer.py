@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.errors import NoAgreement, SaveFailed, TrainckptError
+from trainckpt.errors import NoAgreement, SaveFailed, TierUnavailable, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
 from trainckpt.format.manifest import Files
-from trainckpt.save import save_errors, store_keys
 from trainckpt.save.retention import RetentionWorker
 from trainckpt.snapshot import prune
 from trainckpt.snapshot.commit import (
@@ -43,9 +42,11 @@ from trainckpt.snapshot.shard_writer import (
 from trainckpt.snapshot.writer_client import File, WriterClient, WriterDied
 from trainckpt.state import staging
 from trainckpt.state.captured import VALUES
+from trainckpt.state.staging import TensorsChanged
+from trainckpt.storage.store_errors import is_full
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from trainckpt.attempt.record_log import AttemptId, AttemptLog
     from trainckpt.attempt.save_handle import Committed
@@ -58,6 +59,95 @@ if TYPE_CHECKING:
     from trainckpt.state.adapters.tracked_file import TrackedFile
     from trainckpt.storage.arena import Arena
     from trainckpt.storage.base import Tier
+
+
+# ---- Store keys of one save, and when ranks delete them.
+#
+#     save/<sequence>/groups     reduced: which tensors are equal on their replicas
+#     save/<sequence>/report/<r> rank r to rank 0: its receipt, or why there is none
+#     save/<sequence>/verdict    rank 0 to all
+#
+# The store of torch.distributed holds a key in one process's memory until it is deleted, and a run
+# saves for weeks. A rank's report has been read once the verdict exists. Rank 0's message has been
+# read once all have reported on a later save: a rank finishes one save before it begins the next.
+
+
+def groups_key(sequence: int) -> str:
+    """Return the key of the reduction of one save."""
+    return f"save/{sequence}/groups"
+
+
+def report_key(sequence: int, rank: int) -> str:
+    """Return the key of a rank's report to rank 0."""
+    return f"save/{sequence}/report/{rank}"
+
+
+def verdict_key(sequence: int) -> str:
+    """Return the key of rank 0's verdict for all ranks."""
+    return f"save/{sequence}/verdict"
+
+
+class SaveKeys:
+    """Deletes the keys of one rank, save by save. Used by one thread at a time."""
+
+    def __init__(self, channel: RankStore) -> None:
+        self._channel = channel
+        self._own = self._common = 0  # the keys of saves up to these are deleted
+
+    def delete_read(self, sequence: int) -> None:
+        """Delete read keys: the verdict exists; on rank 0, all ranks have reported on this save."""
+        rank, keys = self._channel.world.rank, list[str]()
+        for number in range(self._own + 1, sequence + 1):
+            keys += [f"{groups_key(number)}/{rank}", report_key(number, rank)]
+        if rank == 0:
+            for number in range(self._common + 1, sequence):
+                keys += [verdict_key(number), *self._channel.fold_keys(groups_key(number))]
+            self._common = sequence - 1
+        self._own = sequence
+        with contextlib.suppress(NoAgreement):  # without the store there is nothing to delete
+            self._channel.forget(keys)
+
+
+# ---- Convert a rank's save error to a message for the others, and back to an exception on each.
+
+
+def to_error_message(error: Exception, rank: int, place: str) -> dict[str, Any]:
+    """Return the text of an error, and a hint what to do about it.
+
+    Args:
+        error: Raised on this rank.
+        rank: This rank.
+        place: Run directory, as a command takes it.
+    """
+    message = getattr(error, "message", "") or f"{type(error).__name__}: {error}"
+    changed = isinstance(error, TensorsChanged)
+    return {"error": f"rank {rank}: {message}", "hint": _hint(error, place), "changed": changed}
+
+
+def combine_errors(failed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Combine the reports of failed ranks: every error, and the first hint; most are alike."""
+    return {
+        "error": "; ".join(report["error"] for report in failed),
+        "hint": next((report["hint"] for report in failed if report.get("hint")), ""),
+        "changed": any(report.get("changed") for report in failed),
+    }
+
+
+def error_from_message(verdict: Mapping[str, Any]) -> SaveFailed:
+    """Return the exception that every rank raises, from the verdict of rank 0."""
+    kind = TensorsChanged if verdict.get("changed") else SaveFailed
+    return kind(str(verdict["error"]), hint=str(verdict.get("hint", "")))
+
+
+def _hint(error: Exception, place: str) -> str:
+    own_hint = str(getattr(error, "hint", ""))
+    if not is_full(error):
+        return own_hint
+    # A full tracked file's disk, or memory, may be elsewhere: no prune frees that.
+    prune = f", e.g. by `trainckpt prune {place} --keep-last 1`"
+    also = prune if isinstance(error, TierUnavailable) else ""
+    return f"{own_hint or 'free space there'}{also}, then start again; older snapshots stand"
+
 
 RANKS_TIMEOUT_S = 600.0
 KEEP_TABLES = 4  # saves: a window's gradients come and go, and with them two tables take turns
@@ -117,7 +207,7 @@ class SnapshotWriter:
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
-        self._keys = store_keys.SaveKeys(self._background)
+        self._keys = SaveKeys(self._background)
         self._files = files
         self._facts = facts
         self._client = WriterClient()
@@ -171,20 +261,20 @@ class SnapshotWriter:
             report["receipt"] = receipt.to_json()
             report["table"] = self._publish(entries)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
-            report.update(save_errors.to_message(error, rank, self._tier.url))
+            report.update(to_error_message(error, rank, self._tier.url))
         finally:  # training waits for `is_read`, also after an error
             if isinstance(shard, staging.StreamedShard):
                 shard.is_read.set()
         if rank != 0:
             self.send(sequence, report)
-            verdict = self._background.get(store_keys.verdict_key(sequence), RANKS_TIMEOUT_S)
+            verdict = self._background.get(verdict_key(sequence), RANKS_TIMEOUT_S)
         else:
             verdict = self._commit(manifest, report, entries, in_memory=in_memory)
             self.send(sequence, verdict)
         if self._sealing is not None:
             self._sealing.end(manifest.name)
         if "error" in verdict:
-            raise save_errors.from_message(verdict)
+            raise error_from_message(verdict)
         if in_memory:
             self._keys.delete_read(sequence)
         return receipt.file
@@ -328,7 +418,7 @@ class SnapshotWriter:
         try:
             reports = [own]
             for r in range(1, self._size):
-                key = store_keys.report(sequence, r)
+                key = report_key(sequence, r)
                 reports.append(self._background.get(key, RANKS_TIMEOUT_S))
             failed = [report for report in reports if "error" in report]
             self._delete_tables(sequence, reports)
@@ -339,7 +429,7 @@ class SnapshotWriter:
                     failed = [{"error": error.message, "hint": error.hint}]
             if failed:
                 self._discard(manifest.name)
-                return save_errors.combine(failed)
+                return combine_errors(failed)
             receipts = [Receipt.from_json(report["receipt"]) for report in reports]
             files = Files.of([receipt.file for receipt in receipts])
             older = {file.name: file for receipt in receipts for file in receipt.reached}
@@ -352,7 +442,7 @@ class SnapshotWriter:
                 if self._sealing is not None:
                     self._sealing.committed(self.manifest)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
-            return save_errors.to_message(error, 0, self._tier.url)
+            return to_error_message(error, 0, self._tier.url)
         return {"ok": True}
 
     def _publish(self, entries: dict[str, TensorEntry]) -> str:
@@ -413,5 +503,5 @@ class SnapshotWriter:
     def send(self, sequence: int, message: dict[str, Any]) -> None:
         """Publish the verdict on rank 0; send the report to rank 0 on other ranks."""
         rank = self._rank
-        key = store_keys.report(sequence, rank) if rank else store_keys.verdict_key(sequence)
+        key = report_key(sequence, rank) if rank else verdict_key(sequence)
         self._background.put(key, message)
