@@ -230,12 +230,35 @@ def noisy(place, stop=None, make=Noisy):
     return losses
 
 
-def test_generators_that_a_module_holds_go_on_where_they_were(tmp_path, caplog):
+class Jitter:
+    """A plain object that draws for a module."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(1)
+
+    def normal(self):
+        return self.rng.normal()
+
+
+class NoisyInside(Noisy):
+    """The generator is in an object in a container."""
+
+    def __init__(self):
+        super().__init__()
+        del self.numpy
+        self.parts = {"in": [Jitter()]}
+
+    def __getattr__(self, name):
+        return self.parts["in"][0] if name == "numpy" else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("make", [Noisy, NoisyInside])
+def test_generators_that_a_module_holds_go_on_where_they_were(tmp_path, caplog, make):
     caplog.set_level(logging.INFO, "trainckpt")
-    straight = noisy(tmp_path / "straight")
+    straight = noisy(tmp_path / "straight", make=make)
     with pytest.raises(Crash):
-        noisy(tmp_path / "run", stop=3)
-    rest = noisy(tmp_path / "run")
+        noisy(tmp_path / "run", stop=3, make=make)
+    rest = noisy(tmp_path / "run", make=make)
     assert rest == straight[-len(rest) :]
     assert 0 < len(rest) < len(straight)
     assert ": bitwise" in caplog.text

@@ -66,6 +66,53 @@ def run(tmp_path):
     return run
 
 
+INSIDE = {
+    "in an object": """
+class Noise:
+    def __init__(self):
+        self.parts = {"in": [np.random.default_rng(1)]}
+
+top = Noise()
+normal = lambda: top.parts["in"][0].normal()
+""",
+    "in a closure": """
+def noise():
+    generator = np.random.default_rng(1)
+    return lambda: generator.normal()
+
+normal = noise()
+""",
+    "in tracked attributes": """
+from trainckpt import Attributes
+
+class Noise:
+    def __init__(self):
+        self.rng, self.count = np.random.default_rng(1), 0
+
+top = Noise()
+normal = lambda: top.rng.normal()
+""",
+}
+
+
+@pytest.mark.parametrize("place", INSIDE)
+def test_a_generator_inside_a_variable_of_a_script_goes_on_where_it_was(run, caplog, place):
+    caplog.set_level(logging.INFO, "trainckpt")
+    text = SCRIPT.replace("top = np.random.default_rng(1)", INSIDE[place])
+    text = text.replace("top.normal()", "normal()")
+    if "Attributes" in text:
+        text = text.replace(
+            "optimizer=optimizer,", "optimizer=optimizer, a=Attributes(top, 'rng'),"
+        )
+    straight = run("straight", text=text)
+    run("stopped", 4, text)
+    rest = run("stopped", text=text)
+    assert rest == straight[-len(rest) :]
+    assert rest != straight[: len(rest)]
+    assert ": bitwise" in caplog.text
+    assert "not bitwise" not in caplog.text
+
+
 @pytest.mark.parametrize("stop", [3, 4, 6])
 def test_generators_in_variables_of_a_script_go_on_where_they_were(run, caplog, stop):
     caplog.set_level(logging.INFO, "trainckpt")

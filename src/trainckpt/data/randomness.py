@@ -18,9 +18,11 @@ import base64
 import ctypes
 import functools
 import json
+import os
 import random
 import struct
 import sys
+import sysconfig
 import types
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,7 @@ import torch
 from trainckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 
 _PYTHON = struct.Struct("<i625IBd")
@@ -244,8 +246,50 @@ def _generators(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield everything reachable with its path, the nearest first, each once."""
+def find_own(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return path -> generator inside `roots`, each once; enters only objects of own classes.
+
+    Own classes and functions are those of no installed package. Containers are entered too.
+    """
+    shared = _global_generators()
+    nearest = {path: value for path, value in roots.items() if is_generator(value)}
+    nearest |= {path: value for path, value in roots.items() if _is_own(value)}
+    return {
+        path: value
+        for path, value in walk(nearest, enters=_is_own)
+        if is_generator(value) and not any(value is one for one in shared)
+    }
+
+
+def _is_own(value: Any) -> bool:
+    kind = type(value)
+    if kind in (list, tuple, dict, functools.partial, types.MethodType):
+        return True
+    if kind is types.FunctionType:
+        return _is_own_module(value.__module__ or "")
+    return _is_own_module(kind.__module__) and not issubclass(kind, torch.nn.Module)
+
+
+@functools.cache
+def _is_own_module(name: str) -> bool:
+    """Return True for a module of the script's, outside the places of installed packages."""
+    if name == "__main__":
+        return True
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None or name.partition(".")[0] == __name__.partition(".")[0]:
+        return False
+    places = (sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+    return not any(file.startswith(place + os.sep) for place in places)
+
+
+def walk(
+    roots: Mapping[str, Any], enters: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield everything reachable with its path, the nearest first, each once.
+
+    `enters`: return False for a value whose parts are left out.
+    """
     kinds = _generator_types()
     seen: dict[int, Any] = {}  # holds the values too, so that no address is used again
     queue = deque((name, root, 0) for name, root in roots.items())
@@ -255,7 +299,9 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         seen[id(value)] = value
         yield path, value
-        if not _is_instance(value, kinds) and depth < DEPTH and len(queue) < OBJECTS:
+        if _is_instance(value, kinds) or (enters is not None and not enters(value)):
+            continue
+        if depth < DEPTH and len(queue) < OBJECTS:
             queue.extend(
                 (path + step, part, depth + 1)
                 for step, part in _children(value)

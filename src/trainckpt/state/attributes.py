@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from trainckpt.data import randomness
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
 from trainckpt.format import digest, json_io
 from trainckpt.state.adapters.fsdp import plain_path
 from trainckpt.state.captured import Captured
@@ -74,7 +74,8 @@ class Attributes:
     Args:
         owner: A module, a callback, any object.
         *paths: Names of its attributes, with dots for those of its parts. Their values are
-            numbers, strings, tensors, or containers of them. An attribute may appear later.
+            numbers, strings, tensors, containers of them, or random generators. An attribute may
+            appear later.
 
     Raises:
         ConfigurationError: No name was given, or the object has no such part.
@@ -104,18 +105,30 @@ class Attributes:
         return {(id(part), name) for part, name in self._places.values()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return path -> value, of those that are there."""
-        return {
+        """Return path -> value, of those that are there; under "" the states of generators."""
+        values = {
             path: getattr(part, name)
             for path, (part, name) in self._places.items()
             if hasattr(part, name)
         }
+        generators = {
+            path: value for path, value in values.items() if randomness.is_generator(value)
+        }
+        if generators:
+            values = {path: value for path, value in values.items() if path not in generators}
+            values[""] = randomness.capture(generators)
+        return values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set them to what they were; one that was not there is removed."""
+        generators = state.get("", {})
         for path, (part, name) in self._places.items():
             live = getattr(part, name, None)
-            if path in state:
+            if path in generators:
+                lost = randomness.restore({path: live}, {path: generators[path]}, "Attributes")
+                if lost:
+                    raise StateMismatch("tracked attributes cannot be restored", [lost])
+            elif path in state:
                 value = state[path]
                 if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
                     value = value.to(live.device)
@@ -266,13 +279,15 @@ class Watched:
         ]
 
     def generators(self) -> dict[str, Any]:
-        """Return full name -> random generator that a watched module or callback holds."""
-        return {
-            f"{owner.name}.{key}": value
-            for owner in (*self._modules, *self._callbacks)
-            for key, value in vars(owner.value).items()
-            if randomness.is_generator(value) and key not in owner.skipped
-        }
+        """Return full name -> random generator inside a watched module or callback."""
+        return randomness.find_own(
+            {
+                f"{owner.name}.{key}": value
+                for owner in (*self._modules, *self._callbacks)
+                for key, value in vars(owner.value).items()
+                if key not in owner.skipped
+            }
+        )
 
     def hint(self, names: Iterable[str]) -> str:
         """Return what to do about these."""

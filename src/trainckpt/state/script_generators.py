@@ -3,6 +3,8 @@
 A training loop may draw from `rng = numpy.random.default_rng(0)` at the top of the script or in its
 main function. No tracked object holds it, so a snapshot saves its state under the variable's name:
 `script.rng` or `script.main.rng`. The resume restores it with the global generators, last of all.
+So it is for those inside a variable's object, if its class or function belongs to the script:
+`script.settings.rng`.
 
 Variables are those of the `__main__` module and of its functions on the call stack. Only the main
 thread has that stack. Generators that tracked loaders, models and callbacks hold are left to them.
@@ -63,22 +65,19 @@ def _variables(registry: Registry) -> dict[str, Any]:
         earlier = [other.f_code.co_name for other in frames[len(frames) - depth :]]
         again = earlier.count(each.f_code.co_name)  # a function that calls itself
         scopes.append((f"script.{each.f_code.co_name}{again or ''}", each.f_locals))
-    named = [
-        (f"{scope}.{name}", value)
-        for scope, names in scopes
-        for name, value in list(names.items())
-        if randomness.is_generator(value)
-    ]
+    named = randomness.find_own(
+        {
+            f"{scope}.{name}": value
+            for scope, names in scopes
+            for name, value in list(names.items())
+            if not name.startswith("__")
+        }
+    )
     if not named:
         return {}
     seen = {id(generator) for generator in registry.watched.generators().values()}
     seen.update(map(id, randomness.find(_roots(registry))))
-    variables = {}
-    for name, generator in named:
-        if id(generator) not in seen:
-            seen.add(id(generator))
-            variables[name] = generator
-    return variables
+    return {name: generator for name, generator in named.items() if id(generator) not in seen}
 
 
 def _roots(registry: Registry) -> dict[str, Any]:
