@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _POLLS = 4  # number of first batches after which attributes are compared
 _PLAIN = (int, float, str, bytes)
 _SEQUENCES = (list, tuple, deque)
+_WHOLE = 4096  # items of a sequence that are all compared
 _ENDS = 8  # compared items at each end of a sequence, besides its length
 
 
@@ -121,6 +122,16 @@ def _stateful(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, root
 
 
+def plain_attributes(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return path -> type and digest of the plain attributes of the roots themselves."""
+    return {
+        f"{path}.{key}": [type(value).__name__, _whole(value)]
+        for path, root in roots.items()
+        for key, value in (randomness.names_of(root) or {}).items()
+        if _is_compared(value)
+    }
+
+
 def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, Any]]]:
     """Yield each attribute and item with a plain value: its path, and its type and digest."""
     for path, holder in randomness.walk(roots):
@@ -155,6 +166,13 @@ def _is_compared(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def _whole(value: Any) -> str:
+    """Return the digest of a value, of all its items if they are few."""
+    if type(value) in _SEQUENCES and len(value) <= _WHOLE:
+        return str([_digest(item, 1) for item in value])
+    return str(_digest(value))
 
 
 def _digest(value: Any, depth: int = 0) -> Any:

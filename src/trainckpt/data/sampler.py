@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler
 
+from trainckpt.data import carried_state
 from trainckpt.data.own_state import has_state
 
 if TYPE_CHECKING:
@@ -109,6 +110,16 @@ def unknown_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
         for name, sampler in samplers_of(loader)
         if not _is_known(type(sampler)) and not has_state(sampler)
     }
+
+
+def inputs(loader: Any) -> dict[str, Any]:
+    """Return the plain attributes of the samplers without a state_dict, such as `weights`.
+
+    A script may assign them as it trains; what it assigned is not in a capture.
+    """
+    samplers = {name: one for name, one in samplers_of(loader) if not has_state(one)}
+    found = carried_state.plain_attributes(samplers)
+    return {path: value for path, value in found.items() if not _is_captured(path)}
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

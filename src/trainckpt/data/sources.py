@@ -239,8 +239,7 @@ class LoaderSource:
         self._carried_states_before = saved.get("carried before", {})
         self._rewind_all()
         if self.kind == "map":
-            iterator = self._make(skip=saved["position"])
-            self._compare_order(saved)
+            iterator = self._fast_forward(saved)
         elif saved.get("ran_out"):  # with its last batch: a load now would begin a new pass
             assert self._stream is not None
             self._stream.resume_between(saved["own"], exhausted=True)
@@ -304,6 +303,7 @@ class LoaderSource:
             "position": self.progress.position,
             "rng_before": self._rng_before,
             "before": self._order_inputs_before,
+            "inputs": sampler.inputs(self._loader),
             "now": self._capture_order_inputs(stateful=not in_pass),
             "data before": self._data_generators_before if in_pass else {},
             "data now": self._data_generators(),
@@ -350,6 +350,7 @@ class LoaderSource:
         """
         carried_state.restore(self._generator_roots, saved.get("carried now", {}))
         self._restore_data_generators(saved.get("data now", {}))
+        self._compare_inputs(saved)
 
     def load_in_other_world(self, window: dict[str, Any]) -> None:
         """Load a window's start; restore the inputs of later epochs at once."""
@@ -570,16 +571,49 @@ class LoaderSource:
             )
             self._report(Restored(self._name, How.NOT_KEPT, reason))
 
-    def _compare_order(self, saved: dict[str, Any]) -> None:
-        if saved.get("order", self.progress.order) == self.progress.order:
-            return
+    def _compare_inputs(self, saved: dict[str, Any]) -> None:
+        """Report attributes of the samplers that are not what they were at the save."""
+        then, now = saved.get("inputs", {}), sampler.inputs(self._loader)
+        paths = sorted(path for path, value in then.items() if now.get(path, value) != value)
+        if paths:
+            reason = (
+                f"{self._name}: {', '.join(paths)[:200]} is not what it was at the save, and no "
+                "order is kept that depends on it; give the sampler state_dict and "
+                "load_state_dict, or track it by trainckpt.Attributes. Data may differ from the "
+                "uninterrupted run"
+            )
+            self._report(Restored(self._name, How.NOT_KEPT, reason))
+
+    def _fast_forward(self, saved: dict[str, Any]) -> Any:
+        """Return the iterator after the consumed indices, which are drawn again and compared."""
+        is_complete = saved["position"] == (saved.get("passes") or {}).get("announced")
+        try:
+            iterator = self._make(skip=saved["position"])
+            is_same = saved.get("order", self.progress.order) == self.progress.order
+        except StateMismatch:
+            iterator, is_same = None, False
+        if not is_same and not is_complete:
+            self._report_order(saved, is_shorter=iterator is None)
+            return iter(()) if iterator is None else iterator
+        self._compare_inputs(saved)
+        if is_same:
+            return iterator
+        self.progress.order = saved["order"]  # nothing is left of it
+        return iter(())
+
+    def _report_order(self, saved: dict[str, Any], *, is_shorter: bool) -> None:
         suspects = sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
-        names = [type(one).__qualname__ for one in suspects.values()]
+        names = " and ".join(type(one).__qualname__ for one in suspects.values())
+        count = saved["position"]
+        found = (
+            f"{count} batches were trained, and the order of {names} has fewer now"
+            if is_shorter
+            else f"the order that {names} begins with is not the one that {count} batches were "
+            "trained in"
+        )
         reason = (
-            f"{self._name}: the order that {' and '.join(names)} begins with is not the one that "
-            f"{saved['position']} batches were trained in: it depends on more than seed, epoch and "
-            "generators; give the sampler state_dict and load_state_dict. Data differs from the "
-            "uninterrupted run"
+            f"{self._name}: {found}: it depends on more than seed, epoch and generators; give the "
+            "sampler state_dict and load_state_dict. Data differs from the uninterrupted run"
         )
         self._report(Restored(self._name, How.NOT_KEPT, reason))
 

@@ -1,0 +1,122 @@
+"""Samplers that a script changes as it trains: exact, or named by the resume."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
+
+from tests.end_to_end.training import Crash
+from trainckpt import Attributes, Checkpointer
+
+ROWS = 24
+
+
+class Weighted(Sampler):
+    """Draws by weights, which the loop sets to the losses: hard example mining."""
+
+    def __init__(self):
+        self.weights = torch.ones(ROWS)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        yield from torch.multinomial(self.weights, ROWS, replacement=True).tolist()
+
+
+class Growing(Sampler):
+    """Batches that the loop makes larger within an epoch."""
+
+    def __init__(self):
+        self.size = 2
+
+    def __len__(self):
+        return len(range(0, ROWS, self.size))
+
+    def __iter__(self):
+        order = torch.randperm(ROWS).tolist()
+        while order:
+            size = self.size
+            yield order[:size]
+            del order[:size]
+
+
+def mine(sampler, rows, loss):
+    sampler.weights[rows] = loss.detach() + 0.01
+
+
+def extend(sampler, rows, loss):
+    sampler.indices = list(range(min(ROWS, len(sampler.indices) + 1)))
+
+
+def grow(sampler, rows, loss):
+    sampler.size = min(sampler.size + 1, 4)
+
+
+def train(place, sampler, change, stop=None, **more):
+    """Train three epochs; return the rows of each micro-batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    kind = "batch_sampler" if isinstance(sampler, Growing) else "sampler"
+    loader = DataLoader(torch.arange(float(ROWS)), **{kind: sampler})
+    tracked = {"model": model, "optimizer": optimizer, "loader": loader, **more}
+    got = []
+    with Checkpointer(place, every="1 steps", **tracked) as ckpt:
+        for _ in ckpt.epochs(3):
+            for batch in ckpt.batches():
+                loss = model(batch[:, None]).square().flatten()
+                change(sampler, batch.long(), loss)
+                loss.mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                got.append(batch.tolist())
+                if len(got) == stop:
+                    raise Crash
+    return got
+
+
+@pytest.mark.filterwarnings("ignore:loader. .* changed over a pass, and is not kept")
+@pytest.mark.parametrize("stop", [4, 24, 25, 30])
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [
+        (Weighted, mine, "sampler.weights"),
+        (lambda: SubsetRandomSampler(list(range(8))), extend, "sampler.indices"),
+    ],
+    ids=["weights", "indices"],
+)
+def test_what_a_loop_assigns_to_a_sampler_is_named(tmp_path, caplog, make, change, name, stop):
+    with pytest.raises(Crash):
+        train(tmp_path / "run", make(), change, stop)
+    caplog.set_level(logging.INFO, "trainckpt")
+    train(tmp_path / "run", make(), change)
+    said = f"not exact: loader: {name}" if stop == 4 else "not exact: loader: "
+    assert said in caplog.text
+    assert "same data, not bitwise: loader" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:loader. .* changed over a pass, and is not kept")
+@pytest.mark.parametrize("stop", [2, 8, 9, 11])
+def test_what_is_tracked_by_attributes_is_kept_and_a_complete_pass_needs_no_order(
+    tmp_path, caplog, stop
+):
+    def run(place, stop=None):
+        sampler = Growing()
+        return train(place, sampler, grow, stop, size=Attributes(sampler, "size"))
+
+    whole = run(tmp_path / "straight")
+    with pytest.raises(Crash):
+        run(tmp_path / "run", stop)
+    caplog.set_level(logging.INFO, "trainckpt")
+    rest = run(tmp_path / "run")
+    if stop == 8:  # all of the pass: nothing is left of its order
+        assert "7 batches were trained, and the order of Growing has fewer now" in caplog.text
+    elif stop < 8:
+        assert "not exact: loader: the order that Growing begins with" in caplog.text
+    if stop >= 8:
+        assert rest == whole[stop - 1 :]
+    assert "is not what it was at the save" not in caplog.text
