@@ -22,7 +22,7 @@ from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import LOCAL
 from trainckpt.attempt.save_handle import DURABLE
 from trainckpt.attempt.stop_plan import CAUTION
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import ConfigurationError, SaveFailed
 from trainckpt.notice import OF_MACHINE
 from trainckpt.run_directory import run_url
 from trainckpt.storage.redact import redacted
@@ -264,8 +264,17 @@ class Uploads:
         """Queue a snapshot committed in the run directory, as `TierUploader.offer`."""
         if self._durable == LOCAL:
             event.handle.reach(DURABLE)
+        faults = []
         for flusher in self.uploaders:
-            flusher.offer(event.manifest, event.handle, event.num_bytes)
+            try:
+                flusher.offer(event.manifest, event.handle, event.num_bytes)
+            except Exception as error:  # noqa: BLE001 - the other tiers get their copies
+                faults.append(error)
+                if flusher.tier.name == self._durable:
+                    why = SaveFailed(f"not copied to {self._durable}: {error or repr(error)}")
+                    event.handle.fail_durable(why, for_good=True)
+        if faults:
+            raise faults[0]
 
     @property
     def busy(self) -> list[str]:

@@ -172,12 +172,19 @@ class ReplicationControl:
         if event.is_last:
             event.handle.set_replicated("it is the last, and committed")
             return
-        self._end_rereplication()
-        failure = NO_PARTNER
-        if self.replicator is not None and self.replicator.plan.num_losses:
-            name = event.manifest.name
-            failure = self._replicate(self.replicator, name, event.whole, event.shard)
+        try:
+            failure = self._replicate_commit(event)
+        except Exception as error:
+            event.handle.set_replicated(str(error) or repr(error))  # a caller may wait for it
+            raise
         event.handle.set_replicated(failure)
+
+    def _replicate_commit(self, event: Committed) -> str:
+        """Return the reason why no other host holds the snapshot; "" if one does."""
+        self._end_rereplication()
+        if self.replicator is None or not self.replicator.plan.num_losses:
+            return NO_PARTNER
+        return self._replicate(self.replicator, event.manifest.name, event.whole, event.shard)
 
     def keep_in_memory(
         self,
