@@ -150,9 +150,9 @@ def _write_numpy(packed: bytes) -> None:
 #
 # Each sample may draw from `self.rng = np.random.default_rng(seed)` in a dataset, and no global
 # generator reflects that. So a search finds objects of numpy.random.Generator, RandomState,
-# random.Random and torch.Generator (CPU) among attributes, items, closures and arguments, a few
-# steps deep. The path to a generator is its name. A generator that does not exist yet when its
-# state is restored (made at the first sample, say) is named in a warning.
+# random.Random and torch.Generator (CPU) among attributes, items, closures, arguments and globals,
+# a few steps deep. The path to a generator is its name. A generator that does not exist yet when
+# its state is restored (made at the first sample, say) is named in a warning.
 #
 # Without workers the generators of this process are saved; with workers, those of each worker, like
 # the global ones (see worker.py).
@@ -361,12 +361,48 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 def _function_children(function: types.FunctionType) -> list[tuple[str, Any]]:
     children: list[tuple[str, Any]] = [(".defaults", function.__defaults__)]
     children.append((".defaults", function.__kwdefaults__))
+    children += _global_parts(_globals_named((function,)))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             children.append((f".{name}", cell.cell_contents))
         except ValueError:  # not assigned yet
             continue
     return children
+
+
+@functools.cache
+def _globals_of_class(kind: type) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return the globals named by the methods of own classes, as `_globals_named`."""
+    methods = [
+        getattr(method, "__wrapped__", method)
+        for base in kind.__mro__
+        if _is_own_module(base.__module__)
+        for method in vars(base).values()
+    ]
+    return _globals_named(tuple(m for m in methods if type(m) is types.FunctionType))
+
+
+def _globals_named(
+    functions: tuple[types.FunctionType, ...],
+) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return each name in the functions' code, with the namespace of its module."""
+    found = []
+    for function in functions:
+        codes = [function.__code__]
+        for code in codes:
+            codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+            found += [(name, function.__globals__) for name in code.co_names]
+    return tuple(found)
+
+
+def _global_parts(named: tuple[tuple[str, dict[str, Any]], ...]) -> list[tuple[str, Any]]:
+    """Return the generators among these globals: each worker draws from a copy of its own."""
+    kinds = _generator_types()
+    return [
+        (f".{name}", namespace[name])
+        for name, namespace in named
+        if name in namespace and _is_instance(namespace[name], kinds)
+    ]
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -383,7 +419,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
                     named[name] = member.__get__(value)
                 except AttributeError:
                     continue
-    return [(f".{name}", part) for name, part in named.items()]
+    parts = [(f".{name}", part) for name, part in named.items()]
+    return parts + _global_parts(_globals_of_class(type(value)))  # type: ignore[arg-type]
 
 
 def _read(generator: Any) -> bytes | None:
