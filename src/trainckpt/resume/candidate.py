@@ -340,7 +340,9 @@ def read_candidate(
         place = memory if scope == "near" else None
         ladder = TieredReader(tiers, chosen)
         opened = DecryptingTier(ladder, opener or KeyRing())
-        near = MemoryCachedTier(opened, place)  # shared memory holds decrypted files
+        num_threads = copy_threads(hosts.count(channel.world.host) or 1)
+        # Shared memory holds decrypted files.
+        near = MemoryCachedTier(opened, place, num_threads=num_threads)
         read = _Read(
             tier=near,
             opened=opened,
@@ -349,9 +351,8 @@ def read_candidate(
             registry=registry,
             run=run,
             name=name,
+            num_threads=num_threads,
         )
-        here = hosts.count(channel.world.host) or 1
-        read.num_threads = near.num_threads = copy_threads(here)
         part = channel.scoped(scope)
         with ExitStack() as stack:
             stack.callback(near.close)
@@ -435,8 +436,9 @@ class _Read:
         registry: Registry,
         run: str,
         name: SnapshotName,
+        num_threads: int,
     ) -> None:
-        self.num_threads = 1
+        self.num_threads = num_threads
         self._opened, self._ladder = opened, ladder
         self.manifest: Manifest | None = None
         self._is_admitted = False

@@ -103,9 +103,11 @@ class MemoryCachedTier:
         used: Files read from memory, in order of first use.
     """
 
-    def __init__(self, tier: Readable, place: SharedMemoryDir | None) -> None:
+    def __init__(
+        self, tier: Readable, place: SharedMemoryDir | None, *, num_threads: int = 1
+    ) -> None:
         self.name, self.url = tier.name, tier.url
-        self.num_threads = 1
+        self.num_threads = num_threads
         self.used: list[str] = []
         self._tier = tier
         self._place = place
