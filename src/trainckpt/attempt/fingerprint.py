@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 
-# ---- Record the facts that decide the bits of a training on CUDA devices, and name unrepeatable
-# ones.
+# ---- GPU facts: what decides the bits on CUDA devices
 #
 #     gpu_facts           hardware, libraries and settings, for the fingerprint; only of a run that
 #                         has tracked state on such a device
@@ -196,6 +195,9 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
+
+
+# ---- the fingerprint
 
 
 DEVICE, DEVICES = "device", "devices"

@@ -245,8 +245,7 @@ class ProgressCounter:
             self.on_step()
 
 
-# ---- Detect mistakes in the training loop that cost a run its work; each is logged once, and
-# early.
+# ---- loop checks: mistakes in the training loop, each logged once and early
 #
 # no boundary   optimizer steps are taken and no boundary is reached: nothing is saved, and no stop
 #               is acted on. Some steps may warm the script up; inside `ckpt.epochs()` it trains

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.fs_probe import Capabilities
 
 
-# ---- Measure the speed of a run directory or store: write a small probe once and read it back.
+# ---- speed: write a small probe once and read it back
 #
 # What is written for that is removed again. A directory that does not exist yet is not made: its
 # nearest parent is tried.
@@ -160,6 +160,9 @@ def _measure(path: Path) -> Speed:
         return Speed(PROBE_BYTES, write_end - start, time.perf_counter() - write_end)
     finally:
         os.close(descriptor)
+
+
+# ---- the command
 
 
 PLACE = "run's place"

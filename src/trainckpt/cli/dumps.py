@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place, Tier
 
 
-# ---- The process dumps in a run directory, and why one cannot be restored.
+# ---- dumps in a run directory, and why one cannot be restored
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _why_not(tier: Tier, record: DumpRecord) -> str:
     return ""
 
 
-# ---- Asking a run's supervisor for a dump, and waiting for what it says and does.
+# ---- requests for a dump: ask the run's supervisor, and wait for its answers
 
 
 ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
@@ -189,6 +189,9 @@ def wait_for_dump(
             last_said = now
             say(f"waiting for the dump, {now - start:.0f} s")
         time.sleep(LOOK_EVERY_S)
+
+
+# ---- restoring and reporting, for `run`, `resume` and `pause`
 
 
 VARIABLE = "TRAINCKPT_DUMPS"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place
 
 
-# ---- Resolve the run and snapshot to resume from the user's words, before anything is launched.
+# ---- the target: which run and snapshot the user's words mean
 #
 # A launch that cannot find it would end in a traceback of the script, and leave a failed attempt.
 
@@ -98,6 +98,9 @@ def _is_run(run: str) -> bool:
     with contextlib.suppress(TrainckptError):  # nobody has asked for that one
         return attempt_history.run_id(run_url.open_place(run)) is not None
     return False
+
+
+# ---- the command
 
 
 TIERS_VARIABLE, RESUME_VARIABLE = "TRAINCKPT_TIERS", "TRAINCKPT_RESUME"

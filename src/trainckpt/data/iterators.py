@@ -304,7 +304,7 @@ class WorkersIterator(_Multi):
         return data.batch
 
 
-# ---- Start the workers of untracked loaders shielded from signals, and notify listeners.
+# ---- workers of untracked loaders: shielded from signals too
 
 
 _UntrackedMulti = torch_loader._MultiProcessingDataLoaderIter

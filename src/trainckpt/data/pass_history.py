@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-# ---- Compute an eight-byte fingerprint of a batch, to recognise the same batch after a resume.
+# ---- fingerprint of a batch, to recognise it after a resume
 #
 # The fingerprint covers type, shape, and the first and last kilobytes of each tensor and array. A
 # batch of images thus costs no more than a batch of tokens. Tensors on devices count by type and
@@ -75,6 +75,9 @@ def _ends(tensor: torch.Tensor) -> Iterator[bytes]:
     flat = tensor.reshape(-1)
     for end in (flat[:_ELEMENTS], flat[-_ELEMENTS:]):
         yield as_bytes(end.resolve_conj().resolve_neg())
+
+
+# ---- the history of passes
 
 
 _ENOUGH = 2  # passes that agree, where nothing but chance may be why one does

@@ -146,7 +146,7 @@ def _write_numpy(packed: bytes) -> None:
     np.random.set_state(("MT19937", words, position, has_gauss, gauss))
 
 
-# ---- Capture random generators inside a dataset or a collate_fn.
+# ---- generators inside a dataset or a collate_fn
 #
 # Each sample may draw from `self.rng = np.random.default_rng(seed)` in a dataset, and no global
 # generator reflects that. So a search finds objects of numpy.random.Generator, RandomState,

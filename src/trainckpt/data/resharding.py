@@ -273,18 +273,18 @@ class EpochResharder:
         samplers.restore(self._loader, saved)
 
 
-# ---- Record the start of the optimizer window, from which a run resumes in another world.
+# ---- the window's start, where another world resumes
 #
 # A snapshot inside a window holds gradients of use only to the world that made them. Another world
 # drops them and trains the window's samples again, so the loader records its position at each
 # window's start. That happens at nearly every boundary: a `WindowStart` therefore holds only
-# references and integers. `written` turns it into a dict for a state. The pass around the window's
+# references and integers. `window_as_dict` turns it into a dict for a state. The pass around the window's
 # start may be over by then: a window can straddle the end of an epoch.
 #
 #     in_pass, exhausted, passes_started, batches, samples    as in the loader's state
 #     position   index batches consumed of the assignment
 #     begun      the pass with this `order` has begun, at the window's start or since
-#     order      inputs that decide the order of that pass; see resharding.py
+#     order      inputs that decide the order of that pass
 #     share      how ranks share the order: number of ranks, batch size, dropped remainder
 #     base, pads, padded             the assignment in which `position` counts
 #     trained, padding_trained       totals over all ranks: all that another world needs

@@ -713,7 +713,7 @@ class LoaderSource:
         return self.kind == "iterable" and self._stream is None
 
 
-# ---- Track a DataLoader whose reader fetches ahead of training, by a batch or by a whole window.
+# ---- readers that fetch ahead of training, by a batch or a whole window
 #
 # Frameworks put a reader between a DataLoader and the training loop. Accelerate's looks one batch
 # ahead, to recognise the last one; the Transformers Trainer takes a window at once. Batches inside

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 
-# ---- Keep the job's signals from killing DataLoader workers, and still end workers on time.
+# ---- signals: keep the job's signals from killing workers
 #
 # torchrun and schedulers signal the whole process group. Unshielded workers die of it, and with
 # them the save requested by the signal. The order of events:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 # of the fork server would end its workers. (A fork server started earlier by other code is not
 # protected. Processes that it starts later have the signals blocked, and must unblock them.)
 #
-# A shielded worker ignores `terminate()`. So `adopt` makes torch's own shut-down end with SIGKILL,
+# A shielded worker ignores `terminate()`. So `kill_on_shutdown` makes torch's own shut-down end with SIGKILL,
 # and kills the remaining workers before multiprocessing joins its children at exit: that join would
 # never return.
 
@@ -171,6 +171,9 @@ def _forget_pids(key: int) -> None:
         _remove_worker_pids(key)
     except ValueError:
         pass  # torch forgot them itself
+
+
+# ---- randomness, sent home with each batch
 
 
 OWN_GENERATORS = "own"  # generators inside the data

@@ -1,1 +1,1 @@
-"""Keys, ciphers, and the format of encrypted files. Only this room imports `cryptography`."""
+"""Keys, ciphers, and the format of encrypted files. Only this package imports `cryptography`."""

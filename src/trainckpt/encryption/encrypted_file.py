@@ -255,7 +255,7 @@ def _bound(place: bytes, layout: EncryptedLayout, number: int) -> bytes:
     return _BOUND.pack(place, number, is_last, layout.head_bytes, layout.body_bytes)
 
 
-# ---- Encrypt and decrypt the manifest of an encrypted snapshot.
+# ---- the manifest of an encrypted snapshot
 #
 # Encrypted are the plain files' lengths and header digests. Every other field of the manifest is
 # authenticated with them, except the wrapped keys: only those can be changed (`rewrap`).

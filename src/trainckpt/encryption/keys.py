@@ -181,7 +181,7 @@ def derive(secret: bytes, info: bytes, salt: bytes | None = None) -> bytes:
     return HKDF(SHA256(), 32, salt, info).derive(secret)
 
 
-# ---- Derive a key for each snapshot, and wrap it for each recipient.
+# ---- snapshot keys: derived one by one, wrapped for each recipient
 #
 #     ratchet      the ranks of an attempt share one secret, sent once. Each save derives its key
 #                  from it and advances the ratchet. Earlier keys cannot be recovered from the rest,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# ---- Read and write a manifest's list of files: length and digests of each.
+# ---- the list of files: length and digests of each
 #
 # Files are stored as columns, since there may be thousands.
 
@@ -163,7 +163,7 @@ def parse_file(entry: Any, what: str) -> FileEntry:
     return found
 
 
-# ---- Read and write a manifest's facts on encryption: wrapped keys, and an encrypted part.
+# ---- encryption: wrapped keys, and an encrypted part
 #
 #     keys     of its own snapshot, and of each older one it refers to: the snapshot's key, wrapped
 #              for each recipient. A change of recipients changes only this
@@ -279,6 +279,9 @@ def from_text(text: Any, what: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError, TypeError):
         raise UnusableSnapshot(f"{what}: a key in it is not readable") from None
+
+
+# ---- the manifest
 
 
 MAX_BYTES = 256_000_000

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 
-# ---- Format versions this release writes and reads. Version 1 stays readable for ever.
+# ---- format versions; version 1 stays readable for ever
 
 
 VERSION = "0.1.0"  # of this release; pyproject.toml says the same
@@ -35,6 +35,9 @@ def check_version(found: object, what: str, readable: frozenset[int] = READABLE)
             f"{what} has format version {found!r}; this release reads {sorted(readable)}",
             hint="resume with the release of trainckpt that wrote it, or a newer one",
         )
+
+
+# ---- names
 
 
 RUN_RECORD = "run.json"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainckpt.inspect.contents import Contents
 
 
-# ---- Plan an export: each tensor's file and its name there. Pure.
+# ---- the plan of an export: each tensor's file and its name there
 #
 # By default a model's parameters and persistent buffers, under the names in its `state_dict`, so
 # without the model's own name; with `everything` all tensors under their full names. A tensor with
@@ -246,6 +246,9 @@ def _notes(
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
+
+
+# ---- the export
 
 
 SUFFIX = ".safetensors"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
 
 
-# ---- Find the objects of an Accelerator to track, and its own state besides them.
+# ---- an Accelerator's objects to track, and its own state
 
 
 RELIED = (
@@ -208,6 +208,9 @@ def _wrapped(model: Any) -> Any:
 
 def _distinct(objects: list[Any]) -> list[Any]:
     return list({id(one): one for one in objects}.values())
+
+
+# ---- attach
 
 
 _attached: weakref.WeakKeyDictionary[Any, weakref.ref[AttachedCheckpointer]]

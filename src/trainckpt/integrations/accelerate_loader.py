@@ -83,7 +83,7 @@ class PreparedLoader:
 
 
 class ShardReader:
-    """Accelerate's DataLoaderShard on trainckpt's iterator; a `prefetching_source.Reader`."""
+    """Accelerate's DataLoaderShard on trainckpt's iterator; a `sources.PrefetchReader`."""
 
     elsewhere = (
         "Accelerate deals the batches over its processes, and nobody else can deal the rest of an "

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
 
 
-# ---- Handle files of Lightning's ModelCheckpoint newer than the snapshot of a resume.
+# ---- ModelCheckpoint's files that are newer than the snapshot
 #
 # Their training is repeated, and so are the files: under the same names, as in an uninterrupted
 # run. Lightning would give a file another name if one exists, `last-v1.ckpt`, and the older file
@@ -151,6 +151,9 @@ def _names_before(ckpt: Checkpointer) -> dict[str, int]:
 def _absolute(path: Any) -> str:
     name = str(path)
     return name if "://" in name else str(Path(name).absolute())
+
+
+# ---- the callback
 
 
 def _base() -> type[Any]:

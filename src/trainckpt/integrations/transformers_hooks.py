@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainckpt.integrations.transformers_state import TrainerPart
 
 
-# ---- Deliver the micro-batches of a Trainer's window one by one.
+# ---- a Trainer's window, micro-batch by micro-batch
 #
 # The Trainer needs the whole window first: it divides each loss by the tokens of all of it. So the
 # window is fetched by the Trainer's own method, at the window's first boundary. The Trainer gets an
@@ -46,7 +46,7 @@ class WindowAborted(BaseException):
 
 
 class WindowReader(ShardReader):
-    """The Trainer's loader, read window by window; see `data.prefetching_source.Reader`.
+    """The Trainer's loader, read window by window; see `data.sources.PrefetchReader`.
 
     Args:
         shard: The loader prepared by Accelerate.
@@ -179,6 +179,9 @@ class Window:
             except StopIteration:
                 raise WindowAborted from None
             yield batch
+
+
+# ---- the hooks
 
 
 _OURS = "trainckpt"  # given to _run_epoch in place of a checkpoint's folder

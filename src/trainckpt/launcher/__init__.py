@@ -1,14 +1,17 @@
-"""Launches commands, and answers for how they end: signals, restarts, deadlines, exit codes.
+"""Launch commands, and judge how they end: signals, restarts, deadlines, exit codes.
 
-supervise   launches a command, and again where it failed; the room's front door
-launched    one launch, from start to end: the effects
-orders      what to do about a signal, a lost rank, a deadline, a failure: pure
-verdict     how a launch ended, from everybody's words: pure
-record      the attempt's record, where nobody else can write it
-command     torchrun's command line
-agent       torchrun itself, as a process that tells us how each rank ended (`report`)
-processes   who lives, who descends from whom, and an end to all of them
-nested      a supervisor within another one's launch
-signals     what this process is sent
-early_stop  a Slurm job that is stopped before its ranks have begun
+supervise         launches a command, and again after a failure; the entry of this package
+monitor           one launch, from start to end: effects
+signals           the signals received, and pure decisions on them, on lost ranks and deadlines
+outcome           how a launch ended, from the reports of ranks, agent and supervisor; pure
+record            the attempt's record, if the ranks cannot write it
+torchrun_command  torchrun's command line
+torchrun_agent    torchrun in a process that reports each rank's exit
+processes         the processes of a launch: find them, end them
+nested            a supervisor within another one's launch
+early_requeue     a Slurm job stopped before its ranks began
+dumps, restored   process dumps, and a launch brought back from one
+finish_uploads    uploads left when the ranks have ended
+prefetch          reads the newest snapshot beside a launch
+output_relay      the command's output, through files
 """

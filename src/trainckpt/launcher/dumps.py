@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place, Tier
 
 
-# ---- Launch a command so that its processes can be dumped: no io_uring, no terminal.
+# ---- launch: a command whose processes can be dumped
 
 
 FILTER = str(Path(no_io_uring.__file__))
@@ -118,7 +118,7 @@ def outputs(
         logs.close()
 
 
-# ---- Images hold every secret of their processes: to whom they are encrypted, where they may lie.
+# ---- encryption: images hold every secret of their processes
 
 
 def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ def why_exposed(tier: LocalTier) -> str:
     )
 
 
-# ---- Requests to the supervisor, and its answers: files in the run's place, beside the notices.
+# ---- messages: requests to the supervisor, and its answers
 #
 #     RUN/notices/<attempt>-<id>.ask      {"reason", "seconds_left", "mode", "dump"}
 #     RUN/notices/<attempt>-<id>.answer   {"choice", "why", "error"}
@@ -271,6 +271,9 @@ def _read(tier: Tier, key: str) -> DumpCall | None:
     except (TrainckptError, ValueError, RecursionError):
         return None  # no request: nobody waits for an answer to it
     return DumpCall(key, notice.reason, notice.seconds_left, notice.mode, body.get("dump") is True)
+
+
+# ---- dumping, from the side of the supervisor
 
 
 REST_WITHIN_S = 600.0  # from the order on, and from the first rank to the last: else they go on

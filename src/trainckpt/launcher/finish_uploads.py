@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place, Tier
 
 
-# ---- Copy an attempt's newest snapshot to the tiers that lack it. `finish_uploads` starts this
-# program.
+# ---- the program: copies an attempt's newest snapshot to the tiers that lack it
 #
 #     from memory     to the run's place, and commit it there, if all its ranks were on this host
 #     from the place  to each slower tier, nearest first
@@ -177,6 +176,9 @@ def _say(line: str) -> None:
     with suppress(OSError):  # the supervisor may be gone: what was begun is ended
         sys.stdout.write(f"{SAID}{' '.join(line.split())}\n")
         sys.stdout.flush()
+
+
+# ---- the supervisor's part: start the program, and wait
 
 
 LOOK_S = 0.2

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place
 
 
-# ---- The options of a command that says none itself: as its attempt has recorded them.
+# ---- options, as the attempt has recorded them
 #
 # Whoever brings a run back may stand in another folder, in another shell: what was set for the run
 # when it was launched counts, but for what is set here, and for what was too secret to be stored.
@@ -90,6 +90,9 @@ def launch_folder(facts: Mapping[str, Any]) -> Path:
     """Return the folder in which the command was launched."""
     cwd = facts.get("cwd")
     return Path(cwd) if isinstance(cwd, str) else Path.cwd()
+
+
+# ---- the record
 
 
 CLAIM_AFTER_S = 30.0

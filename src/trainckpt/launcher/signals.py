@@ -115,7 +115,7 @@ def heard() -> Iterator[Inbox]:
         inbox.__exit__()
 
 
-# ---- Decide on signals, lost ranks, deadlines and failures of a launch. Pure.
+# ---- decisions on signals, lost ranks, deadlines and failures
 #
 # A signal goes to the ranks that listen, not to torchrun: torchrun would pass it to the whole
 # process group, loader workers included, and then kill what is left at a time of its own. Where no

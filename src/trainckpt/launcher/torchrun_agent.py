@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-# ---- Exit records of the ranks, written by the agent into the supervisor's folder.
+# ---- Exit records, in the supervisor's folder
 #
 #     ends.jsonl     one line as each child of the agent ends, in that order: {pid, code, at}
 #     failures.json  what torchrun itself found, at its end: [{rank, pid, code}, ...]
@@ -101,6 +101,9 @@ def _lines(path: Path) -> list[Any]:
             with contextlib.suppress(ValueError, RecursionError):
                 bodies.append(json.loads(line))
     return bodies
+
+
+# ---- the agent
 
 
 SIGNALS_VARIABLE = "PET_SIGNALS_TO_HANDLE"  # torchrun's own, for the option of that name

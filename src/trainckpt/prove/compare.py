@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# ---- Names for parts of the state, as a person would say them, and which of several to blame
-# first.
+# ---- names of parts of the state, and which of several to blame first
 #
 # When a run differs, many parts differ at once: a wrong dropout mask makes wrong gradients, which
 # make wrong weights. Causes come before effects here, so the first name is where to look.
@@ -127,6 +126,9 @@ def _match(part: str) -> tuple[int, str]:
 
 def _which(loader: str) -> str:
     return "" if loader == "loader" else f" ({loader})"
+
+
+# ---- the comparison
 
 
 # Micro-batches trained; whether the loader's pass is open (the end of one epoch and the beginning

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 
-# ---- The folder a run of the proof works in: the user's working directory, with links for its
-# files.
+# ---- the working directory of a run of the proof
 #
 #     <proof>/work/<path of the user's folder>    directories are real, files are links to the
 #                                                 user's; beside them, links for `../data`
@@ -147,6 +146,9 @@ def _entries(folder: Path) -> list[os.DirEntry[str]] | None:
             return list(entries)
     except PermissionError:
         return None
+
+
+# ---- the proof
 
 
 SHOWN_LOG_LINES, SHOWN_PATHS = 15, 5

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.store import RankStore
 
 
-# ---- Messages of a round, and the decision computed from them.
+# ---- the messages of a round, and the decision computed from them
 #
 # Values and one pure function. A round goes:
 #
@@ -234,6 +234,9 @@ def _one_of(value: Any, name: str, allowed: Sequence[str]) -> Any:
     if member not in allowed:
         raise NoAgreement(f"a rank published {name} = {member!r}, none of {', '.join(allowed)}")
     return member
+
+
+# ---- rounds, carried through the store
 
 
 class Rounds:

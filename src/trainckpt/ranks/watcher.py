@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.store import RankStore
 
 
-# ---- Keep this rank's pending requests, and decide if one needs a round of its own.
+# ---- pending requests of this rank
 #
 # The rules keep repeated notices free and lose no request:
 #
@@ -164,6 +164,9 @@ class PendingRequests:
         if notice.number is not None and notice.number <= self._settled_number:
             return True
         return any(save.number == notice.number for save in self._saves)
+
+
+# ---- the watcher
 
 
 LOOK_INTERVAL_S, STOP_WITHIN_S = 1.0, 2.0

@@ -85,7 +85,7 @@ def _number(variable: str, otherwise: int) -> int:
         ) from None
 
 
-# ---- Agree on one name for this start of the ranks, over their store.
+# ---- the name of this start of the ranks
 #
 # The store may be that of a torchrun agent, and hold keys of earlier starts. No environment
 # variable tells starts apart: TORCHELASTIC_RESTART_COUNT differs between agents once a single one

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.arena import Arena
 
 
-# ---- Replica layout: the files of a snapshot that one rank's host holds in memory, by the plan.
-# Pure.
+# ---- replica layout: the files that one rank's host holds in memory
 #
 # Slots are the arena pairs in which replicas are made (`storage/replica_slots.py`). Names are those
 # of a snapshot's files.
@@ -106,6 +105,9 @@ def copy_slot(owner: int) -> str:
 def parity_slot(number: int) -> str:
     """Return the slot name of a set's parities."""
     return f"parity{number:05d}"
+
+
+# ---- the replicator
 
 
 STEP_S = 30.0  # for one round of a few megabytes
@@ -187,7 +189,7 @@ class Replicator:
         return self._encrypted
 
     def encrypted_bytes(self) -> tuple[int, int]:
-        """Return the bytes that `room` has already for the next save, and in all."""
+        """Return the bytes that `reserve_encrypted` holds already for the next save, and in all."""
         slot = self._slots.get(replica_slots.sealed_slot(self._rank))
         return slot.capacity_bytes(self.newest) if slot is not None else (0, 0)
 
@@ -205,7 +207,7 @@ class Replicator:
             name: Name of the snapshot.
             whole: Its manifest, on rank 0.
             mine: This rank's complete file; None if it lies in no memory. In an encrypted run the
-                file in `room` is used instead.
+                file from `reserve_encrypted` is used instead.
 
         Raises:
             ReplicationFailed: on all ranks alike.
@@ -477,7 +479,7 @@ def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"why": "; ".join(answer["why"] for answer in answers if answer["why"])[:1000]}
 
 
-# ---- Failure domains: the ranks that fail together, and the replication plan made from them.
+# ---- failure domains: the ranks that fail together, and the plan made from them
 
 
 def set_up(

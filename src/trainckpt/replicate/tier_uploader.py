@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 
-# ---- Retention in a slower tier, after each commit there, by the policy of the run directory.
+# ---- retention in a slower tier
 
 
 class RetentionTask:
@@ -77,7 +77,7 @@ class RetentionTask:
         )
 
 
-# ---- The upload queue of one slower tier: snapshots it lacks, and the order to copy them in.
+# ---- the upload queue: snapshots a tier lacks, in order
 #
 # The newest goes first, once the tier's interval (`uploads`) allows it. Requested and tagged
 # snapshots, and those left by earlier attempts, go in any case. The uploader's lock guards the
@@ -147,7 +147,7 @@ class UploadQueue:
         return self._tagged[name] or name in self._requested
 
 
-# ---- Upload protocol between ranks for one tier, and when its store keys are deleted.
+# ---- the upload protocol between ranks
 #
 #     <n>/order       rank 0 to all: the snapshot, or why none of it can be copied; the last one
 #                     says that it is over
@@ -285,6 +285,9 @@ class ProgressWatchdog:
         if self._since_s is None or counts != self._counts:
             self._counts, self._since_s = counts, now_s
         return now_s - self._since_s > (ENDS_WITHIN_S if counts[1] > 0 else HANGS_AFTER_S)
+
+
+# ---- the uploader
 
 
 FIRST_RETRY_S, MOST_RETRY_S = 15.0, 600.0

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Asked = tuple[str, float | None]  # the reason, and the seconds left; None: unknown
 
 
-# ---- Choose how often a slower tier gets a copy: `every="10 steps, s3: 100 steps"`. Pure.
+# ---- a tier's interval: `every="10 steps, s3: 100 steps"`
 #
 # A tier without an interval gets every snapshot that it can keep up with. One with an interval gets
 # the first snapshot at or beyond each multiple, or the newest one once the time is over. Requested
@@ -102,6 +102,9 @@ def check(every: Every, slower: TierConfig) -> None:
             f"every={every.in_full!r}: this run has no tier {unknown[0]!r}",
             hint=f"use one of {names}, or add it to the option tiers",
         )
+
+
+# ---- uploads to all slower tiers
 
 
 UNLIMITED_S = 86400.0

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.shared_memory import SharedMemoryDir
 
 
-# ---- Read this rank's part of a snapshot: first the values, which determine the other reads.
+# ---- this rank's part of a snapshot; the values come first
 #
 # A snapshot saved by as many ranks in the same layout is read as it was: every rank its own part.
 # Otherwise each rank reads the boxes it holds now, and takes the values of a donor: the rank of its
@@ -226,6 +226,9 @@ def _held_by(reader: Reader, donor: int) -> Mapping[str, TensorEntry]:
         return entries
     own = {place.region.tensor for place in reader.places(donor)}
     return {n: entry for n, entry in entries.items() if entry.layout is not None or n in own}
+
+
+# ---- all ranks together: read, verify, or refuse
 
 
 def find_good_copies(

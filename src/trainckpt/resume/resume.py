@@ -3,7 +3,7 @@
     every rank   attaches to the run directory
     all          copy newer snapshots from the hosts' memory to the run directory (`scavenge`)
     rank 0       copies the slower tiers' records of other attempts to the run directory, claims
-                 an attempt number above all of them, lists the candidates (`candidates`)
+                 an attempt number above all of them, lists the candidates (`candidate_order`)
     rank 0       records the candidate to be read next, in case the process dies of it
     every rank   reads and verifies its part of the candidate; all exchange their results
     all          if several ranks want columns of the same rows, they divide the reads between
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place, Tier
 
 
-# ---- Warn if the attempt before this one still trains: a script started twice, say.
+# ---- a warning if the attempt before this one still trains
 #
 # Nothing is lost then, since each attempt's saves are a branch of their own. But the older attempt
 # trains for nothing, perhaps unnoticed. Rank 0 checks as the attempt begins.
@@ -105,6 +105,9 @@ def _has_gone(record: AttemptRecord) -> bool:
 
 def _is_there(pid: object) -> bool:
     return isinstance(pid, int) and pid > 0 and is_alive(pid)
+
+
+# ---- the resume
 
 
 @dataclass(frozen=True)

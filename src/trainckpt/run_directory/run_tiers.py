@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 
-# ---- Resolve `RUN[@SNAPSHOT]` to one snapshot that is read without resuming it.
+# ---- `RUN[@SNAPSHOT]`: one snapshot, read without a resume
 #
 # Without `@SNAPSHOT`, and with `@latest`, it is the newest usable one. By name it may also be one
 # that a resume would refuse. Nothing is claimed and nothing is written.
@@ -115,6 +115,9 @@ def choose(tier: Tier, wanted: str | None, candidates: Sequence[Candidate]) -> C
             hint=f"trainckpt list {tier.url}, and name one of them",
         )
     return catalog.find(candidates, wanted or LATEST, tier.url)
+
+
+# ---- a run and its tiers
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     2  capture; agree which groups are shared     6  report its receipt                 (every rank)
     3  plan the regions this rank stores, and     7  commit when all have reported      (rank 0)
        those that an older file holds already
-    4  copy the rest into one shard: "staged"     8  publish "durable"; prune           (rank 0)
+    4  copy the rest into one shard: "staged"     8  publish the verdict; prune         (rank 0)
        (the saving thread may copy a part beside training: `staging`)
 
 All ranks take the same saves in the same order, since each is asked for at a boundary that all

@@ -157,7 +157,7 @@ def _compact(region: Region) -> Region:
     return region if one_digest == region.digest else region.digested(one_digest)
 
 
-# ---- Reuse the previous save's plan of stored regions while nothing in it changes.
+# ---- the previous save's plan, reused while nothing in it changes
 #
 # To plan thousands of regions takes longer than to see that names, types, shapes and replicas are
 # the same.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt_record import AttemptRecord
 
 
-# ---- Choose how often to save for `every="auto"`. Pure.
+# ---- the interval of `every="auto"`
 #
 # More frequent saves cost more time, less frequent ones lose more at a failure. The sum is least
 # where the interval is the square root of twice the cost of a save times the mean time between
@@ -57,6 +57,9 @@ def mean_time_between_failures_s(attempts: Iterable[AttemptRecord]) -> float:
         seconds = outcome.get("seconds")
         alive_s += seconds if isinstance(seconds, (int, float)) and seconds > 0 else 0.0
     return alive_s / failures
+
+
+# ---- the schedule
 
 
 class SaveSchedule:

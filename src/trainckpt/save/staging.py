@@ -120,7 +120,7 @@ class Staging:
         self._excluded: set[str] = set()  # tensors that something else was seen to change
 
     def stage_arguments(self, only_stepped: set[str]) -> dict[str, Any]:
-        """Return arguments for `stage.stage`: the tensors that the next save copies beside
+        """Return arguments for `state.staging.stage`: the tensors that the next save copies beside
         training.
 
         If there are none, digests are computed at once: where overlap gained nothing, no core is

@@ -3,7 +3,7 @@
     write the file, fsync                every rank
     report its receipt and its tensors   every rank
     commit when all have reported        rank 0
-    publish the verdict: "durable"       rank 0
+    publish the verdict                  rank 0
     record it, and prune (`retention`)   rank 0, while the next save may begin
 
 No collectives in here, only the store: training goes on meanwhile.
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 
-# ---- Store keys of one save, and when ranks delete them.
+# ---- store keys of one save
 #
 #     save/<sequence>/groups     reduced: which tensors are equal on their replicas
 #     save/<sequence>/report/<r> rank r to rank 0: its receipt, or why there is none
@@ -108,7 +108,7 @@ class SaveKeys:
             self._channel.forget(keys)
 
 
-# ---- Convert a rank's save error to a message for the others, and back to an exception on each.
+# ---- errors of a save, as messages between ranks
 
 
 def to_error_message(error: Exception, rank: int, place: str) -> dict[str, Any]:
@@ -147,6 +147,9 @@ def _hint(error: Exception, place: str) -> str:
     prune = f", e.g. by `trainckpt prune {place} --keep-last 1`"
     also = prune if isinstance(error, TierUnavailable) else ""
     return f"{own_hint or 'free space there'}{also}, then start again; older snapshots stand"
+
+
+# ---- the writer
 
 
 RANKS_TIMEOUT_S = 600.0

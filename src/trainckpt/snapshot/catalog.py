@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Parse = Callable[[bytes, str], Manifest]  # as `manifests.load`
 
 
-# ---- Cache parsed manifests by the digest of their bytes.
+# ---- a cache of parsed manifests
 #
 # Each commit is followed by a look at all manifests of the run directory. Parsing them takes the
 # interpreter from training for milliseconds, so each is parsed once. The bytes are still read every
@@ -59,6 +59,9 @@ class ManifestCache:
     def forget(self) -> None:
         """Drop manifests not requested since the last call."""
         self._before, self._now = self._now, {}
+
+
+# ---- the catalog
 
 
 NOT_COMMITTED = "not committed: a save that was cut short"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Lend = Callable[[str, int, int], memoryview | None]
 
 
-# ---- Read runs of blocks from a file and verify each block as soon as it arrives.
+# ---- blocks: read runs of them, verify each as it arrives
 #
 #     loads       yields runs of whole blocks, at most a few MiB each: read to their final memory,
 #                 or through scratch where only a part of a block is wanted
@@ -243,6 +243,9 @@ class Batch:
             self._scratch = memory(SCRATCH_BYTES)
         self._used = begin + num_bytes
         return self._scratch[begin : begin + num_bytes]
+
+
+# ---- the reader
 
 
 class ReadDestination(Protocol):

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import Region
 
 
-# ---- Find the regions a rank need not write again, as an older shard file has the same bytes.
-# Pure.
+# ---- stored regions: an older shard file has the same bytes
 #
 #     candidates   likely unchanged regions: they are digested at the boundary
 #     decide       those with the digest in the older file's header are referenced
@@ -147,6 +146,9 @@ def _is_same(a: Region, b: Region) -> bool:
     """Return True for the same box and type of the same tensor, wherever it lies."""
     ours = a.tensor, a.dtype, a.offset, a.shape, a.of, a.true_dtype
     return ours == (b.tensor, b.dtype, b.offset, b.shape, b.of, b.true_dtype)
+
+
+# ---- the plan
 
 
 def plan_save(

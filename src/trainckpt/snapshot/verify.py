@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Checked = tuple[str, int, str, str]  # key, bytes, digest, header's digest
 
 
-# ---- Verify a snapshot's files in this host's memory, like any other copy.
+# ---- copies in this host's memory
 #
 # Copies and parities stored here for other hosts are included. Files a live attempt is writing, and
 # files only on other hosts, are not.
@@ -75,6 +75,9 @@ def read_parity(data: memoryview, what: str) -> tuple[ParityHead, memoryview]:
     if digest.digest(parities) != head.parities:
         raise UnusableSnapshot(f"{what} {BAD}")
     return head, parities
+
+
+# ---- all copies of a snapshot
 
 
 CHUNK_BYTES = 8 << 20

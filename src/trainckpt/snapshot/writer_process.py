@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import ShardHeader
 
 
-# ---- Exchange messages between a rank and its writer process.
+# ---- messages between a rank and its writer process
 #
 #     8 bytes     length of the JSON, little-endian; may carry a file descriptor
 #     JSON        an object; `payload` is the number of bytes after it
@@ -122,6 +122,9 @@ def receive_into(end: socket.socket, into: memoryview) -> None:
         if not got:
             raise EOFError
         at += got
+
+
+# ---- the process
 
 
 _DEAF_TO = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCONT")

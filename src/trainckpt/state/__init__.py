@@ -1,1 +1,1 @@
-"""Convert live objects to bytes and back. Besides the loader's, the only room with tensors."""
+"""Convert live objects to bytes and back. Besides `data`, the only package with tensors."""

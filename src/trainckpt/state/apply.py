@@ -290,7 +290,7 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
 )
 
 
-# ---- Compare a tracked object's state_dict after loading with the loaded state.
+# ---- a tracked object's state_dict, compared after loading
 #
 # A `load_state_dict` may drop a part, cast it, or defer it. The object's state after loading is
 # compared with the saved one, value by value and tensors by every byte. The order of a dict, list

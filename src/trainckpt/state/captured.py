@@ -368,7 +368,7 @@ def parts_of(node: dict[str, Any]) -> list[str]:
     return parts
 
 
-# ---- Store a rank's values as one more tensor, of JSON bytes.
+# ---- the values of a rank, stored as one tensor of JSON bytes
 #
 # Used by staging, and by every reader of a snapshot.
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainckpt.state.packed_copies import Run
 
 
-# ---- Call CUDA to copy from a GPU to the host during training (`device_copy`).
+# ---- calls to CUDA
 #
 # Each thread makes a device current before it calls CUDA for it: else the runtime would set up the
 # first device of the host and take memory there. Each call also uses the relaxed capture mode: else
@@ -214,7 +214,7 @@ def _driver() -> Any:
     return driver
 
 
-# ---- Copy between devices and ordinary memory through two pinned buffers.
+# ---- copies through two pinned buffers
 #
 #     brought_back    device -> host: the GPU fills one buffer while the caller reads the other
 #     upload          host -> device: this thread fills one buffer while the GPU reads the other
@@ -341,6 +341,9 @@ def _wait(event: torch.cuda.Event | None, tensor: torch.Tensor) -> None:
     if event is not None:
         with _on(tensor):
             event.synchronize()
+
+
+# ---- the copier
 
 
 class DeviceBackend(Protocol):

@@ -1,1 +1,1 @@
-"""Tiers: named bytes in, the same bytes out. The only room touching storage."""
+"""Tiers: named bytes in, the same bytes out. The only package touching storage."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.shared_memory import SharedMemoryDir
 
 
-# ---- Memory outside any file system, for hosts with a small /dev/shm: no mount limits a memfd.
+# ---- memfd: memory outside any file system; no mount limits it
 #
 # It has no name, and lives as long as a process has it open.
 
@@ -56,7 +56,7 @@ def make_memfd() -> int:
     return descriptor
 
 
-# ---- Mappings of shard files in this host's memory, for readers. `arena.Arena` writes them.
+# ---- mappings, for readers; `Arena` writes the files
 #
 # `Mapped` closes its file's descriptor with the mapping. A forked child, such as a loader worker,
 # gets neither mapping nor descriptor. It would keep a nameless file alive until its own end, and
@@ -181,6 +181,9 @@ class LockedMapping(Mapped):
         mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE)  # never written
         assert isinstance(mapping, cls)
         return mapping
+
+
+# ---- the arena
 
 
 try:

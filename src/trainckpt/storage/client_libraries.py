@@ -69,7 +69,7 @@ def _drawing(own: ModuleType) -> list[str]:
     return [n for n in own.__all__ if getattr(getattr(own, n), "__self__", None) is shared]
 
 
-# ---- Close a library's connections when the interpreter ends, and not before.
+# ---- connections: closed when the interpreter ends, not before
 #
 # Garbage-collected earlier, on any thread, they could not be closed on their event loop, and would
 # log it. A forked process has no thread running this loop: waiting for it there never ends.

@@ -163,7 +163,7 @@ def buffers(num: int, num_bytes: int) -> list[memoryview]:
     return [whole[at : at + num_bytes] for at in places]
 
 
-# ---- Write a new file to stable storage with several threads.
+# ---- write a new file with several threads
 #
 #     reserve     the space, if the length is known: a full disk refuses before the first write
 #     put         each block at its position; writer threads send large blocks past the page cache,
@@ -292,7 +292,7 @@ def new_file(disk: Disk, path: Path, direct: Direct) -> Iterator[FileWriter]:
         file.close()
 
 
-# ---- Read parts of a file with several threads, and report each as soon as it is full.
+# ---- read parts of a file with several threads
 #
 # Whole pages of a large part bypass the page cache. They go through a buffer of huge pages, or
 # directly to a target possibly in huge pages itself. Into ordinary, scattered pages a disk was seen

@@ -31,7 +31,7 @@ def libc() -> ctypes.CDLL:
     return library
 
 
-# ---- Disk priority of this process group's requests (Linux's ioprio_set, see its manual page).
+# ---- disk priority (Linux's ioprio_set)
 #
 # Schedulers with priorities (mq-deadline, BFQ) serve idle requests only when there are no others.
 # Other schedulers ignore the setting, without harm. The prefetching process calls this.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 
-# ---- System calls of a local tier, one method each.
+# ---- system calls, one method each
 #
 # A tier writes only through this object, so a test can record all calls in order and replay any
 # prefix. The power-cut test finds a crash's remains this way. Reads go through it too, so a test
@@ -182,6 +182,9 @@ def _find_fallocate() -> Any:
 
 
 _fallocate = _find_fallocate()
+
+
+# ---- the tier
 
 
 TEMPORARY = ".tmp-"

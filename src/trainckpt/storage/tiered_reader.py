@@ -89,7 +89,7 @@ class TieredReader:
         return 0
 
 
-# ---- A tier with some of its files in this host's shared memory, read from there.
+# ---- files in this host's shared memory, read from there
 #
 # Memory is faster, not more trustworthy: readers verify every digest, and read a mismatch again
 # from the tier itself.

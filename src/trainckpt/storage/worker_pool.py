@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 
-# ---- Time limits for calls into a file system without an answer.
+# ---- time limits for calls without an answer
 #
 # A dead network file system does not fail: the call hangs in the kernel. So the first calls to a
 # location run on a helper thread, and the caller stops waiting after a limit. The stuck thread
@@ -95,6 +95,9 @@ def those_that_answer(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Re
     for thread in threads:
         thread.join(max(until_s - time.monotonic(), 0))
     return results.copy()
+
+
+# ---- threads
 
 
 class Workers:

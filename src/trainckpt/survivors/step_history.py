@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 
-# ---- Partner state: each rank's own state, held by its partner at each step.
+# ---- partner state: a rank's own state, held by its partner
 #
 #     one thread, each step state in turn
 #     1  computes the small shard file's head: digests, so that its reader can verify it
@@ -170,6 +170,9 @@ class PartnerStateExchange:
 def _wait_all(begun: list[tuple[Exchange, list[tuple[object, object]]]]) -> None:
     for group, works in begun:
         group.settle(works)
+
+
+# ---- the step history
 
 
 HOLD_S = 60.0  # a step waits so long for the others

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
-# ---- Unwrap the script's objects, and find the live DDP of a module.
+# ---- the live DDP of a module, behind its wrappers
 #
 # Fabric and Accelerate give a script thin wrappers of modules and optimizers. Their state is that
 # of the inner object, so the inner object is tracked, counted and named.
@@ -150,6 +150,9 @@ def _holds(wrapper: DistributedDataParallel, module: nn.Module) -> bool:
         _live[wrapper] = frozenset(id(part) for part in parts)
     first = next((p for p in module.parameters() if p.requires_grad), None)
     return id(module) in _live[wrapper] or id(first) in _live[wrapper]
+
+
+# ---- DDP's hidden state
 
 
 _DDP_NAMES = (
