@@ -51,7 +51,7 @@ def restore(roots: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 class Seen(NamedTuple):
-    """Attributes that change from batch to batch; `is_certain` is False after the first batch alone."""
+    """Attributes that change from batch to batch; not certain after the first batch alone."""
 
     is_certain: bool
     paths: list[str]

@@ -278,8 +278,8 @@ class EpochResharder:
 # A snapshot inside a window holds gradients of use only to the world that made them. Another world
 # drops them and trains the window's samples again, so the loader records its position at each
 # window's start. That happens at nearly every boundary: a `WindowStart` therefore holds only
-# references and integers. `window_as_dict` turns it into a dict for a state. The pass around the window's
-# start may be over by then: a window can straddle the end of an epoch.
+# references and integers. `window_as_dict` turns it into a dict for a state. The pass around the
+# window's start may be over by then: a window can straddle the end of an epoch.
 #
 #     in_pass, exhausted, passes_started, batches, samples    as in the loader's state
 #     position   index batches consumed of the assignment

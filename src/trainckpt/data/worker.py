@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 # of the fork server would end its workers. (A fork server started earlier by other code is not
 # protected. Processes that it starts later have the signals blocked, and must unblock them.)
 #
-# A shielded worker ignores `terminate()`. So `kill_on_shutdown` makes torch's own shut-down end with SIGKILL,
-# and kills the remaining workers before multiprocessing joins its children at exit: that join would
-# never return.
+# A shielded worker ignores `terminate()`. So `kill_on_shutdown` makes torch's own shut-down end
+# with SIGKILL, and kills the remaining workers before multiprocessing joins its children at exit:
+# that join would never return.
 
 
 _NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")

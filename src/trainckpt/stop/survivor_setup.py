@@ -1,7 +1,6 @@
 """Set up the survivors' save: the remaining ranks save after others have died.
 
-step_history       each rank's state, window by window
-step_history       each rank's own state, at its partner
+step_history       each rank's state, window by window; its own part is at its partner too
 failure_detector   liveness of the ranks
 survivor_save      the save itself
 """
