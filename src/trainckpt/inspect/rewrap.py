@@ -92,8 +92,8 @@ def _wrapped(manifest: Manifest, recipients: Sequence[str], opener: KeyRing) -> 
     assert manifest.encryption is not None
     secrets = {name: opener.key(manifest, name) for name in manifest.encryption.keys}
     encrypted_file.open_sealed(manifest, secrets[str(manifest.name)])
-    keys = {
+    wrapped = {
         name: keys.wrap_for_all(secret, recipients, manifest.run, name)
         for name, secret in secrets.items()
     }
-    return replace(manifest, encryption=replace(manifest.encryption, keys=keys))
+    return replace(manifest, encryption=replace(manifest.encryption, keys=wrapped))
