@@ -112,7 +112,7 @@ def forked(log: Path, group: cgroup.Group | None, **how: object) -> tuple[int, s
                 group.enter()
             handler = logging.FileHandler(log)
             logging.getLogger("trainckpt").addHandler(handler)
-            logging.getLogger("trainckpt").setLevel(logging.INFO)
+            logging.getLogger("trainckpt").setLevel(logging.DEBUG)
             answer.write_text(train(**how) if "run" in how else train_alone(**how))
             code = 0
         except BaseException:

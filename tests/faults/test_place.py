@@ -82,7 +82,7 @@ def test_a_place_whose_volume_is_not_mounted_is_69_with_the_link_that_leads_ther
     (tmp_path / "link").symlink_to(tmp_path / "volume")
     code, said = begins(tmp_path / place)
     assert code == 69, said
-    assert f"{tmp_path}/link is a link to {tmp_path}/volume, which is not there" in said
+    assert f"{tmp_path}/link is a link to {tmp_path}/volume, which does not exist" in said
     assert f"next: mount the file system of {tmp_path}/volume, or name another directory" in said
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 

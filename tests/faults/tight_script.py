@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trainckpt import Checkpointer
 
 STEPS, DIES_AT = 6, 4
+
+logging.getLogger("trainckpt").addHandler(logging.StreamHandler())
+logging.getLogger("trainckpt").setLevel(logging.DEBUG)
 
 
 def parts(mb: float) -> tuple[nn.Module, torch.optim.Optimizer]:

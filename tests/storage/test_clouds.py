@@ -271,7 +271,11 @@ def test_azures_refusals_say_what_to_do_and_no_secret(azurite_server, at, monkey
     cases = [
         (told, "az://nowhere/run", "make the bucket (Azure: the container)"),
         (told.replace(ACCOUNT_KEY, SECRET), "az://bucket/run", "Storage Blob Data Contributor"),
-        (told.replace(str(azurite_server.port), "9"), "az://bucket/run", "can be reached"),
+        (
+            told.replace(str(azurite_server.port), "9"),
+            "az://bucket/run",
+            "this host reaches the store",
+        ),
         (f"AccountKey={SECRET}", "abfs://bucket/run", "AZURE_STORAGE_CONNECTION_STRING"),
         (told, "abfs://bucket@other.dfs.core.windows.net/run", "names the account other"),
         (told, "abfs://bucket@other.dfs.core.example.com/run", "names the host other"),

@@ -133,7 +133,7 @@ class NotRead(Noting):
 @pytest.mark.parametrize("disk", [NotOpened, NotRead])
 def test_where_direct_reads_are_refused_the_same_bytes_come_through_the_cache(place, disk, caplog):
     tier = LocalTier(place, disk())
-    with caplog.at_level("INFO", "trainckpt"):
+    with caplog.at_level("DEBUG", "trainckpt"):
         for _ in range(2):
             parts = destinations([(3, 20 * PAGE), (20 * PAGE, SIZE), (0, SIZE)], {1})
             tier.read_parts("k", parts, lambda number: None)

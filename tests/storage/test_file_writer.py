@@ -134,7 +134,7 @@ def test_where_direct_writes_are_refused_the_same_bytes_go_through_the_cache(
     tmp_path, disk, caplog
 ):
     tier = LocalTier(tmp_path, disk())
-    with caplog.at_level("INFO", "trainckpt"):
+    with caplog.at_level("DEBUG", "trainckpt"):
         for name in "ab":
             parts, expected = drawn([9 * PIECE + 1, 3 * PIECE], set(), Random(1))
             tier.write_parts(name, len(expected), parts)

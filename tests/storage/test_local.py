@@ -97,7 +97,7 @@ def test_reading_never_goes_beyond_what_was_asked_or_what_is_there(tier):
 @pytest.mark.parametrize("key", ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a\0"])
 def test_a_key_cannot_leave_the_place(tier, key):
     for act in (tier.size, tier.list, tier.remove, lambda k: tier.replace(k, b"")):
-        with pytest.raises(UnusableSnapshot, match="leaves the run's place"):
+        with pytest.raises(UnusableSnapshot, match="leaves the run directory"):
             act(key)
 
 
@@ -161,7 +161,7 @@ def test_a_place_below_a_link_that_leads_nowhere_is_unavailable_and_the_link_is_
     (tmp_path / "other").symlink_to("not-mounted")
     (tmp_path / "link").symlink_to(tmp_path / "other")
     tier = LocalTier(tmp_path / place)
-    leads = f"{tmp_path}/link is a link to {tmp_path}/not-mounted, which is not there"
+    leads = f"{tmp_path}/link is a link to {tmp_path}/not-mounted, which does not exist"
     for act in (
         lambda: tier.write("f/k", blocks(b"1")),
         lambda: tier.create("k", b"1"),

@@ -118,7 +118,7 @@ class WriterClient:
             return self._write(end, file, copied)
         except (EOFError, OSError) as error:
             self.close()
-            self._give_up(str(error) or "it has ended")
+            self._give_up(str(error) or "the process has ended")
             raise WriterDied from error
 
     def _write(self, end: socket.socket, file: File, copied: Iterable[int]) -> WriterResult:
@@ -141,7 +141,7 @@ class WriterClient:
         self._complete(end, file.shard)
         reply = self._reply(end, memory[: header.header_bytes])
         for line in reply["said"]:
-            logger.info("%s", line)
+            logger.debug("%s", line)
         if "error" in reply:
             kind = TierUnavailable if reply["kind"] == "unavailable" else SaveFailed
             number = reply["errno"]
@@ -212,8 +212,7 @@ class WriterClient:
     def _give_up(self, why: str) -> None:
         self._can = False
         logger.warning(
-            "files are written by the ranks themselves from now on, which takes time "
-            "from training: no process can do it beside them (%s)",
+            "the writer process failed (%s): the rank writes its files itself, slowing training",
             why,
         )
 

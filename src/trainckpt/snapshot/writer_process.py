@@ -223,7 +223,7 @@ class WriteProcess:
         behind = receive(self._end) if body["into"] else None
         if layout:  # first: it holds for later files too, even if this one fails
             self._header = shard_file.parse(
-                layout, "what a rank sent", file_bytes=body["num_bytes"]
+                layout, "a message of a rank", file_bytes=body["num_bytes"]
             )
         data = self._take(asked, body["num_bytes"])
         into = self._take(behind, body["into"]) if behind is not None else None
@@ -321,7 +321,7 @@ def main(arguments: list[str]) -> int:
     sys.setswitchinterval(SWITCH_S)
     kept = _LogBuffer()
     logger = logging.getLogger("trainckpt")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.addHandler(kept)
     with socket.socket(fileno=int(arguments[0])) as end:
         WriteProcess(end, kept.said).serve()

@@ -60,13 +60,13 @@ def open_filesystem(url: str) -> Any:
     account, host = made.service_client.account_name, made.service_client.primary_hostname
     if told.get("account_name", account) != account:
         raise ValueError(
-            f"the URL names the account {told['account_name']}, the connection string {account}"
+            f"the URL names the account {told['account_name']}, but the connection string {account}"
         )
     _, at, named = urlsplit(url).netloc.rpartition("@")
     # adlfs ignores another host in the URL and uses the environment's.
     if at and "account_name" not in told and named.replace(".dfs.", ".blob.") != host:
         raise ValueError(
-            f"the URL names the host {named}, the environment {host}: write container@"
+            f"the URL names the host {named}, but the environment {host}: write container@"
             "ACCOUNT.dfs.core.windows.net, or az://container and the account in the environment"
         )
     return made

@@ -72,8 +72,8 @@ def create(
         if clock() - begun_s > _TRY_FOR_S:
             folder = key.rpartition("/")[0]
             raise TierUnavailable(
-                f"{store.url}: {key} is claimed by others, and none creates it",
-                hint=f"if nobody does, remove what begins with {CLAIM} from {folder}/",
+                f"{store.url}: cannot create {key}: other processes claim it and do not create it",
+                hint=f"if no process is left, remove the objects named {CLAIM}* from {folder}/",
             )
         sleep(draw() * bound_s)
         bound_s = min(2 * bound_s, _LONGEST_PAUSE_S)

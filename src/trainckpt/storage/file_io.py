@@ -67,7 +67,7 @@ class Direct:
             with self._saying:
                 if self.works:
                     self.works = False
-                    logger.info(
+                    logger.debug(
                         "%s refuses O_DIRECT (%s): files there go through the page cache, slower",
                         self._place,
                         error.strerror,

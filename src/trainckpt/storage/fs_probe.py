@@ -75,7 +75,7 @@ class Capabilities:
 
     def breaks_commits(self) -> list[str]:
         """Return the reasons against any commit here; empty if commits are safe."""
-        found = [] if self.rename else ["a rename does not replace a file in one act"]
+        found = [] if self.rename else ["a rename does not replace a file atomically"]
         if self.create_only == NOT_AT_ALL:
             found.append("two processes can create one file")
         return found

@@ -87,7 +87,7 @@ class GcsClient(ObjectClient):
             params={"uploadType": "media", "name": _key(path), **more},
         )
         if (has := _size(answer)) != len(data):
-            raise _no_object(answer, f"it has {has} bytes of {path}, sent were {len(data)}")
+            raise _no_object(answer, f"it has {has} bytes of {path}, {len(data)} were sent")
 
     def size(self, path: str) -> int | None:
         """Return the bytes of an object; None if it is missing."""
@@ -152,7 +152,7 @@ class GcsClient(ObjectClient):
             headers={"Content-Type": "application/json"},
         )
         if not (session := answer.headers.get("Location")):
-            raise _no_object(answer, "it began no upload")
+            raise _no_object(answer, "no upload was begun")
         return _ResumableUpload(self, session)
 
     def must_have_bucket(self, path: str) -> None:
@@ -349,7 +349,7 @@ class _ResumableUpload:
             has = _size(answer)
         if not self._taken <= has <= size or (answer.status != INCOMPLETE and has != size):
             raise StoreError(
-                410, "", f"the store has {has} bytes, sent were {self._taken} to {size}"
+                410, "", f"the store has {has} bytes, {self._taken} to {size} were sent"
             )
         del self._held[: has - self._taken]
         self._taken = has
@@ -373,17 +373,17 @@ def _size(answer: _Answer) -> int:
     """Return the size of the object in an answer."""
     size = str(_parsed(answer).get("size", ""))
     if not size.isdecimal():
-        raise _no_object(answer, "it names no object's size")
+        raise _no_object(answer, "no object size")
     return int(size)
 
 
 def _no_object(answer: _Answer, what: str) -> StoreError:
-    return StoreError(answer.status, "", f"is not what such a store answers: {what}")
+    return StoreError(answer.status, "", f"unexpected answer of the store: {what}")
 
 
 def _refused(answer: _Answer, *, of_bucket: bool) -> StoreError:
     """Return an answer's error, from Google's JSON or, sent by a proxy, any other text."""
-    code, message = "", answer.body[:300].decode(errors="replace") or "without a word"
+    code, message = "", answer.body[:300].decode(errors="replace") or "no message"
     try:
         error = json.loads(answer.body)["error"]
         message = str(error["message"])

@@ -287,7 +287,7 @@ class LocalTier:
         with translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
             size = file.num_bytes  # of the open file, even if another replaces it meanwhile
             if size > max_bytes:
-                raise UnusableSnapshot(f"{key} is {size} bytes, more than {max_bytes}")
+                raise UnusableSnapshot(f"{key} has {size} bytes, more than {max_bytes}")
             data = bytearray(size)
             read_parts(file, [(0, memoryview(data))], lambda number: None)
         return bytes(data)
@@ -358,7 +358,7 @@ class LocalTier:
     def _path(self, key: str) -> Path:
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run's place")
+            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run directory")
         return self.root.joinpath(*parts)
 
     def _make_folders(self, path: Path) -> tuple[Path, ...]:
@@ -449,8 +449,8 @@ def translated(verb: str, path: Path) -> Iterator[None]:
             errno.EPERM: f"make {path} readable and writable for this user",
             errno.ENOSPC: f"free space on the file system of {path}",
             errno.EDQUOT: f"free space within the quota that holds {path}",
-            errno.ENOTDIR: "name a directory: a file stands in its place, or in its path",
-            errno.EROFS: "name a run on a file system that can be written",
+            errno.ENOTDIR: "name a directory: a file lies at this path, or above it",
+            errno.EROFS: "name a run on a writable file system",
         }.get(error.errno or 0, "")
         raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
 
@@ -462,7 +462,7 @@ def _no_folder(verb: str, path: Path) -> TierUnavailable:
         if os.path.islink(at) and not os.path.exists(at):  # noqa: PTH110, PTH114
             end = os.path.realpath(at)
             return TierUnavailable(
-                f"cannot {verb} {path}: {at} is a link to {end}, which is not there",
+                f"cannot {verb} {path}: {at} is a link to {end}, which does not exist",
                 hint=f"mount the file system of {end}, or name another directory",
             )
     return TierUnavailable(

@@ -192,7 +192,7 @@ class _StreamedUpload:
 def must_be_small(path: str, size: int, max_bytes: int) -> None:
     """Refuse an object of more than `max_bytes`."""
     if size > max_bytes:
-        raise UnusableSnapshot(f"{path} is {size} bytes, more than {max_bytes}")
+        raise UnusableSnapshot(f"{path} has {size} bytes, more than {max_bytes}")
 
 
 def _last(name: str) -> str:

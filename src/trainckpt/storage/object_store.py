@@ -272,7 +272,7 @@ class ObjectStoreTier:
     def _new(self, key: str) -> str:
         """Return the path of a key; refuse an existing one."""
         if self.size(key) is not None:
-            raise TierUnavailable(f"{self.url}: cannot write {key}: it is there already")
+            raise TierUnavailable(f"{self.url}: cannot write {key}: it exists already")
         return self._path(key)
 
     def _put(self, key: str, path: str, data: bytes) -> None:
@@ -329,7 +329,7 @@ class ObjectStoreTier:
     def _path(self, key: str) -> str:
         parts = key.split("/") if key else []
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run's place")
+            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run directory")
         return "/".join([self._root, *parts])
 
     def _ask(self, what: str, call: Callable[[int], Result]) -> Result:

@@ -81,12 +81,12 @@ def open_client(url: str) -> tuple[str, ObjectClient, str]:
     """
     shown = redacted(url)
     if "\0" in url:
-        raise ConfigurationError(f"the run's place is no URL: {shown[:100]!r}")
+        raise ConfigurationError(f"the run directory is not a valid URL: {shown[:100]!r}")
     protocol = split_protocol(url)[0] or ""
     kind = _KINDS.get(protocol, _OTHER)
     if kind in (_GCS, _AZURE) and "?" in url:
         raise ConfigurationError(
-            f"{shown}: a query in the URL is not understood",
+            f"{shown}: a query in the URL is not supported",
             hint=f"leave it out; credentials come from the environment: {kind.client.login}",
         )
     try:
@@ -95,8 +95,8 @@ def open_client(url: str) -> tuple[str, ObjectClient, str]:
     except ImportError as error:
         hint = f'pip install "trainckpt[{kind.extra}]"'
         raise ConfigurationError(
-            f"{shown}: what speaks to such a store is not installed",
-            hint=hint if kind.extra else f"install what reads {protocol}://",
+            f"{shown}: the client library of this store is not installed",
+            hint=hint if kind.extra else f"install the fsspec package for {protocol}://",
         ) from error
     except Exception as error:  # noqa: BLE001 - libraries of others, on what a user wrote
         what = redacted(" ".join(str(error).split())) or type(error).__name__

@@ -21,7 +21,7 @@ def make_private(folder: Path) -> bool:
 def must_be_private(folder: Path) -> None:
     """Make a private folder; raise `PermissionError` if `make_private` returns False."""
     if not make_private(folder):
-        raise PermissionError(f"{folder} is not this user's alone")
+        raise PermissionError(f"{folder} belongs to, or is open to, another user")
 
 
 def is_private(folder: Path) -> bool:

@@ -163,15 +163,15 @@ class RetryPolicy:
     def _unavailable(self, what: str, error: BaseException, tries: int) -> TierUnavailable:
         return TierUnavailable(
             f"{self._url}: cannot {what}, tried {tries} times: {in_words(error)}",
-            hint="see whether the store can be reached from here, and whether it is overloaded",
+            hint="check that this host reaches the store, and that the store is not overloaded",
         )
 
     def _left_alone(self, what: str) -> TierUnavailable:
         health = self.breaker.health()
         return TierUnavailable(
-            f"{self._url}: cannot {what}: not asked, for {health.num_given_up} calls in a row "
-            f"were given up; the last met {health.last_error}",
-            hint="it is asked again in a few seconds",
+            f"{self._url}: cannot {what}: no request is sent, since {health.num_given_up} calls in "
+            f"a row have failed; the last error: {health.last_error}",
+            hint="wait: the store is tried again in a few seconds",
         )
 
 

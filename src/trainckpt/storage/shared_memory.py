@@ -162,7 +162,9 @@ class SharedMemoryDir:
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                raise ArenaInUse(error.errno, "another process brings files here") from error
+                raise ArenaInUse(
+                    error.errno, "another process is prefetching to this folder"
+                ) from error
             os.ftruncate(descriptor, 0)
             yield
         finally:
