@@ -82,8 +82,8 @@ def test_parameters_that_are_named_otherwise_than_at_the_start_are_said_once(tmp
         for _ in range(2):
             ckpt.save()
             ckpt.boundary()
-    (told,) = [r.getMessage() for r in caplog.records if "named otherwise" in r.getMessage()]
+    (told,) = [r.getMessage() for r in caplog.records if "parameter names" in r.getMessage()]
     assert told == (
-        "model's parameters are named otherwise than when the run began (model/1.bias is new): a "
-        "resume is refused unless the script's model is then as it is now"
+        "the parameter names of model have changed since the run began (model/1.bias is new). A "
+        "resume is refused unless the script builds the model with the present names"
     )

@@ -123,7 +123,10 @@ def test_a_tag_for_which_no_time_is_left_is_named_and_its_handle_says_why(
 
     found, (handle,) = stopped(tmp_path, inside, every="1 step" if stands else "never")
     assert [tags for tags in found if tags] == []
-    assert len(re.findall(r"the tag 'best' is on no snapshot: .*no time is left", caplog.text)) == 1
+    assert (
+        len(re.findall(r"no snapshot was saved with tag 'best': .*no time is left", caplog.text))
+        == 1
+    )
     with pytest.raises(SaveFailed, match="no time is left"):
         handle.wait("local", 60)
     assert ("no snapshot at" in caplog.text) is not stands
@@ -137,7 +140,10 @@ def test_a_tag_that_is_not_reached_before_the_script_fails_is_named(tmp_path, ca
 
     with pytest.raises(KeyError):
         stopped(tmp_path, inside)
-    assert "the tag 'best' is on no snapshot: not taken: the attempt has failed" in caplog.text
+    assert (
+        "no snapshot was saved with tag 'best': the attempt failed before this save was taken"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("mode", ["micro-batch", "window"])

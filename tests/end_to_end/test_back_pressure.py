@@ -70,7 +70,7 @@ def test_a_save_that_was_asked_for_is_put_off_while_the_one_before_hangs_and_tak
             asked[1].wait("local")
 
     attempt(tmp_path, epochs=8, inside=inside, every="never", keep_last=99)
-    assert put_off == ["the one before it is still being written", ""]
+    assert put_off == ["the previous save is still being written", ""]
     tagged = {c.manifest.tags[0]: c.manifest.cursor for c in catalog(tmp_path) if c.manifest.tags}
     assert tagged["asked-at-2"].micro_batches == 3
     assert 8 < tagged["asked-at-4"].micro_batches < 40

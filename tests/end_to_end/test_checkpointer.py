@@ -210,7 +210,7 @@ def test_a_step_after_a_commit_that_fails_leaves_the_save_committed(tmp_path, mo
     monkeypatch.setattr(Arenas, "on_commit", fails)
     attempt(tmp_path, inside=ask, every="never")
     assert handles[0].wait("durable", timeout_s=9).snapshot == "s2~1.1"
-    assert "after the commit of s2~1.1: no memory for that" in caplog.text
+    assert "after the commit of s2~1.1 failed: no memory for that" in caplog.text
 
 
 @pytest.mark.parametrize("tag", ["latest", "a/b", "s3"])

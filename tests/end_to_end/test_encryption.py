@@ -183,12 +183,14 @@ def test_without_the_package_the_error_prints_the_line_that_installs_it(key, mon
 
 
 def test_a_run_goes_on_in_the_clear_only_if_somebody_says_so(run, key, caplog):
-    with pytest.raises(ConfigurationError, match="does not say whether this attempt") as caught:
+    with pytest.raises(
+        ConfigurationError, match="encrypt_to is not set for this attempt"
+    ) as caught:
         resumed(run, key, encrypt_to=None)
     assert f'encrypt_to="{key["to"]}"' in caught.value.hint
     with caplog.at_level(logging.WARNING, "trainckpt"):
         assert resumed(run, key, encrypt_to="none")[0] == 4
-    assert "what is saved from now on is not" in caplog.text
+    assert "the next snapshots are not" in caplog.text
 
 
 def test_a_run_that_was_not_encrypted_goes_on_encrypted_and_refers_to_nothing(

@@ -90,7 +90,7 @@ def test_saves_that_fail_in_a_row_say_what_a_stop_would_lose(tmp_path, caplog, i
     assert first[0] == "WARNING"
     assert "; next: free space on the file system of" in first[1]
     assert second[0] == "ERROR"
-    assert "failed, as did 1 before it: a stop now loses what was trained since step 0" in second[1]
+    assert "failed, as did 1 before it: a stop now loses all training since step 0" in second[1]
 
 
 def test_they_name_the_newest_checkpoint_that_there_is(tmp_path, caplog, is_full):
@@ -102,7 +102,7 @@ def test_they_name_the_newest_checkpoint_that_there_is(tmp_path, caplog, is_full
     is_full.add(True)
     with pytest.raises(SaveFailed):
         attempt(tmp_path)
-    assert f"loses what was trained since {newest}. " in failures(caplog)[1][1]
+    assert f"loses all training since {newest}. " in failures(caplog)[1][1]
 
 
 def test_a_place_without_room_for_one_checkpoint_is_named_at_the_start(

@@ -305,7 +305,7 @@ def test_a_save_that_was_asked_for_and_never_taken_fails_when_the_attempt_ends(t
         next(ckpt.batches())
         pending = ckpt.save()
         raise Crash
-    with pytest.raises(SaveFailed, match="not taken: the attempt has failed before"):
+    with pytest.raises(SaveFailed, match="the attempt failed before this save was taken"):
         pending.wait("staged", 0)
     assert usable(tmp_path) == []
 

@@ -134,7 +134,10 @@ def test_without_shared_memory_for_two_files_nothing_is_kept_and_that_is_said(
 ):
     monkeypatch.setenv(ROOT_VARIABLE, "none")
     parts, _ = attempt(tmp_path, **SAVING)
-    assert "other hosts do not hold s1~1.1: rank 0 has too little shared memory" in caplog.text
+    assert (
+        "s1~1.1 was not replicated to other hosts: rank 0 has too little shared memory"
+        in caplog.text
+    )
     assert parts.state() == straight
 
 

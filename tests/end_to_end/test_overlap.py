@@ -202,10 +202,10 @@ def test_a_tensor_that_a_forward_writes_to_spoils_no_snapshot(tmp_path, caplog, 
     if by == "its device":
         request.getfixturevalue("slow")
     model = Model(max_norm=0.5)
-    with caplog.at_level(logging.INFO, "trainckpt"):
+    with caplog.at_level(logging.DEBUG, "trainckpt"):
         loop = Loop(tmp_path, model, adam(model))
     assert "model/words.weight changed between two optimizer steps" in caplog.text
-    assert "from now on copied while training waits: model/words.weight" in caplog.text
+    assert "will copy these tensors while training waits: model/words.weight" in caplog.text
     assert 5 <= as_saved(tmp_path, loop) < 8
 
 
@@ -402,7 +402,7 @@ def test_a_save_without_memory_of_its_own_is_the_state_of_its_boundary(tmp_path,
         pytest.skip("no CUDA device")
     model = Model().to(device)
     loop = Loop(tmp_path, model, two(model), memory_budget="1 B")
-    assert "rank 0 has no memory" in caplog.text
+    assert "rank 0 has no arena" in caplog.text
     assert as_saved(tmp_path, loop, two) == 8
 
 

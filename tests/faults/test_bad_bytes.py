@@ -98,11 +98,11 @@ def test_the_next_older_snapshot_is_used_and_the_refusal_logged(run, what, caplo
     assert usable(run)[0] == "s2~1.1"
 
 
-def test_a_missing_manifest_is_a_save_that_was_cut_short(run):
+def test_a_missing_manifest_is_an_interrupted_save(run):
     """Its commit is recorded, so it is not taken for garbage without a word."""
     file(run, "s4~1.2", "manifest.json").unlink()
     step, refused = resumed(run)
-    assert (step, refused) == (2, {"s4~1.2": "not committed: a save that was cut short"})
+    assert (step, refused) == (2, {"s4~1.2": "not committed: its save was interrupted"})
 
 
 def test_a_vanished_snapshot_that_was_recorded_is_said_to_be_gone(run, caplog):

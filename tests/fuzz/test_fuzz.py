@@ -125,7 +125,7 @@ def test_a_stray_record_of_an_impossible_attempt_is_not_one(tmp_path):
 def test_no_attempt_is_claimed_that_nobody_could_name(tmp_path):
     tier = LocalTier(tmp_path)
     tier.create("attempts/999999999.json", b"{}")
-    with pytest.raises(UnusableSnapshot, match="no other can follow"):
+    with pytest.raises(UnusableSnapshot, match="the largest number"):
         attempt_history.claim(tier, AttemptRecord)
 
 

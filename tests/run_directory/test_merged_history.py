@@ -128,7 +128,7 @@ def test_two_places_that_both_saved_an_attempt_of_one_number_are_refused(hosts, 
     (hosts / "away").rename(hosts / "far")
     before = files(hosts / "run"), files(hosts / "far")
     with pytest.raises(
-        ConfigurationError, match=r"attempt 2 in .* is not attempt 2 in the tier far"
+        ConfigurationError, match=r"attempt 2 in .* differs from attempt 2 in the tier far"
     ):
         train(hosts)
     assert (files(hosts / "run"), files(hosts / "far")) == before

@@ -147,7 +147,7 @@ def test_a_file_that_vanished_makes_one_save_fail_and_the_next_write_all_anew(tm
 
     lora.train(0, tmp_path / "run", 1, 2)
     lora.train(0, tmp_path / "run", 1, 4, vanish)  # before its first save
-    assert "holds what has not changed since, is not what it was" in caplog.text
+    assert "holds the unchanged tensors, is missing or has changed" in caplog.text
     found = manifests(tmp_path / "run")
     assert [(str(m.name), m.reached) for m in found] == [("s4~2.2", ())]
     assert all(copy.ok for copy in verify(LocalTier(tmp_path / "run"), found[-1]))

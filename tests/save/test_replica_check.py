@@ -50,7 +50,7 @@ def test_what_drifted_in_one_byte_is_found_and_stays_apart_until_all_bytes_are_c
     first = results.index(False)
     assert first < PARTS
     assert not any(results[first:])
-    assert caplog.text.count("model parameters: the ranks held this alike") == 1
+    assert caplog.text.count("model parameters: the ranks' copies were equal and now differ") == 1
     two.tensors[1][NUM_BYTES // 2] = 0
     assert not two.save()
     assert two.save(last=True)

@@ -121,5 +121,5 @@ def test_what_no_code_can_do_is_refused():
     for num_data, num_parity in ((0, 1), (1, 0), (254, 2), (8, 4)):
         with pytest.raises(ValueError, match="no code"):
             parity.parity_rows(num_data, num_parity)
-    with pytest.raises(ValueError, match="2 of a set are left, 3 are needed"):
+    with pytest.raises(ValueError, match="only 2 files of the set are left, 3 are needed"):
         parity.recipe([0, 4], [1, 2], 3, 2)

@@ -144,7 +144,7 @@ def decide(publications: Sequence[Publication]) -> Decision:
     """
     ordered = sorted(publications, key=lambda publication: publication.rank)
     notices = [publication.notice for publication in ordered if publication.notice is not None]
-    chosen = _chosen(notices) or Notice("nobody asks for it any more", "save", "micro-batch")
+    chosen = _chosen(notices) or Notice("every rank withdrew its request", "save", "micro-batch")
     unable = [publication.rank for publication in ordered if not publication.can_save]
     why = f"rank {', '.join(map(str, unable))} cannot save now" if unable else ""
     if not notices:

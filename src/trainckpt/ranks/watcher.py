@@ -322,7 +322,9 @@ class Watcher:
         try:
             return self._mode(seconds_left)
         except Exception as error:  # noqa: BLE001 - no notice may be lost over an estimate
-            self.problems.append(f"where to stop could not be chosen: {error!r}")
+            self.problems.append(
+                f"could not choose where to stop, taking the micro-batch: {error!r}"
+            )
             return "micro-batch"
 
     @property

@@ -89,8 +89,8 @@ def describe(place: SharedMemoryDir, arena: Arena) -> str:
 def no_memory(num_bytes: int) -> str:
     """Return why a save of this size is written from the live tensors."""
     return (
-        f"no memory for its saves: {mb(num_bytes)} do not fit memory_budget and what is left, so "
-        "training waits while each file is written"
+        f"no arena for its saves: {mb(num_bytes)} exceed memory_budget or the free memory, "
+        "so training waits while each file is written"
     )
 
 
@@ -263,7 +263,7 @@ class Arenas:
             with self._read_lock:
                 self._readable[f"{folder}/{file}"] = self._filled
         except OSError as error:  # another process may have removed its folder
-            logger.warning("what was saved is not kept in memory: %s", error)
+            logger.warning("could not keep the snapshot in shared memory: %s", error)
         self._remove_older(name)
 
     def copy_from(self, key: str, first_byte: int, into: memoryview) -> bool:

@@ -53,9 +53,9 @@ class TrackedNamesCheck:
                 how = "is new" if changed in now else "is gone"
                 self._warn_once(
                     model.name,
-                    f"{model.name}'s parameters are named otherwise than when the run began "
-                    f"({changed} {how}): a resume is refused unless the script's model is then as "
-                    "it is now",
+                    f"the parameter names of {model.name} have changed since the run began "
+                    f"({changed} {how}). A resume is refused unless the script builds the model "
+                    "with the present names",
                 )
 
     def _check_attributes(self) -> None:
@@ -64,8 +64,8 @@ class TrackedNamesCheck:
             self._logged.update(changed)
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             logger.warning(
-                "%s%s: changed since the run began, and in no state_dict, so a resume has not what "
-                "it is now: %s",
+                "%s%s: changed since the run began, and in no state_dict, so a resume does not "
+                "restore the present value: %s",
                 ", ".join(changed[:3]),
                 more,
                 self._registry.watched.hint(changed),
@@ -84,8 +84,8 @@ class TrackedNamesCheck:
                 self._warn_once(
                     optimizer.name,
                     f"{optimizer.name} has {len(live)} parameter groups, and had {begun} when the "
-                    f"run began: a resume cannot add them, since {why}, and is refused unless the "
-                    "script does before the Checkpointer is made",
+                    f"run began: a resume cannot add them, since {why}. It is refused unless the "
+                    "script adds them before it makes the Checkpointer",
                 )
 
     def _warn_once(self, name: str, sentence: str) -> None:
@@ -118,8 +118,8 @@ class StaleModelCheck:
         self._logged.update(stale)
         for name in stale:
             logger.warning(
-                "%s has not changed in %d steps, in no bit of what is saved of it: is it the one "
-                "that is trained?",
+                "%s has not changed in %d steps, not by one bit. Is the trained model another "
+                "object?",
                 name,
                 step - before[0],
             )

@@ -252,7 +252,9 @@ class SaveCoordinator:
             return pending
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._writer.send(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
-            self._record_failure(pending, name, SaveFailed(f"nothing was captured: {error}"))
+            self._record_failure(
+                pending, name, SaveFailed(f"the state could not be captured: {error}")
+            )
             if alarm := raised_by_handler(error):
                 raise alarm from None
             return pending
@@ -368,7 +370,8 @@ class SaveCoordinator:
         if self._cut_off:
             self._blocks_step = False
             logger.warning(
-                "another rank is gone: no other host would hold the next step, so it waits"
+                "another rank is gone: rank %d waits, since no other host could hold its next step",
+                self._channel.world.rank,
             )
             time.sleep(HOLD_S)  # the supervisor or launcher ends this process meanwhile
 
@@ -392,7 +395,7 @@ class SaveCoordinator:
         pending.fail(SaveFailed(f"skipped: {why}"))
         if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
             logger.warning(
-                "save %s was skipped: %s (%d so far); save less often, or to a faster place",
+                "save %s was skipped: %s (%d so far); save less often, or to faster storage",
                 name,
                 why,
                 self.skipped,
@@ -417,7 +420,7 @@ class SaveCoordinator:
         if agreed["error"]:
             raise SaveFailed(agreed["error"]) from cause
         if agreed["behind"]:
-            raise _Skipped("the one before it is still being written")
+            raise _Skipped("the previous save is still being written")
         plan = self._plans.plan(captured, self._comparing.equal_groups(agreed))
         shard = self._shard(captured, plan.regions, None if last else stepped, in_memory=in_memory)
         return _Staged(captured, shard, plan.entries, agreed["attempt"])
@@ -498,7 +501,9 @@ class SaveCoordinator:
                     listener(event)
                 except Exception as error:  # noqa: BLE001 - the snapshot stands, and others listen
                     logger.warning(
-                        "after the commit of %s: %s", manifest.name, str(error) or repr(error)
+                        "a task after the commit of %s failed: %s",
+                        manifest.name,
+                        str(error) or repr(error),
                     )
 
     def _count_commit(self, event: Committed) -> None:
@@ -530,11 +535,10 @@ class SaveCoordinator:
         else:
             newest = self.committed[0] if self.committed else self._facts.parent
             logger.error(
-                "save %s failed, as did %d before it: a stop now loses what was trained since "
-                "%s. %s%s",
+                "save %s failed, as did %d before it: a stop now loses all training since %s. %s%s",
                 name,
                 self._failures - 1,
-                newest or "step 0, for nothing is saved yet",
+                newest or "step 0, since the run has no snapshot",
                 error.message,
                 next_step,
             )

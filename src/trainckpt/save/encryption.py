@@ -78,7 +78,7 @@ class SnapshotEncryption:
         Raises:
             UnusableSnapshot: the text was changed.
         """
-        what = f"what a rank told of {name}"
+        what = f"a rank's encrypted report on {name}"
         data = keys.show(self._open[name.sequence].key, from_text(text, what), what)
         return json_io.parse(data, what, max_bytes=len(data))
 
@@ -135,7 +135,7 @@ def _shared_secret(channel: RankStore) -> bytes:
     if channel.world.rank == 0:
         letters = [to_text(keys.wrap(secret, to, keys.A_RANK).key) for to in addresses]
     received = channel.gather("sealing/letters", letters, RANKS_TIMEOUT_S)[0]
-    return exchange.read(from_text(received[channel.world.rank], "rank 0's letter"))
+    return exchange.read(from_text(received[channel.world.rank], "rank 0's secret"))
 
 
 def check_stays_encrypted(manifest: Manifest, options: Options) -> None:
@@ -149,8 +149,7 @@ def check_stays_encrypted(manifest: Manifest, options: Options) -> None:
     if options.origins.get("encrypt_to", "default") == "default":
         recipients = ",".join(each.to for each in manifest.encryption.keys[str(manifest.name)])
         raise ConfigurationError(
-            f"{manifest.name} is encrypted, and encrypt_to does not say whether this attempt "
-            "encrypts too",
-            hint=f'encrypt_to="{recipients}" if these are yours, or encrypt_to="none"',
+            f"{manifest.name} is encrypted, and encrypt_to is not set for this attempt",
+            hint=f'encrypt_to="{recipients}" if these recipients are yours, or encrypt_to="none"',
         )
-    logger.warning("%s is encrypted; what is saved from now on is not", manifest.name)
+    logger.warning('%s is encrypted; the next snapshots are not (encrypt_to="none")', manifest.name)

@@ -152,7 +152,7 @@ class SaveEstimator:
         mode, reason = stop_plan.choose_mode(self.facts(), seconds_left)
         if self._options.stop_at == "auto" and not self._logged:
             self._logged = True
-            logger.debug("a stop falls on the %s: %s", mode, reason)
+            logger.debug("stops will fall on the %s: %s", mode, reason)
         return mode
 
     def save_s(self) -> float:

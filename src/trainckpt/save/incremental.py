@@ -63,7 +63,7 @@ class IncrementalIndex:
             reader = reader or Reader(self._tier, manifest)
             places = reader.places(self._rank)
         except TrainckptError as error:  # it was readable a moment ago
-            logger.warning("the next save writes everything anew: %s", error.message)
+            logger.warning("the next save will write all tensors again: %s", error.message)
             return
         regions = {
             p.region.key: save_plan.StoredRegion(
@@ -122,8 +122,8 @@ class IncrementalIndex:
             if self._size(name) != file.num_bytes:
                 self._known = save_plan.StoredRegions()
                 raise SaveFailed(
-                    f"{name}, which holds what has not changed since, is not what it was",
-                    hint="the next save writes everything anew",
+                    f"{name}, which holds the unchanged tensors, is missing or has changed",
+                    hint="wait for the next save: it writes all tensors again",
                 )
             files.append(file)
         return tuple(files)

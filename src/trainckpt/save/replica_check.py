@@ -67,8 +67,7 @@ class ReplicaCheck:
         for group in sorted(differing & self._ever_equal):
             if self._rank == 0:
                 logger.warning(
-                    "%s: the ranks held this alike, and do not any more; each rank's own is saved "
-                    "from now on",
+                    "%s: the ranks' copies were equal and now differ; each rank saves its own",
                     replicas.kind_of(group),
                 )
 

@@ -170,7 +170,7 @@ class ReplicationControl:
     def on_commit(self, event: Committed) -> None:
         """Replicate a committed snapshot to other hosts, unless the attempt ends with it."""
         if event.is_last:
-            event.handle.set_replicated("it is the last, and committed")
+            event.handle.set_replicated("the attempt ended with this committed save")
             return
         try:
             failure = self._replicate_commit(event)
@@ -232,14 +232,17 @@ class ReplicationControl:
         except ReplicationFailed as unprotected:
             self._failures += not protection.is_paused
             if protection.is_paused:
-                logger.debug("other hosts do not hold %s: %s", name, unprotected)
+                logger.debug("%s was not replicated to other hosts: %s", name, unprotected)
             elif self._rank == 0 and (self._failures == 1 or self._failures % 10 == 0):
                 logger.warning(
-                    "other hosts do not hold %s: %s (%d so far)", name, unprotected, self._failures
+                    "%s was not replicated to other hosts: %s (%d so far)",
+                    name,
+                    unprotected,
+                    self._failures,
                 )
             return str(unprotected)
         except Exception as error:  # noqa: BLE001 - the save stands, and training goes on
-            logger.warning("other hosts do not hold %s: %r", name, error)
+            logger.warning("%s was not replicated to other hosts: %r", name, error)
             return repr(error)
         self.seconds = time.monotonic() - begun_s if protection.plan.num_losses else None
         return ""

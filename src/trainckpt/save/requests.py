@@ -101,13 +101,13 @@ class SaveRequests:
         for decision in skipped:
             if not decision.failed:
                 continue
-            logger.warning("a save (%s) was skipped: %s", decision.notice.reason, decision.why)
+            logger.warning("skipped a save (%s): %s", decision.notice.reason, decision.why)
             if decision.notice.number is not None:
                 self._handle(decision.notice.number).fail(SaveFailed(f"skipped: {decision.why}"))
 
     def fail_waiting(self, how: str) -> None:
         """Fail the calls without a save, since the attempt has ended."""
-        self.fail_all(self.waiting(), f"not taken: the attempt has {how} before")
+        self.fail_all(self.waiting(), f"the attempt {how} before this save was taken")
 
     def waiting(self) -> list[Asked]:
         """Return the calls without a save yet, as far as this rank knows."""
@@ -127,7 +127,7 @@ class SaveRequests:
         for number, _ in asked:
             self._handle(number).fail(SaveFailed(reason))
         for tag in tags_of(asked) if says else ():
-            logger.warning("the tag %r is on no snapshot: %s", tag, reason)
+            logger.warning("no snapshot was saved with tag %r: %s", tag, reason)
 
     def _handle(self, number: int) -> SaveHandle:
         return self._handles.setdefault(number, SaveHandle())

@@ -69,9 +69,9 @@ class RetentionWorker:
             try:
                 self._prune()
             except TrainckptError as error:
-                logger.warning("old snapshots could not be pruned: %s", error.message)
+                logger.warning("could not prune old snapshots: %s", error.message)
             except Exception as error:  # noqa: BLE001 - what is left goes the next time
-                logger.warning("old snapshots could not be pruned: %r", error)
+                logger.warning("could not prune old snapshots: %r", error)
 
     def _next(self) -> SnapshotName | None:
         with self._lock:
@@ -111,8 +111,8 @@ class RetentionWorker:
         if not self._superseded:
             self._superseded = True
             logger.warning(
-                "attempt %d of this run has begun: what this one, attempt %d, saves from now on "
-                "is a branch that no resume takes unasked",
+                "attempt %d of this run has begun: the next saves of this attempt, %d, become an "
+                "abandoned branch, used only by name",
                 newer,
                 self._facts.attempt,
             )

@@ -160,7 +160,9 @@ class Staging:
         yield from overlapped.run()
         if changed := overlapped.changed:
             self._excluded.update(changed)
-            logger.info("from now on copied while training waits: %s", ", ".join(changed)[:500])
+            logger.debug(
+                "will copy these tensors while training waits: %s", ", ".join(changed)[:500]
+            )
             raise TensorsChanged(f"{', '.join(changed[:3])} changed between two optimizer steps")
 
     def wait(self, limit_s: float | None = None) -> None:

@@ -326,7 +326,7 @@ class SnapshotWriter:
         """Keep the file in memory, encrypted or plain, in place of `_write_file`."""
         if isinstance(shard, staging.StreamedShard):
             raise SaveFailed(
-                "there is no memory in which it could stay", hint="raise the option memory_budget"
+                "no memory is free for the final save", hint="raise the option memory_budget"
             )
         if seal is None:
             for _ in copied:  # nobody reads it before it is complete
@@ -334,9 +334,7 @@ class SnapshotWriter:
             return only_digested(self._rank, shard)
         arena = self._room(stored_bytes(shard), in_memory=True)
         if arena is None:
-            raise SaveFailed(
-                "there is no shared memory in which it could stay encrypted, or too little is left"
-            )
+            raise SaveFailed("too little shared memory is free for the encrypted final save")
         receipt = None
         with contextlib.suppress(WriterDied):
             receipt = self._write_by_client(
@@ -406,7 +404,7 @@ class SnapshotWriter:
     def _check_not_abandoned(self) -> None:
         """Raise after `abandon`: the live tensors may have changed while they were streamed."""
         if self._abandoned.is_set():
-            raise SaveFailed("given up: the time was over")
+            raise SaveFailed("the save was abandoned at its deadline")
 
     def _commit(
         self,
@@ -501,7 +499,7 @@ class SnapshotWriter:
         try:
             prune.prune(self._tier, [name], ())
         except TrainckptError as error:
-            logger.warning("what is left of %s could not be removed: %s", name, error.message)
+            logger.warning("could not remove the uncommitted files of %s: %s", name, error.message)
 
     def send(self, sequence: int, message: dict[str, Any]) -> None:
         """Publish the verdict on rank 0; send the report to rank 0 on other ranks."""

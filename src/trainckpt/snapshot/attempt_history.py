@@ -50,7 +50,7 @@ def run_id(tier: Tier) -> str | None:
         if tier.list(names.SNAPSHOTS):
             raise UnusableSnapshot(
                 f"{what} is missing from {tier.url}, which holds snapshots",
-                hint="put it back, or name another place for a new run",
+                hint="restore that file, or name another run directory for a new run",
             )
         return None
     body = json_io.parse(tier.read(what, max_bytes=MAX_BYTES), what, max_bytes=MAX_BYTES)
@@ -70,7 +70,7 @@ def found_run(tier: Tier) -> str:
     tier.create(names.RUN_RECORD, json_io.sealed(body))
     created = run_id(tier)
     if created is None:
-        raise TierUnavailable(f"{tier.url} does not keep what is written to it")
+        raise TierUnavailable(f"{tier.url} accepted a new file, but does not hold it")
     return created
 
 
@@ -128,13 +128,13 @@ def claim(tier: Tier, build: Callable[[int], AttemptRecord], above: int = 0) -> 
         last = max(numbers, default=0)
         if (last := max(last, above)) >= names.MAX_ATTEMPT:
             raise UnusableSnapshot(
-                f"{tier.url} holds an attempt {last}, which no other can follow",
-                hint="remove what bears that number, or name another place for a new run",
+                f"{tier.url} holds attempt {last}, the largest number, so no attempt can follow",
+                hint="remove the files of that attempt, or name another run directory",
             )
         record = build(last + 1)
         if tier.create(record_key(record.attempt), record.dump()):
             return record
-    raise TierUnavailable(f"{CLAIM_TRIES} other attempts were claimed in {tier.url} meanwhile")
+    raise TierUnavailable(f"other starts claimed {CLAIM_TRIES} attempts in {tier.url} meanwhile")
 
 
 def replace(tier: Tier, record: AttemptRecord) -> None:
@@ -250,10 +250,10 @@ def must_not_replace(
 def forked(place: Readable, tier: Readable, number: int) -> ConfigurationError:
     """Return the error for two copies of the run with attempts of their own."""
     return ConfigurationError(
-        f"attempt {number} in {place.url} is not attempt {number} in the tier {tier.name} at "
-        f"{tier.url}: two copies of this run went on, and what both saved does not go together",
-        hint=f"to go on from what the tier holds, move {place.url} away; to go on from what that "
-        "holds, name other tiers",
+        f"attempt {number} in {place.url} differs from attempt {number} in the tier {tier.name} at "
+        f"{tier.url}: two copies of this run have trained, and their snapshots must not be mixed",
+        hint=f"to resume from the tier, move {place.url} away; to resume from the run directory, "
+        "name other tiers",
     )
 
 

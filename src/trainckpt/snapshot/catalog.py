@@ -64,8 +64,8 @@ class ManifestCache:
 # ---- the catalog
 
 
-NOT_COMMITTED = "not committed: a save that was cut short"
-ABANDONED = "abandoned branch: a later attempt did not begin from it"
+NOT_COMMITTED = "not committed: its save was interrupted"
+ABANDONED = "abandoned branch: a later attempt resumed from another snapshot"
 
 
 @dataclass(frozen=True)

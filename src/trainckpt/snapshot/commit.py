@@ -42,7 +42,7 @@ def commit(tier: Tier, manifest: Manifest) -> None:
     for place, file in chain(((folder, file) for file in manifest.files), older):
         size = tier.size(f"{place}/{file.name}")
         if size != file.num_bytes:
-            raise SaveFailed(f"{place}/{file.name} is {size} bytes, {file.num_bytes} were written")
+            raise SaveFailed(f"{place}/{file.name} has {size} bytes, {file.num_bytes} were written")
     tier.replace(f"{folder}/{names.MANIFEST}", manifests.dump(manifest))
 
 
@@ -85,7 +85,7 @@ def merge_tables(tables: Sequence[Mapping[str, TensorEntry]]) -> dict[str, Tenso
             known = merged.setdefault(name, entry)
             if known.layout != entry.layout or (entry.layout and known != entry):
                 raise SaveFailed(
-                    f"{name[:100]} lies in one way on some ranks, in another on others",
+                    f"{name[:100]} has different layouts on different ranks",
                     hint="make all device meshes of a run parts of one `init_device_mesh`",
                 )
     return merged
@@ -112,6 +112,6 @@ def check_whole(
             for rank in ranks:
                 if layout.has(rank):
                     raise SaveFailed(
-                        f"rank {rank} has no part of {name[:100]}, which others divide with it",
+                        f"rank {rank} has no part of {name[:100]}, which is sharded over it",
                         hint="give every rank the same parameters and optimizer state",
                     )

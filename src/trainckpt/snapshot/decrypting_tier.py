@@ -147,7 +147,7 @@ class _File:
         self._unsealer = Decryptor(secret, place, footer, entry.num_bytes)
         layout = self._unsealer.layout
         if layout.plain_bytes != entry.content.num_bytes:
-            raise UnusableSnapshot(f"{key} is not the file that its manifest names")
+            raise UnusableSnapshot(f"{key} differs from the file in its manifest")
         wanted = layout.num_chunks * TAG_BYTES
         if wanted + FOOTER_BYTES > len(tail):
             tail = bytearray(wanted + FOOTER_BYTES)

@@ -64,7 +64,7 @@ def parity_rows(num_data: int, num_parity: int) -> list[list[int]]:
     """
     is_code = num_data >= 1 and 1 <= num_parity <= MAX_PARITIES
     if not is_code or num_data + num_parity > MAX_MEMBERS:
-        raise ValueError(f"no code of {num_data} + {num_parity} members")
+        raise ValueError(f"no code has {num_data} + {num_parity} members")
     return [[_POWERS[row * i % 255] for i in range(num_data)] for row in range(num_parity)]
 
 
@@ -125,7 +125,7 @@ def recipe(
     """
     parities = [number - num_data for number in present if number >= num_data][: len(lost)]
     if len(parities) < len(lost):
-        raise ValueError(f"{len(present)} of a set are left, {num_data} are needed")
+        raise ValueError(f"only {len(present)} files of the set are left, {num_data} are needed")
     every = parity_rows(num_data, num_parity)
     return parities, _inverted([[every[row][number] for number in lost] for row in parities])
 

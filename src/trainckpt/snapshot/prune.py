@@ -169,8 +169,8 @@ def _told_by_headers(tier: Tier, folder: str) -> set[str]:
 
 
 OLD = "older than the {} kept"
-GARBAGE = "not committed: left by a save that is over"
-UNREACHED = "pruned before, and no checkpoint refers to it any more"
+GARBAGE = "not committed: left by an interrupted save"
+UNREACHED = "pruned before, and no snapshot refers to it now"
 BRANCH = "abandoned branch"
 
 

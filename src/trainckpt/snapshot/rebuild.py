@@ -103,7 +103,7 @@ def recover(left: SetState, stock: LocalParts, rebuilder: int, group: Exchange |
         UnusableSnapshot: too much is lost.
     """
     if not left.is_enough:
-        raise UnusableSnapshot(f"of the set {list(left.coded.members)} too much is lost")
+        raise UnusableSnapshot(f"too many files of ranks {list(left.coded.members)} are lost")
     lost, chunk_bytes = left.lost, left.coded.chunk_bytes(max(left.sizes))
     for stripe in range(len(left.coded.members)):
         if any(place in lost for place in data_places(left.coded, stripe)):

@@ -138,7 +138,7 @@ def make_plan(wish: RedundancySpec, domains: Sequence[str]) -> RedundancyPlan:
     if num_domains < 2:
         where = domains[0] if domains else "none"
         needs = f"redundancy={wish.text!r} needs ranks on two hosts or more"
-        return RedundancyPlan(warnings=(f"{needs}, all are on {where}: nothing is kept twice",))
+        return RedundancyPlan(warnings=(f"{needs}, all are on {where}: no copies are made",))
     if wish.kind == PARTNER:
         return RedundancyPlan(_partners(domains), num_losses=1)
     num_parity = min(wish.num_parity, num_domains - 1)
@@ -146,8 +146,8 @@ def make_plan(wish: RedundancySpec, domains: Sequence[str]) -> RedundancyPlan:
     found = []
     if num_parity < wish.num_parity:
         found.append(
-            f"redundancy={wish.text!r}: of {num_domains} hosts only {num_parity} may be "
-            f"lost at once, not {wish.num_parity}"
+            f"redundancy={wish.text!r}: {num_domains} hosts survive the loss of {num_parity}, "
+            f"not of {wish.num_parity}"
         )
     sets = _sets(domains, num_members, num_parity)
     return RedundancyPlan((), sets, num_parity, tuple(found))

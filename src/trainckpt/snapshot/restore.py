@@ -416,7 +416,7 @@ class Reader:
         found: dict[str, RegionLocation] = {}
         for region_key, name in header.references.items():
             if name not in self._reached:
-                raise UnusableSnapshot(f"{what} refers to {name}, which the manifest does not name")
+                raise UnusableSnapshot(f"{what} refers to {name}, which is not in the manifest")
             if name not in self._held:
                 older = read_header(self._tier, names.SNAPSHOTS, self._reached[name])
                 key = f"{names.SNAPSHOTS}/{name}"
@@ -425,7 +425,9 @@ class Reader:
                     for r in older.regions
                 }
             if region_key not in self._held[name]:
-                raise UnusableSnapshot(f"{what} refers to {region_key[:100]}, not held by {name}")
+                raise UnusableSnapshot(
+                    f"{what} refers to {region_key[:100]}, which is not in {name}"
+                )
             found[region_key] = self._held[name][region_key]
         return found
 

@@ -88,7 +88,7 @@ def find(read: RegionRead, entry: TensorEntry, regions: Mapping[str, Region], wh
         said = (read.region, entry.shape, entry.dtype)
         fits = (held.box, held.of, held.dtype) == said
     if not fits or held.tensor != read.tensor:
-        raise UnusableSnapshot(f"{read.tensor[:100]} in {what} is not what the manifest says")
+        raise UnusableSnapshot(f"{read.tensor[:100]} in {what} differs from the manifest")
     return held
 
 

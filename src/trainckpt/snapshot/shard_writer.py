@@ -202,7 +202,9 @@ def write_stream(
 def _in_place(tier: Tier) -> Iterator[None]:
     """Check before a write that the run's record exists; translate errors of a vanished folder."""
     if tier.size(names.RUN_RECORD) is None:
-        raise SaveFailed(f"the run's place {tier.url} is gone", hint="restore it, or stop the run")
+        raise SaveFailed(
+            f"the run directory {tier.url} is gone", hint="restore it, or stop the run"
+        )
     try:
         yield
     except UnusableSnapshot as error:  # the folder vanished during the write

@@ -178,8 +178,8 @@ def _tell(file: FileEntry) -> tuple[int, str]:
 
 def _another_snapshot(target: Readable, name: SnapshotName) -> SaveFailed:
     return SaveFailed(
-        f"another snapshot is called {name} in {target.url}",
-        hint="copy to another place, or move that one away: two copies of one run have gone on",
+        f"cannot copy {name}: {target.url} holds another snapshot of this name",
+        hint="copy to another place, or move that one away: two copies of one run have trained",
     )
 
 
@@ -227,7 +227,9 @@ def found_there(place: Readable, target: Tier, run: str, *, again: bool = False)
     """
     there = attempt_history.run_id(target)
     if there is None and again:
-        raise TierUnavailable(f"{target.url} is gone", hint="is its file system still mounted?")
+        raise TierUnavailable(
+            f"{target.url} is gone", hint="see whether its file system is mounted"
+        )
     if there is None:
         target.create(names.RUN_RECORD, place.read(names.RUN_RECORD, max_bytes=MAX_BYTES))
         there = attempt_history.run_id(target)
@@ -240,7 +242,7 @@ def another_run(target: Readable, there: str | None) -> ConfigurationError:
     return ConfigurationError(
         f"the tier {target.name} at {target.url} holds another run ({str(there)[:40]})",
         hint="give each run a folder or prefix of its own; {run} in a tier's URL stands for the "
-        "name of the run's place",
+        "name of the run directory",
     )
 
 

@@ -71,7 +71,7 @@ def read_parity(data: memoryview, what: str) -> tuple[ParityHead, memoryview]:
     """
     head, parities = parity_file.load(data[:HEAD_BYTES], what), data[HEAD_BYTES:]
     if len(parities) != head.num_parity * head.chunk_bytes:
-        raise UnusableSnapshot(f"{what} has not the length that it says")
+        raise UnusableSnapshot(f"{what} has another length than its header says")
     if digest.digest(parities) != head.parities:
         raise UnusableSnapshot(f"{what} {BAD}")
     return head, parities

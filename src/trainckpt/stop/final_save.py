@@ -211,7 +211,7 @@ class FinalSave:
         if failure is not None:
             self._requests.fail_all(asked, failure.message, says=says)
         elif kept is not None and self.chosen is not None:  # with its tags: no warning needed
-            why = f"{kept[0]} is in {self.chosen['tier']}, and is committed by whoever comes next"
+            why = f"{kept[0]} is only in {self.chosen['tier']} yet; the next attempt will commit it"
             self._requests.fail_all(asked, why, says=False)
         elif self._saver.in_flight is not None:
             self._requests.resolve(asked, self._saver.in_flight)
@@ -260,7 +260,7 @@ class FinalSave:
             self._kept = pending.snapshot, end.cursor
             return True
         if self._channel.world.rank == 0:
-            why = pending.error.message if pending.error else "too late"
+            why = pending.error.message if pending.error else "the deadline has passed"
             logger.warning("final save did not reach %s: %s", self.chosen["tier"], why)
         self.chosen["failed"] = True
         return False
