@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from tests.state.helpers import registry
-from trainckpt.encryption import encrypted_manifest, envelope
+from trainckpt.encryption import encrypted_file
+from trainckpt.encryption import keys as encryption_keys
 from trainckpt.encryption.keys import Identity, write_identity
-from trainckpt.format import versions
+from trainckpt.format import names
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
@@ -38,9 +39,8 @@ from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.state import replicas, staging
 from trainckpt.state.capture import capture
-from trainckpt.state.captured import VALUES
+from trainckpt.state.captured import VALUES, parse_values
 from trainckpt.state.destination import Destination
-from trainckpt.state.stored_values import parse_values
 from trainckpt.storage.local import LocalTier
 
 HERE = Path(__file__).parent
@@ -106,7 +106,7 @@ def write(place, world, version):
     """Save by `world` ranks, one after the other; returns the committed manifest."""
     tier = LocalTier(place)
     tier.create("run.json", b'{"format":1,"id":"golden"}')
-    if version < versions.WITH_REFERENCES:
+    if version < names.WITH_REFERENCES:
         return save(tier, world, SnapshotName(1, 1, 2, 1), version)
     older = save(tier, world, SnapshotName(1, 1, 1, 0), version)
     manifest = save(tier, world, SnapshotName(1, 2, 2, 1), version, older)
@@ -117,7 +117,7 @@ def write(place, world, version):
 
 def save(tier, world, name, version, older=None):
     """One snapshot; what a rank has stored in `older` under every second key is referred to."""
-    is_sealed = version == versions.ENCRYPTED
+    is_sealed = version == names.ENCRYPTED
     seal = SnapshotKey("golden", bytes([name.sequence] * 32)) if is_sealed else None
     captured = [capture(objects(rank)) for rank in range(world)]
     equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
@@ -134,7 +134,7 @@ def save(tier, world, name, version, older=None):
         planned = [region for region in planned if region.key not in references]
         shard = staging.stage(one, planned, rank=rank, world=world, references=references)
         file = write_shard(tier, name, rank, shard, seal=seal).file
-        if version < versions.ENCRYPTED:
+        if version < names.ENCRYPTED:
             file = replace(file, digest=digest(shard.memory))
         files.append(file)
         for r in regions:
@@ -157,8 +157,8 @@ def save(tier, world, name, version, older=None):
     )
     if seal is not None:
         keys = dict(older.encryption.keys) if older is not None else {}
-        wrapped = envelope.wrap_for_all(seal.key, [READER.recipient], "golden", str(name))
-        manifest = encrypted_manifest.seal(manifest, seal.key, {**keys, str(name): wrapped})
+        wrapped = encryption_keys.wrap_for_all(seal.key, [READER.recipient], "golden", str(name))
+        manifest = encrypted_file.seal(manifest, seal.key, {**keys, str(name): wrapped})
     commit(tier, manifest)
     return manifest
 
@@ -183,7 +183,7 @@ def main(version):
     """Write both runs and what must be read from them."""
     folder = HERE / f"v{version}"
     shutil.rmtree(folder, ignore_errors=True)
-    if version == versions.ENCRYPTED:
+    if version == names.ENCRYPTED:
         folder.mkdir()
         write_identity(folder / "identity", READER)
     expected = {}
