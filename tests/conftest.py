@@ -115,6 +115,9 @@ def at(monkeypatch):
     return go
 
 
+# Read when torch is loaded, here and in children: threads of small models wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A run that a test stops must not ask for the job or pod in which the tests themselves run.
 for variable in [name for name in os.environ if name.startswith(("SLURM_", "KUBERNETES_"))]:
     del os.environ[variable]
