@@ -16,7 +16,10 @@ preload("tests.end_to_end.unfreezing")
 
 
 @pytest.mark.parametrize("joins", [once, unless_there])
-@pytest.mark.parametrize("stop", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize(
+    "stop",
+    [3, pytest.param(4, marks=pytest.mark.long), 5, 6, pytest.param(8, marks=pytest.mark.long)],
+)
 def test_groups_that_joined_go_on_exactly_wherever_the_run_stops(tmp_path, caplog, joins, stop):
     """Also where the script comes by the place again that adds them."""
     caplog.set_level(logging.DEBUG, "trainckpt")

@@ -63,7 +63,9 @@ def test_a_script_that_looks_at_a_sample_after_a_resume_goes_on_bitwise(tmp_path
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [2, 3, 5])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(5, marks=pytest.mark.long)]
+)
 def test_the_bytes_of_the_random_generator_are_the_same_before_each_micro_batch(
     tmp_path, workers, stop
 ):

@@ -26,18 +26,28 @@ def resumed(tmp_path, kind, size, *, at, until):
     return same, how
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_static_graph_goes_on_adding_gradients_and_in_the_same_order(tmp_path, size):
     assert resumed(tmp_path, "Static", size, at=4, until=8) == (True, BITWISE)
 
 
-@pytest.mark.parametrize("kind", ["Inside", "InsideMade", "InsideResumed"])
+@pytest.mark.parametrize(
+    "kind", ["Inside", pytest.param("InsideMade", marks=pytest.mark.long), "InsideResumed"]
+)
 def test_a_window_goes_on_where_the_module_in_the_ddp_is_tracked(tmp_path, kind):
     """Which parameters it used, and that the next forward broadcasts no buffers."""
     assert resumed(tmp_path, kind, 2, at=7, until=12) == (True, BITWISE)
 
 
-@pytest.mark.parametrize("kind", ["Ordered", "OrderedResumed", "Part", "TwoParts"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("Ordered", marks=pytest.mark.long),
+        "OrderedResumed",
+        pytest.param("Part", marks=pytest.mark.long),
+        "TwoParts",
+    ],
+)
 def test_gradients_are_added_in_the_same_order_where_the_module_in_the_ddp_is_tracked(
     tmp_path, kind
 ):
@@ -60,7 +70,15 @@ def test_a_ddp_that_only_the_first_forward_makes_is_said_not_to_be_exact(tmp_pat
     assert how == INEXACT
 
 
-@pytest.mark.parametrize("kind", ["Power", "PowerResumed", "PostLocal", "Halves"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("Power", marks=pytest.mark.long),
+        "PowerResumed",
+        "PostLocal",
+        pytest.param("Halves", marks=pytest.mark.long),
+    ],
+)
 def test_a_communication_hook_goes_on_with_what_it_kept(tmp_path, kind):
     assert resumed(tmp_path, kind, 2, at=6, until=10) == (True, BITWISE)
 

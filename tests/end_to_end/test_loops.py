@@ -177,7 +177,14 @@ def zipped(place, seen, items=EPOCH + 2, workers=0, **how):
 
 @pytest.mark.parametrize("items", [EPOCH, EPOCH + 2], ids=["as long", "longer"])
 @pytest.mark.parametrize(
-    "how", [{"stop_between": 0}, {"stop_at": 2}, {"stop_at": 4}, {"stop_at": 9}], ids=str
+    "how",
+    [
+        {"stop_between": 0},
+        pytest.param({"stop_at": 2}, marks=pytest.mark.long),
+        {"stop_at": 4},
+        pytest.param({"stop_at": 9}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_a_loader_zipped_with_the_first_begins_anew_with_each_epoch(tmp_path, how, items):
     """Stopped at an epoch's last batch, the second loader is not asked again in that epoch."""

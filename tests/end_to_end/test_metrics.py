@@ -89,7 +89,9 @@ def train(place, make, held, crash_at=None):
 
 
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("make", [mean, persistent, collection, averaging])
+@pytest.mark.parametrize(
+    "make", [mean, persistent, collection, pytest.param(averaging, marks=pytest.mark.long)]
+)
 def test_the_epochs_metric_is_that_of_the_run_that_was_not_stopped(tmp_path, caplog, make, held):
     caplog.set_level(logging.INFO, "trainckpt")
     straight = train(tmp_path / "straight", make, held)

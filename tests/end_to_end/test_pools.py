@@ -64,7 +64,7 @@ def signalled(tmp_path, kind, number, grace=""):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("kind", ["pool", "executor"])
+@pytest.mark.parametrize("kind", ["pool", pytest.param("executor", marks=pytest.mark.long)])
 def test_ctrl_c_spares_the_workers_of_a_pool_so_that_the_boundary_is_reached(tmp_path, kind):
     code, log = signalled(tmp_path, kind, signal.SIGINT)
     assert code == 75, log

@@ -131,7 +131,9 @@ def test_a_rank_that_cannot_capture_fails_the_save_for_all_and_not_the_next(tmp_
     assert one[1].startswith("s")
 
 
-@pytest.mark.parametrize("until", [2, 4, 5])
+@pytest.mark.parametrize(
+    "until", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long), 5]
+)
 def test_each_rank_goes_on_counting_its_own_samples(tmp_path, until):
     straight = run_ranks(ranks.count_uneven, 2, str(tmp_path / "straight"), 99)
     first = run_ranks(ranks.count_uneven, 2, str(tmp_path / "run"), until)
@@ -181,7 +183,7 @@ def test_what_one_rank_finds_after_a_resume_is_said_and_recorded_by_rank_0(tmp_p
     ]
 
 
-@pytest.mark.parametrize("until", [2, 6])
+@pytest.mark.parametrize("until", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_a_batch_sampler_with_leftovers_of_each_rank_goes_on_under_ddp(tmp_path, until):
     """lightning#21312."""
     straight = run_ranks(ranks.train_grouped, 2, str(tmp_path / "straight"), 2, 99)

@@ -141,7 +141,7 @@ def read_bytes(rclone_server, large, world, memory, host=None):
         return between.sent_bytes / newest(url).num_bytes
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_ranks_of_one_host_read_each_byte_of_the_store_once(
     tmp_path, rclone_server, at, large, world
 ):

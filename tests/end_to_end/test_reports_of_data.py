@@ -55,7 +55,10 @@ def loader_of(sampler, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [2, 5, 7, 11])
+@pytest.mark.parametrize(
+    "stop",
+    [pytest.param(2, marks=pytest.mark.long), 5, pytest.param(7, marks=pytest.mark.long), 11],
+)
 def test_an_offset_of_consumed_samples_is_used_once(stop, workers):
     whole = straight(loader_of(Stateful, workers))
     before, after = interrupted(loader_of(Stateful, workers), stop)
@@ -86,7 +89,10 @@ class SeedAndEpoch:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [3, 7, 12, 15])
+@pytest.mark.parametrize(
+    "stop",
+    [3, pytest.param(7, marks=pytest.mark.long), 12, pytest.param(15, marks=pytest.mark.long)],
+)
 def test_an_order_of_seed_and_epoch_is_that_of_the_epoch_resumed_in(tmp_path, workers, stop):
     def ids(place, stop=None):
         model, got = torch.nn.Linear(1, 1), []
@@ -137,7 +143,18 @@ class Buffered(IterableDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [2, 3, 5, 8, 9, 10, 14])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.long),
+        pytest.param(5, marks=pytest.mark.long),
+        8,
+        9,
+        pytest.param(10, marks=pytest.mark.long),
+        pytest.param(14, marks=pytest.mark.long),
+    ],
+)
 def test_each_row_of_a_lost_shuffle_buffer_comes_once(stop, workers):
     def make():
         return DataLoader(Buffered(), 4, num_workers=workers)
@@ -263,7 +280,7 @@ def stopped_and_resumed(place, reader, stop):
     return whole, prompts(place / "run", reader)
 
 
-@pytest.mark.parametrize("stop", [9, 57])
+@pytest.mark.parametrize("stop", [9, pytest.param(57, marks=pytest.mark.long)])
 def test_a_cursor_of_what_was_trained_loses_no_prompt_in_flight(tmp_path, stop):
     whole, rest = stopped_and_resumed(tmp_path, Frontier, stop)
     assert rest == whole[stop - 1 :]

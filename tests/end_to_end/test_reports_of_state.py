@@ -329,7 +329,9 @@ def test_it_resumes_exactly(tmp_path, caplog, make):
     assert "not bitwise" not in caplog.text
 
 
-@pytest.mark.parametrize("stop", [2, 3, 4, 9])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long), 9]
+)
 @pytest.mark.parametrize("make", [Freezing, Sequential, Warmup])
 def test_it_does_wherever_it_is_stopped(tmp_path, make, stop):
     resumes_exactly(tmp_path, make, stop)

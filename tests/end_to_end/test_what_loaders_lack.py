@@ -100,7 +100,7 @@ def test_a_remainder_that_is_not_kept_is_named_and_one_that_is_kept_goes_on(tmp_
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("until", [3, 13])
+@pytest.mark.parametrize("until", [pytest.param(3, marks=pytest.mark.long), 13])
 def test_packs_of_any_loader_go_on_without_a_repeat_or_are_named(tmp_path, workers, stream, until):
     """llm-foundry#1277: in each epoch, of a stream or a list, by workers or not."""
 

@@ -144,7 +144,7 @@ def test_a_finished_run_started_again_trains_nothing(tmp_path):
     assert again == {}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
     """At three ranks also the order in which DDP adds up shows, after its first whole window."""
     how = {"items": 26, "use_seedable_sampler": world == 3}

@@ -58,7 +58,18 @@ def test_the_callback_changes_nothing(tmp_path, straight):
 
 
 # Windows are of 4, 4 and 2 micro-batches: their first, middle and last; an epoch's first and last.
-@pytest.mark.parametrize("micro", [0, 5, 7, 9, 10, 13, 29])
+@pytest.mark.parametrize(
+    "micro",
+    [
+        0,
+        5,
+        pytest.param(7, marks=pytest.mark.long),
+        9,
+        pytest.param(10, marks=pytest.mark.long),
+        pytest.param(13, marks=pytest.mark.long),
+        29,
+    ],
+)
 def test_a_stop_at_any_micro_batch_shows_in_nothing(tmp_path, straight, micro):
     first = fit(tmp_path, stop=StopAt(micro))
     assert len(first.seen) == micro + 1

@@ -86,7 +86,7 @@ def test_an_evaluation_that_draws_is_followed_by_the_same_training_wherever_it_s
     assert Training(tmp_path, {}, tmp_path / "during", **how).train() == end
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
     """The window's tokens are counted over all ranks; a resume inside it does not count again."""
     program = functools.partial(trained.of_ranks, items=12 * world)
@@ -156,7 +156,14 @@ class Raises(transformers.TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    "when", ["train begin", "epoch 0", "epoch 1", "evaluation before the first epoch", "the end"]
+    "when",
+    [
+        pytest.param("train begin", marks=pytest.mark.long),
+        pytest.param("epoch 0", marks=pytest.mark.long),
+        "epoch 1",
+        pytest.param("evaluation before the first epoch", marks=pytest.mark.long),
+        "the end",
+    ],
 )
 def test_what_is_raised_anywhere_ends_the_attempt_and_training_can_begin_again(
     tmp_path, when, monkeypatch
