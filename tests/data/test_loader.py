@@ -48,8 +48,15 @@ def assert_exact(make, stops, **how) -> None:
         assert before + after == want, f"stopped at boundary {stop}"
 
 
-@pytest.mark.parametrize("drop_last", [False, True], ids=["", "drop_last"])
-@pytest.mark.parametrize("generator", [False, True], ids=["", "generator"])
+@pytest.mark.parametrize(
+    ("generator", "drop_last"),
+    [
+        pytest.param(False, False, id="", marks=pytest.mark.long),
+        pytest.param(False, True, id="drop_last"),
+        pytest.param(True, False, id="generator"),
+        pytest.param(True, True, id="generator-drop_last", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_stopped_at_any_boundary_goes_on_bitwise(kind, generator, drop_last):
     """Before the first batch, in an epoch, after its last batch, between epochs, and later."""

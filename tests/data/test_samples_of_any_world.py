@@ -15,6 +15,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -251,7 +252,8 @@ def test_every_epoch_trains_its_samples_once_in_whatever_worlds():
         scenario(seed)
 
 
-def test_workers_change_nothing_of_it():
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 12), marks=pytest.mark.long)])
+def test_workers_change_nothing_of_it(seeds):
     """New ones in each pass, and such as are kept."""
-    for seed in range(12):
+    for seed in seeds:
         scenario(seed, workers=2)

@@ -32,7 +32,7 @@ def test_a_static_graph_goes_on_adding_gradients_and_in_the_same_order(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "kind", ["Inside", pytest.param("InsideMade", marks=pytest.mark.long), "InsideResumed"]
+    "kind", [pytest.param("Inside", marks=pytest.mark.long), "InsideMade", "InsideResumed"]
 )
 def test_a_window_goes_on_where_the_module_in_the_ddp_is_tracked(tmp_path, kind):
     """Which parameters it used, and that the next forward broadcasts no buffers."""

@@ -66,7 +66,7 @@ def lost(begun, tmp_path):
     ("when", "how", "code"),
     [
         ("reading", "SIGSEGV", 139),
-        pytest.param("applying", "SIGABRT", 134, marks=pytest.mark.long),
+        ("applying", "SIGABRT", 134),
         pytest.param("reading", "SIGKILL", 137, marks=pytest.mark.long),
         pytest.param("applying", "3", 3, marks=pytest.mark.long),
     ],
