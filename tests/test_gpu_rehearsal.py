@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -81,12 +83,16 @@ def run(tmp_path, *more):
     return done, json.loads(out.read_text())
 
 
-@pytest.mark.timeout(600)  # seven stages, each of several processes
-def test_every_stage_runs_on_the_cpu_and_names_what_needs_a_card(tmp_path):
-    done, result = run(tmp_path)
+QUICK = "ABEFG"  # without the two that only start pytest and `trainckpt prove`
+
+
+@pytest.mark.timeout(600)  # up to seven stages, each of several processes
+@pytest.mark.parametrize("stages", [QUICK, pytest.param("".join(STAGES), marks=pytest.mark.long)])
+def test_every_stage_runs_on_the_cpu_and_names_what_needs_a_card(tmp_path, stages):
+    done, result = run(tmp_path, "--stages", ",".join(stages))
     assert done.returncode == 0, done.stdout + json.dumps(result, indent=1)
     assert result["passed"]
-    assert [stage["stage"] for stage in result["stages"]] == list(STAGES)
+    assert [stage["stage"] for stage in result["stages"]] == list(stages)
     for stage in result["stages"]:
         figures = {one["name"]: one for one in stage["figures"]}
         expected = FIGURES[stage["stage"]]
@@ -99,6 +105,13 @@ def test_every_stage_runs_on_the_cpu_and_names_what_needs_a_card(tmp_path):
         assert stage["seconds"] < stage["limit_s"]
     assert done.stdout.splitlines()[-1] == PASSED
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+
+
+def test_every_stage_has_a_module_that_can_be_run():
+    runs = [import_module(f"benchmarks.gpu.{stage.module}").run for stage in STAGES.values()]
+    assert {tuple(signature(run).parameters) for run in runs} == {
+        ("findings", "device", "folder", "ends")
+    }
 
 
 def test_without_a_card_no_stage_passes_on_one(tmp_path):

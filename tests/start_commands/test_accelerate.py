@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.campaign import launch
 from tests.start_commands.started import Command, Forks, Run, ended, sigterm, stop
 from tests.start_commands.test_trainckpt_run import MAIN
@@ -25,10 +27,11 @@ def accelerate(run: Run) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_of_accelerate_stops_and_goes_on_with_it_and_with_trainckpt_resume(
-    server, straight, tmp_path, log
+    server, straight, tmp_path, log, again
 ):
-    """SIGTERM to the launcher; to one rank alone; `trainckpt resume` to the end."""
+    """SIGTERM to the launcher; `again`: to one rank alone, too; `trainckpt resume` to the end."""
     run = Run(tmp_path / "r", 2)
     home = {"HF_HOME": str(tmp_path / "home")}  # no configuration from outside
 
@@ -38,11 +41,14 @@ def test_a_run_of_accelerate_stops_and_goes_on_with_it_and_with_trainckpt_resume
     assert run.record(1).facts["launch"] == {"kind": "accelerate", "nproc": 2}
     assert "accelerate launch (through torchrun) returns 1 for every code" in first.said()
 
-    second = Command(accelerate(run), log(), home)
-    assert stop(second, run, lambda: sigterm(run.pids()[0])) == [1], second.said()
-    run.assert_stopped(2)
+    if again:
+        second = Command(accelerate(run), log(), home)
+        assert stop(second, run, lambda: sigterm(run.pids()[0])) == [1], second.said()
+        run.assert_stopped(2)
 
     last = Forks(server, MAIN, ["resume", run.place], log(), [home])
     assert ended(last) == [0], last.said()
-    assert run.record(3).facts["launch"].items() >= {"kind": "accelerate", "nproc": 2}.items()
+    assert (
+        run.record(2 + again).facts["launch"].items() >= {"kind": "accelerate", "nproc": 2}.items()
+    )
     run.assert_exact(straight(2))
