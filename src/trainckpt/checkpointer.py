@@ -43,11 +43,12 @@ from trainckpt.ranks.boundary_gate import BoundaryGate
 from trainckpt.ranks.world import current_world
 from trainckpt.resume.apply_phases import PhasedRestore
 from trainckpt.resume.crash_marker import CrashMarker
+from trainckpt.resume.report import seen_since
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import open_slower
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
-from trainckpt.start_attempt import Attempt, RankContext, seen_since, start_attempt
+from trainckpt.start_attempt import Attempt, RankContext, start_attempt
 from trainckpt.state.registry import Registry
 from trainckpt.stop.listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
@@ -401,7 +402,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         return True
 
     def _after_save(self, attempt: Attempt) -> None:
-        attempt.shutdown.read_findings()
+        attempt.report.read_findings()
         self._timings.after_boundary(time.monotonic())
 
     def _seldom(self, *, evaluation: bool, closing: bool) -> None:
@@ -422,7 +423,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         if self._phased_restore.under_way:
             entered = self._position.cursor.evaluations
             found = self._phased_restore.reach(evaluation=entered, has_loader=bool(self._loaders))
-            attempt.shutdown.note(seen_since(found))
+            attempt.report.note(seen_since(found))
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)
@@ -465,7 +466,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         """Warn of inexact parts; a resume logs and records them again."""
         self._problems += problems
         if self._attempt is not None and self._attempt.resumed_from is not None:
-            self._attempt.shutdown.note(problems)
+            self._attempt.report.note(problems)
             return
         for problem in problems:
             logger.warning("not exact: %s", problem.reason)
@@ -475,7 +476,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
         if self._attempt is None:
             self._note([part])  # as its state is loaded
         else:
-            self._attempt.shutdown.note([part])
+            self._attempt.report.note([part])
 
     def _has_returned(self) -> bool:
         stopped = self._attempt is not None and self._attempt.shutdown.stopped

@@ -2,9 +2,6 @@
 
 `RankContext` holds the dependencies of one rank, from the Checkpointer's construction on. `Attempt`
 holds the additional ones, once the attempt is claimed and the snapshot applied.
-
-The functions at the top list how each part of a resume was restored, as known from the snapshot and
-the script. `format.exactness.decide` derives the resume's exactness from these values.
 """
 
 from __future__ import annotations
@@ -23,13 +20,11 @@ from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import misspelled_variables
 from trainckpt.attempt.rank_status import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.attempt.record_log import AttemptId, AttemptLog
-from trainckpt.data import state_differences as loader_states
 from trainckpt.dumping.communicators import Communicators
 from trainckpt.dumping.lean_dump import LeanDump
 from trainckpt.errors import ConfigurationError
-from trainckpt.format.exactness import How, Restored
+from trainckpt.format.exactness import Restored
 from trainckpt.gc_pause import gc_paused
-from trainckpt.inspect.contents import models_in
 from trainckpt.inspect.load import put
 from trainckpt.ranks.store import connect
 from trainckpt.ranks.world import agree_on_name
@@ -39,6 +34,15 @@ from trainckpt.replicate.tier_uploader import TierUploader
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
 from trainckpt.resume.candidate_order import KEEP_LAST
 from trainckpt.resume.init_from import InitialWeights, read_initial
+from trainckpt.resume.report import (
+    ResumeReport,
+    not_deterministic,
+    of_all_ranks,
+    other_state,
+    own_objects,
+    said_after_loading,
+    said_by_objects,
+)
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
 from trainckpt.run_directory.tier_set import TierSet
@@ -51,8 +55,7 @@ from trainckpt.save.schedule import PRIOR_S, SaveSchedule, interval_s, mean_time
 from trainckpt.save.writer import ManifestDefaults
 from trainckpt.snapshot.attempt_history import read_attempts
 from trainckpt.snapshot.decrypting_tier import KeyRing
-from trainckpt.state import apply, attributes
-from trainckpt.state.capture import LOADERS, capture, must_be_storable
+from trainckpt.state.capture import capture, must_be_storable
 from trainckpt.state.state_size import weigh
 from trainckpt.stop.dump_pause import DumpPause
 from trainckpt.stop.final_save import FinalSave
@@ -64,7 +67,7 @@ from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import reclaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable
 
     from trainckpt.attempt.data_world import DataWorld
     from trainckpt.attempt.options import Options
@@ -76,159 +79,15 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.store import RankStore
     from trainckpt.ranks.world import World
-    from trainckpt.resume.apply_phases import PhasedRestore, ResumeDrift
+    from trainckpt.resume.apply_phases import PhasedRestore
     from trainckpt.resume.crash_marker import CrashMarker
     from trainckpt.save.encryption import SnapshotEncryption
     from trainckpt.save.estimates import SaveEstimator, Timings
     from trainckpt.save.requests import SaveRequests
-    from trainckpt.state.adapters.optimizer import OptimizerState
-    from trainckpt.state.adapters.stateful import GenericState
     from trainckpt.state.registry import Registry
     from trainckpt.stop.listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
     from trainckpt.storage.base import Place
-
-
-def own_objects(context: RankContext) -> list[str]:
-    """Return the names of tracked objects of the script's own types, which may count
-    micro-batches."""
-    kinds = {generic.name: type(generic.target) for generic in context.registry.generics}
-    return [name for name, kind in kinds.items() if not f"{kind.__module__}.".startswith("torch.")]
-
-
-def said_by_objects(context: RankContext, beginning: ResumePoint) -> list[Restored]:
-    """Return the tracked objects' reports on saved state that is not exact and verified."""
-    saved, registry = beginning.saved, context.registry
-    if saved is None:
-        return []
-    found = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
-    tracked: list[OptimizerState | GenericState] = [*registry.optimizers, *registry.generics]
-    for each in tracked:
-        found += each.restored(saved)
-    for name in saved.values.get(LOADERS, ()):  # including loaders not registered yet
-        state = saved.decode(saved.values[name])
-        found += loader_states.restored(name, state, in_place=saved.exact)
-    if names := attributes.not_restored(registry.watched, saved, of_callbacks=False):
-        why = (
-            f"in no state_dict, so not as when it was saved: {_some(names)} "
-            f"({attributes.HINT}, or let the script set them)"
-        )
-        found.append(Restored("attributes", How.NOT_KEPT, why))
-    return found
-
-
-def said_after_loading(context: RankContext, beginning: ResumePoint) -> list[Restored]:
-    """Return the objects whose own state_dict does not reproduce the state they loaded."""
-    saved = beginning.saved
-    if saved is None:
-        return []
-    return [part for each in context.registry.generics for part in apply.compare(each, saved)]
-
-
-def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:
-    """Return the nondeterministic settings in a fingerprint."""
-    return _not_kept("determinism", fingerprint.not_deterministic(here))
-
-
-def of_all_ranks(channel: RankStore, own: Sequence[Restored]) -> list[Restored]:
-    """Return the parts of all ranks, each once, from the first rank with it.
-
-    Every rank calls it. A part that rank 0 lacks names its rank.
-    """
-    found: dict[Restored, int] = {}
-    everyone = channel.gather("not exact", [part.to_json() for part in own], RANKS_TIMEOUT_S)
-    for rank, parts in enumerate(everyone):
-        for part in map(Restored.from_json, parts):
-            found.setdefault(part, rank)
-    return [replace(part, rank=rank) if rank else part for part, rank in found.items()]
-
-
-def other_state(beginning: ResumePoint, own_objects: Sequence[str]) -> list[Restored]:
-    """Return the reasons that the state differs from the saved one.
-
-    Args:
-        beginning: The attempt's starting point.
-        own_objects: Names of tracked objects of types outside torch.
-    """
-    saved = beginning.saved
-    if saved is None:
-        return []
-    left = saved.left
-    excluded = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
-    found = _not_kept("excluded tensors", excluded)
-    if beginning.manifest is not None:
-        found += _not_kept("ranks that died", beginning.manifest.not_bitwise)
-    found += _not_kept("DDP", apply.not_kept_of_ddp(saved))
-    then, now = saved.worlds
-    if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
-        return found
-    found += _not_kept("layout", ["the tensors lie over the ranks in another way"])
-    if beginning.rewound:
-        why = [f"the window of {beginning.rewound} micro-batches so far begins anew"]
-        if own_objects:
-            why.append(f"inside that window still, not at its start: {_some(own_objects)}")
-        found += _not_kept("window", why)
-    if then != now:
-        why = [f"{now} ranks instead of {then}: the global batch may change with them"]
-        if apart := _of_each_rank(beginning):
-            what = f"{now} of {then} go on" if now < then else "new ranks take another's"
-            why.append(f"each rank had its own, {what}: {_some(apart)}")
-        found += _not_kept("ranks", why)
-    return found
-
-
-def seen_since(otherwise: ResumeDrift) -> list[Restored]:
-    """Return the differences seen once training has gone on."""
-    found = _not_kept("requires_grad", other_gradients(otherwise.gradients))
-    if otherwise.wrappers:
-        why = (
-            "in another DDP than the resume could put back what the saved one kept to "
-            f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
-            "before the first batch is asked for)"
-        )
-        found += _not_kept("DDP", [why])
-    if otherwise.attributes:
-        why = (
-            "of callbacks, in no state_dict, so not as when it was saved: "
-            f"{_some(otherwise.attributes)} ({attributes.HINT_OF_CALLBACKS})"
-        )
-        found += _not_kept("attributes", [why])
-    if otherwise.generators:
-        names = _some(otherwise.generators)
-        why = f"these names do not hold the saved generators: {names}"
-        found += _not_kept("random generators", [why])
-    return found
-
-
-def other_gradients(changed: Mapping[str, bool]) -> list[str]:
-    """Return sentences on parameters whose requires_grad changed; `changed`: name -> True if it
-    was frozen when saved."""
-    trained = [name for name, was_frozen in changed.items() if was_frozen]
-    frozen = changed.keys() - set(trained)
-    set_by = "a resume sets no requires_grad, and the script set it otherwise before the stop"
-    found = [f"frozen now, trained when it was saved: {_some(frozen)} ({set_by})"] if frozen else []
-    if trained:
-        found.append(f"trained now, frozen when it was saved: {_some(trained)} ({set_by})")
-    return found
-
-
-def _not_kept(name: str, sentences: Sequence[str]) -> list[Restored]:
-    return [Restored(name, How.NOT_KEPT, sentence) for sentence in sentences]
-
-
-def _of_each_rank(beginning: ResumePoint) -> list[str]:
-    """Return the model tensors that were not alike on all ranks."""
-    if beginning.manifest is None or beginning.saved is None:
-        return []
-    models = models_in(beginning.saved.values)
-    tensors = beginning.manifest.tensors.items()
-    return [n for n, e in tensors if e.layout is None and n.partition("/")[0] in models]
-
-
-def _some(names: Collection[str]) -> str:
-    """Return the first three names, and the number of the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(sorted(names)[:3])}{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +144,7 @@ class Attempt:
     beginning: ResumePoint
     log: AttemptLog
     saver: SaveCoordinator
+    report: ResumeReport
     shutdown: Shutdown
     schedule: SaveSchedule
     survival: SurvivorSetup | None = None
@@ -417,30 +277,36 @@ def _make_ready(context: RankContext, beginning: ResumePoint) -> Attempt:
         dump_pause = _dump_pause(context, facts, saver, lean=survival is None and seals is None)
     parts = list[Restored]()
     if beginning.manifest is not None:
-        parts += other_state(beginning, own_objects(context)) + said_by_objects(context, beginning)
+        parts += other_state(beginning, own_objects(context.registry))
+        parts += said_by_objects(context.registry, beginning)
         parts += not_deterministic(here) + differences(beginning.manifest.fingerprint, here)
+    report = ResumeReport(
+        channel=context.channel,
+        is_resumed=beginning.manifest is not None,
+        restored=[*context.problems, *parts] if beginning.manifest is not None else [],
+    )
     shutdown = Shutdown(
         options=context.options,
         channel=context.channel,
         last_save=_final_save(context, saver, beginning),
         listener=context.listener,
         log=log,
+        report=report,
         status_writer=context.status_writer,
         requests=context.requests,
         loaders=context.loaders,
         where=lambda: context.position.cursor,
         hard_exit=context.hard_exit,
-        restored=[*context.problems, *parts] if beginning.manifest is not None else [],
         survival=survival,
         dump_pause=dump_pause,
     )
     if beginning.manifest is not None:
         _refer(saver, seals, beginning)
         _arrive(context, shutdown, beginning)
-        parts = [*context.problems, *parts, *said_after_loading(context, beginning)]
-        shutdown.set_restored(of_all_ranks(context.channel, parts))
+        parts = [*context.problems, *parts, *said_after_loading(context.registry, beginning)]
+        report.set_restored(of_all_ranks(context.channel, parts))
     if context.world.rank == 0:
-        say_where(context.tier, beginning, shutdown.exactness, context.registry)
+        say_where(context.tier, beginning, report.exactness, context.registry)
         _say_what_was_chosen(context, initial)
         lost = launch.missing_supervisor(os.environ)
         say_how_it_stops(context.estimator.describe(), context.listener.grace_s, lost)
@@ -460,6 +326,7 @@ def _make_ready(context: RankContext, beginning: ResumePoint) -> Attempt:
         beginning=beginning,
         log=log,
         saver=saver,
+        report=report,
         shutdown=shutdown,
         schedule=schedule,
         survival=survival,

@@ -317,7 +317,7 @@ def train(rank, place, kind, until, save_at=None):
                 raise Left
             seen[number] = micro_batch(script, ckpt.cursor)
     resumed = ckpt.resumed_from
-    return seen, resumed and resumed.micro_batches, ckpt._attempt.shutdown.exactness.word
+    return seen, resumed and resumed.micro_batches, ckpt._attempt.report.exactness.word
 
 
 def micro_batch(script, cursor):

@@ -15,8 +15,8 @@ from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks.store import TorchStore
 from trainckpt.ranks.world import World
+from trainckpt.resume.report import of_all_ranks, other_state
 from trainckpt.resume.resume import ResumePoint
-from trainckpt.start_attempt import of_all_ranks, other_state
 from trainckpt.state.captured import Saved
 
 

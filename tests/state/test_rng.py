@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainckpt import start_attempt
+from trainckpt.resume import report
 from trainckpt.state import apply
 from trainckpt.state.adapters import rng
 from trainckpt.state.captured import Captured, Saved
@@ -155,11 +155,10 @@ def test_what_has_no_device_here_is_named_in_the_resume_line():
     ]
     if torch.cuda.is_available():
         pytest.skip("here it can be put back")
-    context = SimpleNamespace(registry=Registry())
-    beginning = SimpleNamespace(saved=saved)
-    assert len(start_attempt.said_by_objects(context, beginning)) == 1
+    registry, beginning = Registry(), SimpleNamespace(saved=saved)
+    assert len(report.said_by_objects(registry, beginning)) == 1
     saved.is_own = False  # then that is said of the rank itself
-    assert apply.rng_not_put_back(context.registry, saved) == []
+    assert apply.rng_not_put_back(registry, saved) == []
 
 
 def test_an_older_releases_generators_go_back_by_number_to_as_many_devices():

@@ -18,15 +18,12 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import exit_code_of, logger
 from trainckpt.attempt.rank_status import LEFT, RETURNED
-from trainckpt.data.iterators import on_workers_started
 from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
 from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
 from trainckpt.ranks.watcher import end_with_71
@@ -43,6 +40,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.rounds import Decision
     from trainckpt.ranks.store import RankStore
+    from trainckpt.resume.report import ResumeReport
     from trainckpt.save.requests import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause
     from trainckpt.stop.final_save import FinalSave
@@ -54,14 +52,7 @@ BARRIER_TIMEOUT_S = 60.0
 ASKED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
 EXIT_AFTER_S = 5.0
 RECORD_WITHIN_S = 2.0
-KEPT_WORKERS = (
-    "an untracked DataLoader with persistent_workers=True has started its workers. A resume starts "
-    "them anew, with other randomness, and draws once more from the main generator. Track it with "
-    "loader=[train, validation] and iterate ckpt.loader(validation), or set "
-    "persistent_workers=False"
-)
 RECORDED = 20  # parts named in a record, the weakest first
-_FINDINGS, _NEWEST = "findings", "newest findings"
 SAVE_IN_FLIGHT_S = 5.0  # wait after an exception for a nearly finished save
 
 
@@ -100,34 +91,33 @@ class Shutdown:
         last_save: FinalSave,
         listener: NoticeListener,
         log: AttemptLog,
+        report: ResumeReport,
         status_writer: RankStatusWriter,
         requests: SaveRequests,
         loaders: Sequence[tuple[object, TrackedLoader]],
         where: Callable[[], Cursor],
         hard_exit: HardExit,
-        restored: Sequence[Restored] = (),
         survival: SurvivorSetup | None = None,
         dump_pause: DumpPause | None = None,
     ) -> None:
         """Store the arguments; from here on a hard exit is recorded.
 
         Args:
-            options, channel, last_save, listener, log, status_writer, requests: Of the attempt.
+            options, channel, last_save, listener, log, report, status_writer, requests: Of the
+                attempt.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
             hard_exit: Ends this process at once.
-            restored: Results of restoring each part of this attempt's initial state.
             survival: Notified of the attempt's end: an orderly exit is not a lost rank.
             dump_pause: Permits a process dump at a stop; None: no dumps.
         """
         self._left = self.stopped = False
         self._pid = os.getpid()
-        self._restored = tuple(restored)
         self._survival = survival
         self._dump_pause = dump_pause
         self.log = log
         self._options = options
-        self._channel = channel
+        self._channel, self._report = channel, report
         self._last_save = last_save
         self._listener = listener
         self._status_writer = status_writer
@@ -137,10 +127,6 @@ class Shutdown:
         self._ending = threading.Lock()
         self._recorded = threading.Event()
         self._begun_s = time.monotonic()
-        self._is_resumed, self._keeps_workers = last_save.parent is not None, False
-        self._findings: list[Restored] = []  # of this rank, since the resume
-        self._newest_findings: str | None = None  # on rank 0: the newest ones read
-        on_workers_started(self._born_untracked)
         self._code = options.exit_code
         hard_exit.record_first(self.cut_short)
 
@@ -149,82 +135,6 @@ class Shutdown:
         """Return True if the attempt has ended; always True in a process forked by the script,
         which is no part of the attempt."""
         return self._left or os.getpid() != self._pid
-
-    @property
-    def exactness(self) -> Exactness:
-        """Return the exactness of this attempt's resume, as far as known."""
-        return decide(self._restored)
-
-    def set_restored(self, parts: Sequence[Restored]) -> None:
-        """Replace the restored parts, once all ranks have reported theirs."""
-        self._restored = tuple(parts)
-
-    def note(self, parts: Sequence[Restored]) -> None:
-        """Log and record differences seen only after training has gone on. Training thread.
-
-        If they lower the exactness reported so far, the new one is logged too. Rank 0 logs and
-        records those of the other ranks at the next save, or at the end.
-        """
-        before = self.exactness.word
-        for part in parts:
-            self._restored += (part,)
-            if part.how is How.REPLAYED:
-                logger.info("%s", part.reason)
-            else:
-                logger.warning("not exact: %s", part.reason)
-        self._correct(before)
-        self._publish([part for part in parts if part.is_inexact])
-
-    def _publish(self, parts: Sequence[Restored]) -> None:
-        """Put inexact parts of this rank where rank 0 finds them; nothing waits for it."""
-        rank = self._channel.world.rank
-        if not parts or rank == 0 or not self._is_resumed:
-            return
-        self._findings += parts
-        own = [part.to_json() for part in self._findings]
-        newest = f"{rank}/{len(own)}"
-        with contextlib.suppress(NoAgreement):  # the store is gone: this rank has logged them
-            self._channel.put_all({f"{_FINDINGS}/{rank}": own, _NEWEST: newest})
-
-    def read_findings(self) -> None:
-        """Log and record the inexact parts of other ranks that are new, on rank 0. Training thread.
-
-        One message to the store, and more only if some rank has published since.
-        """
-        world = self._channel.world
-        if world.rank or world.size == 1 or not self._is_resumed:
-            return
-        with contextlib.suppress(NoAgreement):
-            newest = self._channel.peek(_NEWEST)
-            if newest is None or newest == self._newest_findings:
-                return
-            others = range(1, world.size)
-            everyone = self._channel.peek_all([f"{_FINDINGS}/{rank}" for rank in others])
-            self._newest_findings, before = newest, self.exactness.word
-            for rank, parts in zip(others, everyone, strict=True):
-                for part in map(Restored.from_json, parts or ()):
-                    if part not in (replace(known, rank=None) for known in self._restored):
-                        self._restored += (replace(part, rank=rank),)
-                        logger.warning("not exact: %s", self._restored[-1].sentence)
-            self._correct(before)
-
-    def _correct(self, before: str) -> None:
-        """Log the resume's exactness if it has become inexact since it was `before`."""
-        now = self.exactness
-        if self._is_resumed and now.word == INEXACT != before:
-            logger.warning("this resume is %s (reported before: %s)", now.line, before)
-
-    def _born_untracked(self, loader: Any) -> None:
-        """Report the persistent workers of an untracked loader."""
-        if self.left or self._keeps_workers or not loader.persistent_workers:
-            return
-        self._keeps_workers, before = True, self.exactness.word
-        if self._is_resumed:
-            part = Restored("untracked loader", How.NOT_KEPT, KEPT_WORKERS)
-            self._restored += (part,)
-            self._publish([part])
-        logger.warning("not exact: %s", KEPT_WORKERS)
-        self._correct(before)
 
     def stop(self, cursor: Cursor, due: Decision) -> bool:
         """Stop here on all ranks. Raise `Stopped`, or return False with `on_stop="return"`.
@@ -244,6 +154,7 @@ class Shutdown:
             due.round, None if lost else snapshot
         ):
             self._channel = self._last_save.go_on(self._channel)
+            self._report.reconnect(self._channel)
             return True
         if may_rest:
             self._survived()
@@ -342,11 +253,12 @@ class Shutdown:
             if self.left:
                 return
             self._left, self._code = True, code
+        self._report.close()
         if how != KILLED:  # a store that does not answer must not hold up an end against time
-            self.read_findings()
+            self._report.read_findings()
         self._requests.fail_waiting(how)
         snapshot, lost = self._last_save.standing(cursor)
-        exactness = self.exactness
+        exactness = self._report.exactness
         outcome: dict[str, Any] = {
             "outcome": how,
             "snapshot": snapshot,
