@@ -49,6 +49,7 @@ from trainckpt.run_directory.tier_config import open_slower
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
+from trainckpt.state import epoch_head
 from trainckpt.state.registry import Registry
 from trainckpt.stop.listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
@@ -256,6 +257,8 @@ class Checkpointer(CheckpointerProperties, Hooked):
         while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
             for original, _ in self._loaders:
                 set_epoch(original, epoch)
+            self._phased_restore.enter_epoch(epoch)
+            epoch_head.record(self._registry, epoch)
             yield epoch
             if not self._has_returned():
                 self._position.enter_epoch(epoch + 1)

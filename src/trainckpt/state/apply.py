@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import StateMismatch, TrainckptError
 from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
-from trainckpt.state import attributes, script_generators
+from trainckpt.state import attributes, epoch_head, script_generators
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import Captured
@@ -39,6 +39,7 @@ OWN = frozenset(
     (
         *(DDP, FSDP, LOADERS, attributes.PART, attributes.GENERATORS),
         script_generators.PART,
+        epoch_head.PART,
         *(gradients.PART, rng.PART, tracked_file.PART),
     )
 )

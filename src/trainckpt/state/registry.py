@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RESERVED = frozenset(
     (
         *("gradients", "rng", "ddp", "fsdp", "loaders", "values.json"),
-        *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART),
+        *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART, "epoch head"),
     )
 )
 
@@ -52,6 +52,7 @@ class Registry:
     Attributes:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
+        epoch_head: Generators before the running epoch, see `epoch_head.py`.
         bucket_orders: DDP wrapper -> its rebuilt bucket order, once known.
         as_saved: DDP wrappers that add gradients as the resume's snapshot says.
         has_peers: Several ranks train the same samples, and must draw the same for them.
@@ -64,6 +65,7 @@ class Registry:
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
+        self.epoch_head: dict[str, Any] | None = None
         self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.as_saved: WeakSet[nn.Module] = WeakSet()
         self._owners: dict[int, str] = {}

@@ -29,18 +29,18 @@ PART = "script generators"  # no keyword can be spelled so
 
 def capture(registry: Registry, out: Captured) -> None:
     """Add the state of every generator in a variable of the script."""
-    if states := randomness.capture(_variables(registry)):
+    if states := randomness.capture(variables(registry)):
         out.values[PART] = out.encode(states, PART)
 
 
 def restore(registry: Registry, saved: Saved) -> None:
     """Restore the generators in the script's variables; `lost` names the others."""
-    randomness.restore(_variables(registry), _states(saved), "the script")
+    randomness.restore(variables(registry), _states(saved), "the script")
 
 
 def lost(registry: Registry, saved: Saved) -> list[str]:
     """Return the saved names whose generator is missing or of another kind, after `restore`."""
-    live = randomness.capture(_variables(registry))
+    live = randomness.capture(variables(registry))
     return sorted(name for name, state in _states(saved).items() if live.get(name) != state)
 
 
@@ -49,7 +49,7 @@ def _states(saved: Saved) -> dict[str, bytes]:
     return {} if tree is None or not saved.is_own else saved.decode(tree)
 
 
-def _variables(registry: Registry) -> dict[str, Any]:
+def variables(registry: Registry) -> dict[str, Any]:
     """Return name -> generator; one object has one name, that of the outermost variable."""
     if threading.current_thread() is not threading.main_thread():
         return {}
