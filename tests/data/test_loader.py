@@ -111,7 +111,10 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "kept"])
+@pytest.mark.parametrize(
+    "persistent",
+    [pytest.param(False, id=""), pytest.param(True, id="kept", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_way_of_ordering_and_batching_is_exact(option, persistent):
     """Samplers with seeds, generators or state of their own, and options that change timing."""
