@@ -146,7 +146,9 @@ class ProgressCounter:
             self._samples = self._loader.run_samples(cursor.samples)
         self.step = self._step_at_boundary = cursor.step
         self.micro = cursor.micro
-        self._epoch_is_fresh = not cursor.batches  # the loader may still show the epoch before
+        self._epoch_is_fresh = (
+            self._loader is not None and not cursor.batches
+        )  # the loader may still show the epoch before
         self._mark_seen()
         if window is not None:
             self._window = (
@@ -187,7 +189,9 @@ class ProgressCounter:
             return
         trained, self._outside = int(self._outside), False
         if loader is None:
-            self._batches += trained
+            # the last micro-batch of an epoch is counted after the next one was entered
+            self._batches += 0 if self._epoch_is_fresh else trained
+            self._epoch_is_fresh = False
         else:
             returned = loader.total_batches - self._seen_batches
             trained = returned or trained
