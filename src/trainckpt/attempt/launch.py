@@ -149,7 +149,7 @@ def missing_supervisor(environment: Mapping[str, str]) -> list[str]:
 
 
 def redact_arguments(argv: Sequence[str]) -> list[str]:
-    """The command, with the value of every secret-sounding option replaced."""
+    """Return the command, with the value of every secret-sounding option replaced."""
     shown, hide_next = [], False
     for argument in argv:
         name, equals, _ = argument.partition("=")

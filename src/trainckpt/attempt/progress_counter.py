@@ -71,7 +71,7 @@ class ProgressCounter:
         )
 
     def window_start(self) -> Cursor:
-        """The cursor at the beginning of the open window."""
+        """Return the cursor at the beginning of the open window."""
         epoch, step, batches, micro_batches, samples, evaluations = self._window
         return Cursor(
             epoch=epoch,
@@ -161,7 +161,7 @@ class ProgressCounter:
             )
 
     def manage_epochs(self) -> None:
-        """From now on `enter_epoch` alone counts epochs, not the passes of the loader."""
+        """Let `enter_epoch` alone count epochs from now on, not the passes of the loader."""
         self.epochs_are_ours = True
 
     def enter_epoch(self, epoch: int) -> None:
@@ -309,7 +309,7 @@ class LoopChecks:
             )
 
     def end(self) -> None:
-        """The script is done; a resumed one is judged by its arrival."""
+        """Check a finished script; a resumed one by its position at the resume."""
         if self._position.on_step is not None and self._resumed_at is None and self.trained:
             self._warn()
 

@@ -16,7 +16,7 @@ DEFAULT = "default"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """This verb has none: what it shows is what a script started here and now would use."""
+    """Add no arguments: the verb shows the options of a script started here and now."""
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _plain(value: Any, origin: str, default: Any) -> Any:
-    """A value as JSON has it; of one that was parsed, the text it was parsed from."""
+    """Return a value for JSON; of a parsed one, its text."""
     if value == ():
         return None
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -78,7 +78,7 @@ class Speed:
         return self.write_s > 0
 
     def in_words(self) -> str:
-        """For people."""
+        """Return the item in words."""
         if not self.known:
             return "no room to measure it"
         seconds = (self.write_s, max(self.read_s, 1e-9))
@@ -87,7 +87,7 @@ class Speed:
 
 
 def try_directory(tier: LocalTier) -> tuple[Path, tuple[Capabilities, Speed]]:
-    """The folder that was tried, what its file system can do, and how fast it is.
+    """Return the tried folder, the abilities of its file system, and its speed.
 
     Raises:
         OSError: it cannot be used.
@@ -118,7 +118,7 @@ def try_store(tier: ObjectStoreTier) -> Speed:
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest parent that exists; `OSError` if it is no directory."""
+    """Return the path, or its nearest existing parent; `OSError` if that is no directory."""
     while True:
         try:
             next(path.iterdir(), None)
@@ -142,7 +142,7 @@ def _try(scratch: Path) -> tuple[Capabilities, Speed]:
 
 
 def _measure(path: Path) -> Speed:
-    """To write the probe to stable storage, and to read it back, past the page cache."""
+    """Write the probe to stable storage, read it back, and return both times."""
     block = mmap.mmap(-1, 4 << 20)
     block[:] = os.urandom(1 << 20) * 4
     start = time.perf_counter()
@@ -195,7 +195,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def examine(size: Callable[[int], str]) -> list[MachineCheck]:
-    """This machine, what can be encrypted on it, and whether processes can be dumped."""
+    """Check this machine, encryption on it, and process dumps."""
     dumps = [examine_dumps(), examine_gpus()]
     return [*machine_checks.examine(size), *examine_encryption(), *dumps]
 
@@ -267,7 +267,7 @@ def _abilities(found: Capabilities) -> list[MachineCheck]:
 
 
 def _run(tier: Place, free_bytes: int) -> list[MachineCheck]:
-    """The run that is there, if any; and room for its next snapshots."""
+    """Check the run in this place, if any, and the room for its next snapshots."""
     try:
         run = attempt_history.run_id(tier)
         candidates = run_tiers.read_candidates(tier) if run else ()
@@ -311,7 +311,7 @@ ENCRYPTION = "encryption"
 
 
 def examine_encryption() -> list[MachineCheck]:
-    """A run does without, unless its options ask for it."""
+    """Check encryption; a run needs it only if its options ask for it."""
     try:
         options = read_options({})
     except ConfigurationError:  # `trainckpt config` says which
@@ -345,7 +345,7 @@ def _recipients(options: Options) -> list[MachineCheck]:
 
 
 def _identity(options: Options) -> list[MachineCheck]:
-    """The file, who else can read it, and whether it is the private key of a recipient."""
+    """Check the identity file: its permissions, and its match with a recipient."""
     if options.identity is None:
         return []
     name, path = "identity", Path(options.identity)
@@ -399,7 +399,7 @@ def examine_gpus() -> MachineCheck:
 def of_gpus(
     machine: gpu_state.Machine, environment: Mapping[str, str] = os.environ
 ) -> MachineCheck:
-    """The item for a machine. Pure."""
+    """Return the item for a machine's GPUs. Pure."""
     reason, cure = gpu_state.why_not_here(machine)
     if reason:
         return MachineCheck(GPUS, ok=False, value=reason, cure=cure, needed=False)

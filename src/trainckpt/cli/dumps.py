@@ -127,7 +127,7 @@ def can_be_dumped(live: AttemptRecord) -> bool:
 
 
 def listens_as(live: AttemptRecord) -> int:
-    """The number under which its ranks look for notices: processes that were restored keep it."""
+    """Return the number under which its ranks look for notices; restored processes keep it."""
     number = live.facts.get(LISTENS)
     return number if type(number) is int else live.attempt
 
@@ -146,7 +146,7 @@ def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> DumpAnswer:
 
 
 def _why_nobody(live: AttemptRecord) -> str:
-    """By default a command is launched with dumps where they can be had: why not here."""
+    """Return the reason against dumps here, or ""; by default a command is launched with them."""
     hosts = live.facts.get("hosts")
     if not isinstance(hosts, list) or set(hosts) != {socket.gethostname()}:
         return NOBODY
@@ -163,7 +163,7 @@ def wait_for_dump(
     limit_s: float | None,
     say: Callable[[str], None],
 ) -> AttemptRecord | DumpAnswer:
-    """The attempt's record once it was dumped, or the answer that says why it was not.
+    """Return the attempt's record once it was dumped, or the answer with the reason against it.
 
     What is being dumped gives no sign of life, so whether anybody still dumps it is not known.
 

@@ -144,7 +144,7 @@ def _dump_row(found: Dump) -> tuple[str, ...]:
 
 
 def size(manifest: Manifest) -> str:
-    """Its own bytes, and those of older checkpoints' files that it refers to."""
+    """Return its own bytes, and those of the older files it refers to."""
     older_text = f" + {output.size(manifest.reached_bytes)}" if manifest.reached else ""
     return f"{output.size(manifest.num_bytes)}{older_text}"
 

@@ -65,12 +65,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def module_of(verb: str) -> ModuleType:
-    """The module of a verb, imported now."""
+    """Import and return the module of a verb."""
     return import_module(f"trainckpt.cli.{_MODULES.get(verb, verb)}")
 
 
 def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
-    """The parser of the command line, with the arguments of the verbs in `whole`."""
+    """Return the parser of the command line, with the arguments of the verbs in `whole`."""
     parser = Parser(
         prog="trainckpt",
         description="Checkpoints for PyTorch training that resume at the exact micro-batch.",
@@ -154,7 +154,7 @@ def _is_unwritable() -> bool:
 
 @contextlib.contextmanager
 def _identity(path: str | None) -> Iterator[None]:
-    """As if the environment named it: what the verb launches reads with it too."""
+    """Put the identity into the environment, for the processes that the verb launches."""
     previous = os.environ.get(IDENTITY_VARIABLE)
     if path:
         os.environ[IDENTITY_VARIABLE] = str(Path(path).absolute())

@@ -30,7 +30,7 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def count(text: str) -> int:
-    """A number from 1 on, as an option's value."""
+    """Parse an option's value as a number from 1 on."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
@@ -69,7 +69,7 @@ def _width(console: Console, drawn: Table) -> int:
 
 
 def progress() -> Progress:
-    """A bar on stderr, gone when it is over."""
+    """Show a bar on stderr, and remove it at the end."""
     return Progress(console=_Aside(stderr=True), transient=True)
 
 
@@ -96,7 +96,7 @@ def size(num_bytes: int) -> str:
 
 
 def when(created: float) -> str:
-    """A time, as the people here write it."""
+    """Format a time in the local style."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
 
 

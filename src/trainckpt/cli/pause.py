@@ -115,7 +115,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def find_live(tier: Place) -> AttemptRecord:
-    """The newest attempt that has not ended and whose heartbeat is young.
+    """Return the newest attempt without an end and with a recent heartbeat.
 
     Raises:
         NothingToResume: there is none; says what was found.
@@ -156,7 +156,7 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
 
 
 def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
-    """A sentence, the exit code, and what to type next."""
+    """Return a sentence, the exit code, and the next command."""
     ending, snapshot = outcome.get("outcome"), outcome.get("snapshot")
     lost, no_dump_reason = outcome.get("lost_micro_batches") or 0, outcome.get("no_dump")
     subject, resume_command = f"attempt {attempt}", f"trainckpt resume {tier.url}"
@@ -245,7 +245,7 @@ def _tell(
 
 
 def _write(tier: LocalTier, attempt: int, target: Path, data: bytes) -> None:
-    """As a file that the ranks' user can read."""
+    """Write the notice as a file readable by the ranks' user."""
     folder = target.parent
     temporary = folder / f".tmp-{target.stem}"
     try:
@@ -276,7 +276,7 @@ def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
 
 
 def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:
-    """The record with its outcome, once the attempt has left.
+    """Wait for the attempt's end, and return its record.
 
     Raises:
         NoAgreement: the time is over.
@@ -307,7 +307,7 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
 
 
 def _crash_marker(tier: Place, live: AttemptRecord) -> AttemptRecord:
-    """The outcome of an attempt whose heartbeat is gone; it was written just before, or never."""
+    """Return the outcome of an attempt without heartbeat: written just before, or never."""
     deadline = time.monotonic() + SILENT_FOR_S
     while (record := _read(tier, live)).outcome is None:
         if time.monotonic() >= deadline:
@@ -332,7 +332,7 @@ def _wait_until_gone(tier: Place, attempt: int) -> None:
 
 
 def _read(tier: Place, live: AttemptRecord) -> AttemptRecord:
-    """The attempt's record as it is now; as it was, if it is being replaced right now."""
+    """Return the attempt's current record; the previous one while it is being replaced."""
     key = attempt_history.record_key(live.attempt)
     try:
         return AttemptRecord.load(tier.read(key, max_bytes=MAX_BYTES), key)

@@ -218,7 +218,7 @@ def _give_back_memory(tier: Place, everywhere: RunTiers) -> list[str]:
 
 
 def _dump_in(held: shared_memory.SharedMemoryDir, tier: Place, everywhere: RunTiers) -> str:
-    """The dump that may be brought back and has files of this memory open, or ""."""
+    """Return the restorable dump with files of this memory open, or ""."""
     for name in restore.names_in(tier):
         if old_dumps.why_superseded(name, everywhere.records):
             continue

@@ -176,7 +176,7 @@ def _looked(arguments: argparse.Namespace) -> _Again:
 
 
 def _resumed(again: _Again, arguments: argparse.Namespace, inbox: Inbox) -> RunResult:
-    """From a dump, if there is one; else from a snapshot."""
+    """Resume from a dump, if there is one; else from a snapshot."""
     dumped = None
     if again.run is not None:
         launched, restarts = (again.command, again.cwd, again.nproc), again.restarts
@@ -207,7 +207,7 @@ def _launched(
     inbox: Inbox,
     dumped: RunResult | None,
 ) -> RunResult:
-    """From a snapshot; `dumped`: how processes ended that were brought back before."""
+    """Launch from a snapshot; `dumped`: the end of the processes restored before."""
     command, environment, restarts, restarts_done = (
         again.command,
         again.environment,
@@ -252,7 +252,7 @@ def _max_restarts(arguments: argparse.Namespace) -> int:
 def _recorded(
     tier: Place, run: str, given: Sequence[str]
 ) -> tuple[Mapping[str, Any], Sequence[str]]:
-    """The facts of the newest attempt that left its command, and the tiers they come from.
+    """Return the facts of the newest attempt with a recorded command, and their tiers.
 
     None of those if the run's own place holds them: then the run goes on there. Else its place is
     wherever the script says, and gets what the tiers hold.
@@ -276,7 +276,7 @@ def _recorded(
 
 
 def _here(command: list[str]) -> list[str]:
-    """A command that was recorded on another machine, perhaps: Python may lie elsewhere here."""
+    """Adapt a recorded command to this machine: its Python may be elsewhere."""
     program = Path(command[0])
     if program.is_absolute() and not program.exists() and program.name.startswith("python"):
         say(f"{program} is not there: {sys.executable} is taken")
@@ -285,7 +285,7 @@ def _here(command: list[str]) -> list[str]:
 
 
 def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:
-    """The working directory; of a run that comes from another machine, perhaps this one."""
+    """Return the recorded working directory; this one if it does not exist here."""
     cwd = facts.get("cwd")
     if isinstance(cwd, str) and Path(cwd).is_dir():
         return cwd

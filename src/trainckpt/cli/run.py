@@ -126,7 +126,7 @@ def processes(nproc: int, options: list[str]) -> int:
 
 
 def say(line: str) -> None:
-    """A line for people, while it runs."""
+    """Print a line for people, while it runs."""
     tell(f"trainckpt: {line}")
 
 

@@ -49,11 +49,11 @@ class Shown:
     trouble: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
-        """As the command line's JSON has it."""
+        """Return it for the JSON output."""
         return asdict(self)
 
     def row(self) -> tuple[str, ...]:
-        """As its table has it."""
+        """Return its row of the table."""
         state_text = "answers" if self.answers else f"does not answer: {self.why_not}"
         if self.breaker not in (None, CLOSED):
             state_text += f"; left alone ({self.breaker})"
@@ -70,7 +70,7 @@ def in_words(trouble: Mapping[str, Any] | None) -> str:
 
 
 def shown(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[Shown]:
-    """Every tier, the run's place first."""
+    """Return every tier's status, the run's place first."""
     urls = _urls(everywhere.records)
     rows = [
         Shown(

@@ -66,7 +66,7 @@ def _named(everywhere: RunTiers, candidates: Sequence[Candidate], wanted: str | 
 
 
 def _lost(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[VerifiedCopy]:
-    """The newest commit that an attempt has recorded, if no tier has it, or a newer one, any more.
+    """Return the newest recorded commit, if no tier has it or a newer one any more.
 
     Where a tier does not answer it may be there.
     """
@@ -106,7 +106,7 @@ def _check_dump(place: Tier, run: str, name: DumpName) -> list[VerifiedCopy]:
 
 
 def _check(everywhere: RunTiers, names: Collection[str]) -> list[VerifiedCopy]:
-    """Every copy of these snapshots, in one tier after the other, and in this host's memory."""
+    """Check every copy of these snapshots, tier by tier, and in this host's memory."""
     listed = [
         (tier, candidate)
         for tier in everywhere.tiers

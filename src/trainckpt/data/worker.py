@@ -93,7 +93,7 @@ def signals_blocked(start_method: str | None = None) -> Iterator[None]:
 
 
 def shield_worker() -> None:
-    """In a worker, before any user code: ignore the job's signals, and exit if orphaned."""
+    """Ignore the job's signals in a worker, and exit if orphaned. Before any user code."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)  # a forked worker would write into the parent's pipe

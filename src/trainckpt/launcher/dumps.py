@@ -82,7 +82,7 @@ class Dumpable:
     keep_io_uring: bool = False
 
     def command(self, command: Sequence[str], cwd: str | None, path: str | None) -> list[str]:
-        """The command under the filter; as it is where it cannot be started, for the error's sake.
+        """Return the command under the filter; unchanged if it cannot start, for its own error.
 
         Args:
             command: What to execute.
@@ -106,7 +106,7 @@ class Dumpable:
 def outputs(
     dumpable: Dumpable | None, folder: Path, output: Any, *, apart: bool = False
 ) -> Iterator[OutputRelay | None]:
-    """The files to which a command prints while the block runs; None: to where it always did."""
+    """Yield the files for the command's output during the block; None: its usual outputs."""
     if dumpable is None or output not in (None, sys.stderr):
         yield None
         return
@@ -122,7 +122,7 @@ def outputs(
 
 
 def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[str, ...]:
-    """To whom the ranks of a launch encrypt; of those that do not say, what the options say.
+    """Return the recipients of a launch's ranks; of silent ranks, those of the options.
 
     And to whom the dump is encrypted that they were brought back from: secrets that it kept do not
     get into the clear because whoever brought it back had other options.
@@ -152,7 +152,7 @@ def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[st
 
 
 def _before(tier: LocalTier, record: AttemptRecord) -> list[str]:
-    """To whom the dump is encrypted that this attempt goes on from, if it does."""
+    """Return the recipients of the dump from which this attempt was restored, if any."""
     name = DumpName.parse(record.parent or "")
     if name is None:
         return []
@@ -165,7 +165,7 @@ def _before(tier: LocalTier, record: AttemptRecord) -> list[str]:
 
 
 def why_exposed(tier: LocalTier) -> str:
-    """Why images must not be written to the run's place, or "".
+    """Return the reason against images in the run's place, or "".
 
     CRIU writes them in the clear, and what was on a network once cannot be called back.
     """
@@ -221,7 +221,7 @@ class DumpAnswer:
 
 
 def find(tier: Tier, attempt: int, seen: set[str]) -> DumpCall | None:
-    """The first request to this attempt's supervisor that is not in `seen`, and is added to it."""
+    """Return the first request to this attempt's supervisor outside `seen`; add it there."""
     with contextlib.suppress(TrainckptError):
         for name in tier.list(names.NOTICES):
             if name.startswith(f"{attempt}-") and name.endswith(ASK) and name not in seen:
@@ -257,7 +257,7 @@ def answer_key(key: str) -> str:
 
 
 def read_answer(tier: Tier, key: str) -> DumpAnswer | None:
-    """The answer to the request at `key`, if it is there."""
+    """Return the answer to the request at `key`, or None."""
     with contextlib.suppress(TrainckptError, ValueError, RecursionError, TypeError):
         body = json.loads(tier.read(answer_key(key), max_bytes=MAX_BYTES))
         return DumpAnswer(*(str(body[part]) for part in ("choice", "why", "error")))
@@ -397,7 +397,7 @@ class Dumping:
         return self._answer(wish, ranks, lambda _: None)
 
     def _find(self, ranks: Sequence[RankStatus]) -> None:
-        """The attempt, once it is known."""
+        """Find the attempt, once it is known."""
         named, claimed = self._launch.named, [told for told in ranks if told.attempt is not None]
         if named is not None and named.record is not None:
             self._tier, self._attempt = named.tier, named.record.attempt
@@ -408,7 +408,7 @@ class Dumping:
     def _answer(
         self, wish: DumpReason, ranks: Sequence[RankStatus], answer: Callable[[DumpAnswer], object]
     ) -> bool:
-        """As `look`; whatever fails, the ranks are looked after, and the stop is theirs."""
+        """Answer a request; after any failure the ranks stop by themselves."""
         try:
             return self._choose(wish, ranks, answer)
         except (TrainckptError, OSError, ValueError) as error:
@@ -444,7 +444,7 @@ class Dumping:
         return True
 
     def _try(self, reason: str, record: AttemptRecord, resting: Sequence[RankQuiesced] = ()) -> str:
-        """Why the tree is not dumped, or ""."""
+        """Try a dump; return the reason against it, or ""."""
         try:
             self._dump(reason, record, resting)
         except TrainckptError as error:
@@ -455,7 +455,7 @@ class Dumping:
         return ""
 
     def _dump_at_rest(self, waiting: _Waiting, left_s: float) -> bool:
-        """The snapshot of this boundary is committed. True: so is a dump, and the tree is gone."""
+        """Dump the tree at a committed boundary; return True if the tree is dumped and gone."""
         resting = handshake.resting(self._launch.folder, waiting.order)
         left_s, start = min(left_s, waiting.left_s()), time.monotonic()
         if len(resting) != waiting.record.facts.get("world"):
@@ -478,7 +478,7 @@ class Dumping:
     def _why_not_at_rest(
         self, waiting: _Waiting, resting: Sequence[RankQuiesced], left_s: float
     ) -> str:
-        """Why the tree, all of whose ranks rest, is not dumped, or "". They wait for the answer."""
+        """Return the reason against dumping a resting tree, or "". Its ranks wait for it."""
         try:
             pids = process_tree.processes(self._launch.process.pid)
             with CudaDriver() as driver:
@@ -493,7 +493,7 @@ class Dumping:
     def _why_no_longer(
         self, waiting: _Waiting, resting: Sequence[RankQuiesced], left_s: float
     ) -> str:
-        """Why ranks that rest do not wait for the others any longer, or ""."""
+        """Return the reason for resting ranks to stop waiting for the others, or ""."""
         now_s = time.monotonic()
         if resting and self._first_rests_s is None:
             self._first_rests_s = now_s
@@ -529,7 +529,7 @@ class Dumping:
         )
 
     def _measured(self, facts: DumpFacts, driver: CudaDriver) -> DumpFacts:
-        """The same, with what has to be looked for: GPUs, and how long a dump takes."""
+        """Return the facts with the measured ones: GPUs, and the duration of a dump."""
         start, left_s = time.monotonic(), facts.seconds_left
         pids = process_tree.processes(self._launch.process.pid)
         why_no_dump = facts.why_no_dump or self._why_not_gpus(pids, left_s, driver, will_rest=True)
@@ -606,7 +606,7 @@ class Dumping:
 
 @contextlib.contextmanager
 def _beating(tier: LocalTier, attempt: int) -> Iterator[None]:
-    """The attempt is alive, though its own processes stand still."""
+    """Keep the attempt's heartbeat alive while its own processes stand still."""
     heartbeat = Heartbeat(tier, attempt)
     heartbeat.start()
     try:

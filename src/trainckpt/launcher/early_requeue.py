@@ -54,7 +54,7 @@ class FirstLaunch:
 
 
 def unless_signalled(look: Callable[[], Result], inbox: Inbox) -> Result | None:
-    """The result of `look`, or its error; None as soon as a signal comes. Main thread.
+    """Return the result of `look`, or its error; None once a signal comes. Main thread.
 
     A place that does not answer holds it up for a minute. It is left behind then: the process ends.
     """

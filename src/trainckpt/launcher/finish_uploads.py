@@ -93,7 +93,7 @@ def _flush(tier: Place, number: int) -> bool:
 
 
 def _bring(tier: Place, number: int) -> str | None:
-    """From this host's memory to the run's place; the snapshot's name."""
+    """Copy from this host's memory to the run's place; return the snapshot's name."""
     from trainckpt.ranks.store import LocalStore
     from trainckpt.ranks.world import World
     from trainckpt.resume.scavenge import scavenge
@@ -155,7 +155,7 @@ def _progress(
 
 
 def _note(tier: Tier, number: int, snapshot: str, done: Sequence[str]) -> None:
-    """The record says where the attempt's newest snapshot is now."""
+    """Record the tiers of the attempt's newest snapshot."""
     record = attempt_history.read_attempts(tier)[number]
     commits = record.facts.get(COMMITS)
     known_commits = dict(commits) if isinstance(commits, dict) else {}

@@ -147,7 +147,7 @@ class LaunchMonitor:
         return replace(told, pid=self._number(told.pid, told.namespace))
 
     def _number(self, number: int, namespace: str) -> int:
-        """The number, as of here, of a process that has another one where it is."""
+        """Return this host's number of a process in another pid namespace."""
         if namespace in ("", self._namespace):
             return number
         known_pid = self._elsewhere.get((number, namespace))
@@ -228,7 +228,7 @@ class LaunchMonitor:
                 self._inbox.stop_s = self._inbox.came_s
 
     def _stop_clock(self) -> None:
-        """The script has a Checkpointer again: it goes on, whatever it made of the signal."""
+        """Stop the clock: the script has a Checkpointer again, and goes on."""
         self._signal, self._signalled_at, self._passed_on = "", math.inf, False
         self._inbox.stop_s = None
 
@@ -241,7 +241,7 @@ class LaunchMonitor:
             send(new, order.number)
 
     def _write_notices(self, ranks: list[RankProcess]) -> None:
-        """To those that a signal would only kill, once they look for notices."""
+        """Write notices to ranks without signal handlers, once they look for notices."""
         deaf = [r.told for r in ranks if r.listens and r.told.deaf and r.told.attempt is not None]
         new = {(status.run, status.attempt or 0) for status in deaf} - self._notified
         if not self._signal or self._passed_on or self._cause or not new:

@@ -159,7 +159,7 @@ def judge(course: LaunchHistory) -> Outcome:
 
 
 def _stop(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
-    """The stop, if it was one, and not the consequence of a failure."""
+    """Return the stop, unless it was the consequence of a failure."""
     stops = [
         (status, stopped_at)
         for status, stopped_at in course.told
@@ -176,7 +176,7 @@ def _stop(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None
 
 
 def _passed_on(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
-    """The end of a script that died of a signal between two runs, or after its last one.
+    """Return the end of a script killed by a signal between two runs, or after its last one.
 
     Started again it goes on there: what is finished is not trained again.
     """
@@ -195,7 +195,7 @@ def _passed_on(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome |
 
 
 def _stop_within(course: LaunchHistory) -> Outcome | None:
-    """The end of the last supervisor within, if whoever asked for it has to know of that.
+    """Return the end of the last supervisor within, if its caller has to know of it.
 
     A script may answer for a stop that nobody has told us of.
     """
@@ -209,7 +209,7 @@ def _stop_within(course: LaunchHistory) -> Outcome | None:
 
 
 def _failures(course: LaunchHistory) -> list[_Failure]:
-    """All failures of this launch, first ones first."""
+    """Return all failures of this launch, in order."""
     by_pid = {status.pid: (status, told_at) for status, told_at in course.told}
     failures = [
         _Failure(told_at, status.exit_code, status.how, f"rank {status.rank}", has_said_so=True)

@@ -55,7 +55,7 @@ class OutputRelay:
         self._stopping = threading.Event()
 
     def close(self) -> None:
-        """The command has them now."""
+        """Close this process's ends; the command has them now."""
         for descriptor in {self.out, self.err}:
             os.close(descriptor)
 

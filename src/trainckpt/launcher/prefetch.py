@@ -104,7 +104,7 @@ def bring(tier: Place, memory: SharedMemoryDir, wanted: str | None = None) -> li
 
 
 def _num_hosts(before: Mapping[int, AttemptRecord]) -> int:
-    """On which the newest attempt ran, as the next one will."""
+    """Return the number of hosts of the newest attempt; the next one has as many."""
     newest = before[max(before)].facts if before else {}
     return len(set(newest.get("hosts", ()))) or 1
 

@@ -165,7 +165,7 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def _status(pid: int) -> list[str]:
-    """Its lines; none of a process that is gone."""
+    """Return the lines of a process's status; none if it is gone."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -183,7 +183,7 @@ class Process(Protocol):
     returncode: Any  # as Popen has it: None while it runs
 
     def poll(self) -> int | None:
-        """Its code if it has ended, as `subprocess` has it."""
+        """Return its exit code, as `subprocess` gives it, or None while it runs."""
 
     def wait(self) -> int:
         """Wait for its end."""
@@ -203,7 +203,7 @@ class ReparentedProcess:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Its code if it has ended."""
+        """Return its exit code, or None while it runs."""
         with self._lock:
             if self.returncode is None:
                 try:

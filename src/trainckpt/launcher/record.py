@@ -58,7 +58,7 @@ ENCRYPT_TO_VARIABLE = "TRAINCKPT_ENCRYPT_TO"
 
 
 def recorded_options(facts: Mapping[str, Any]) -> Options:
-    """The options, given an attempt's facts; without any they are this process's own.
+    """Return the options recorded in an attempt's facts; without facts, this process's own.
 
     Raises:
         ConfigurationError: one is unreadable.
@@ -74,7 +74,7 @@ def recorded_options(facts: Mapping[str, Any]) -> Options:
 
 
 def start_again_code(environment: Mapping[str, str], cwd: str | Path | None) -> int:
-    """The exit code that says "saved, start me again", for a command launched there with that.
+    """Return the exit code for "saved, start me again" of a command with this environment.
 
     Where an option is unreadable, the default: the ranks refuse it by name.
     """
@@ -141,7 +141,7 @@ def recorded_word(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]
 
 
 def _attempt_of(ranks: Sequence[RankStatus]) -> RankStatus | None:
-    """The lowest rank that belongs to an attempt."""
+    """Return the lowest rank that belongs to an attempt."""
     claimed = (told for told in ranks if told.attempt is not None)
     return min(claimed, key=lambda told: told.rank, default=None)
 
@@ -149,7 +149,7 @@ def _attempt_of(ranks: Sequence[RankStatus]) -> RankStatus | None:
 def settle(
     ranks: Sequence[RankStatus], verdict: Outcome, *, asked: bool = False
 ) -> AttemptRecord | None:
-    """The record of the attempt these ranks belong to, its outcome written if nobody did.
+    """Return the record of these ranks' attempt; write its outcome if it has none.
 
     None where they claimed no attempt, or its record cannot be read.
 
@@ -204,7 +204,7 @@ def _is_consequence(outcome: Mapping[str, Any], verdict: Outcome) -> bool:
 
 
 def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
-    """The newest snapshot of this attempt; its record may not have got round to saying so."""
+    """Return the newest snapshot of this attempt, though its record may not name it yet."""
     run = attempt_history.run_id(tier)
     candidates = catalog.read_catalog(tier, run, attempt_history.read_attempts(tier)) if run else ()
     own_names = [c.name for c in candidates if c.usable and c.name.attempt == record.attempt]
@@ -212,7 +212,7 @@ def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
 
 
 def _unsaid(record: AttemptRecord, verdict: Outcome, commit: str | None) -> dict[str, Any]:
-    """The outcome of an attempt that did not say how it ended."""
+    """Return the outcome of an attempt without a recorded end."""
     parent = record.parent if record.parent != UNDECIDED else None
     snapshot = commit or parent
     started = record.facts.get("started")
@@ -321,7 +321,7 @@ class NamedRun:
     def end(
         self, ranks: Sequence[RankStatus], verdict: Outcome, *, ours: bool = False
     ) -> AttemptRecord | None:
-        """The command has ended: write how, unless a rank claimed an attempt.
+        """Record the command's end, unless a rank claimed an attempt.
 
         Where nothing was begun, nothing is founded: the next start of a run whose place was
         mistyped, or not mounted, would take it for one that has saved nothing yet.

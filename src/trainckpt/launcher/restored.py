@@ -147,7 +147,7 @@ def _alone(dumped: RestoredDump) -> Iterator[int]:
 
 
 def _must_be_newest(dumped: RestoredDump) -> int:
-    """The number of the attempt that comes next; refused where one has begun since the dump."""
+    """Return the next attempt's number; refuse if one has begun since the dump."""
     newest, name = max(attempt_history.read_attempts(dumped.tier), default=0), dumped.record.name
     if newest > name.attempt:
         raise AlreadyResumed(f"{name} is not restored: attempt {newest} began meanwhile")
@@ -156,7 +156,7 @@ def _must_be_newest(dumped: RestoredDump) -> int:
 
 @contextlib.contextmanager
 def _outputs(dumped: RestoredDump, folder: Path) -> Iterator[OutputRelay | None]:
-    """The supervisor's folder again, and in it the files that the processes print to."""
+    """Make the supervisor's folder again, with the files of the processes' output."""
     with contextlib.ExitStack() as stack:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def _outputs(dumped: RestoredDump, folder: Path) -> Iterator[OutputRelay | None]
 
 
 def _claim(dumped: RestoredDump) -> int:
-    """The attempt that it becomes; refused where another one has begun since the dump."""
+    """Claim the attempt it becomes; refuse if another one has begun since the dump."""
     record, named_run = dumped.record, dumped.named
     claimed = named_run.claim_from(str(record.name), dumped.facts)
     if claimed is None:
@@ -194,7 +194,7 @@ def _claim(dumped: RestoredDump) -> int:
 
 
 def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
-    """The processes run again, as which attempt, and need their images no more."""
+    """Restore the processes, and return their attempt; their images are not needed any more."""
     name, named_run = dumped.record.name, dumped.named
     claimed = list[int]()
 

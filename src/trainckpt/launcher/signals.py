@@ -76,7 +76,7 @@ class Inbox:
         self._queue.put((number, time.monotonic()))
 
     def next(self, timeout_s: float) -> int | None:
-        """The next number, or None if none comes in time."""
+        """Return the next signal's number, or None if none comes in time."""
         self.came_s = None
         with contextlib.suppress(queue.Empty):
             number, came_s = self._queue.get(timeout=max(timeout_s, 0.0))
@@ -98,7 +98,7 @@ _early: list[Inbox] = []  # at most one
 
 
 def listen() -> None:
-    """From now on signals wait for whoever enters `heard`."""
+    """Keep signals from now on until `heard` is entered."""
     inbox = Inbox()
     inbox.is_attended = False
     _early[:] = [inbox.__enter__()]
@@ -106,7 +106,7 @@ def listen() -> None:
 
 @contextlib.contextmanager
 def heard() -> Iterator[Inbox]:
-    """An entered inbox, with what has come since `listen`, if that was called."""
+    """Yield an inbox, with the signals since `listen`, if that was called."""
     inbox = _early.pop() if _early else Inbox().__enter__()
     inbox.is_attended = True
     try:
@@ -236,7 +236,7 @@ def deadline_after_s(ranks: Sequence[RankProcess]) -> float | None:
 
 
 def deadline_within_s(graces_s: Sequence[float]) -> float | None:
-    """The same, for a supervisor within: half of the margin is its own, to end its ranks."""
+    """Return the same for a supervisor within; it needs half of the margin to end its ranks."""
     shortest = min(graces_s, default=None)
     return None if shortest is None else (shortest + less_margin_s(shortest)) / 2
 

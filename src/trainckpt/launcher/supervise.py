@@ -211,7 +211,7 @@ class _Newest:
     def flush(
         self, inbox: Inbox, variables: Mapping[str, str], say: Callable[[str], None] | None
     ) -> None:
-        """No other attempt is started here."""
+        """Copy the uploads left; no other attempt is started here."""
         self.record = flush_left(
             self.record, self.ranks, inbox=inbox, variables=variables, say=say, run=self.url
         )
@@ -254,7 +254,7 @@ def _launches(
 
 
 def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
-    """The next start, after one that claimed an attempt."""
+    """Return the next start, after one that claimed an attempt."""
     variables = {**start.variables, RESTART_VARIABLE: str(restart)}
     if found is not None and found.parent != UNDECIDED:
         variables.pop(AT_VARIABLE, None)  # `--at` is where that attempt began; this one goes on

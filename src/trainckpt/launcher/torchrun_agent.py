@@ -80,7 +80,7 @@ def write_failures(folder: Path, failures: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_ends(folder: Path) -> list[RankExit]:
-    """Every end that was seen, first ones first; what only torchrun found comes last."""
+    """Return every recorded end in order; those found by torchrun alone come last."""
     ends: dict[int, RankExit] = {}
     for body in _lines(folder / ENDS):
         if (end := parse_status(body, RankExit)) is not None:
@@ -211,13 +211,13 @@ class ExitRecorder:
         return Popen
 
     def note_what_was_waited_for(self) -> None:
-        """A signal may have come between a wait and its note."""
+        """Note ends seen by a wait that a signal interrupted before its note."""
         for rank in self.ranks:
             if rank.returncode is not None:
                 self.note(rank.pid, rank.returncode)
 
     def note(self, pid: int, code: int) -> None:
-        """A rank has ended; said once, however many have seen it."""
+        """Note that a rank has ended, once."""
         with self._lock:
             if pid not in self._noted:
                 write_end(self._folder, RankExit(pid, code, time.time()))

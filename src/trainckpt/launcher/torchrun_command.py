@@ -161,7 +161,7 @@ def is_silent(command: Sequence[str], cwd: str | None = None) -> bool:
 
 
 def likely_run(command: Sequence[str], cwd: str | None = None) -> str | None:
-    """The run that a command names among its arguments, if it is there already."""
+    """Return the existing run named among a command's arguments, if any."""
     for word in command:
         for text in (word, word.partition("=")[2]):
             if text and len(text) < MAX_PATH and "\0" not in text:
@@ -173,7 +173,7 @@ def likely_run(command: Sequence[str], cwd: str | None = None) -> str | None:
 
 
 def _is_file(path: Path) -> bool:
-    """An argument may be longer than any name of a file."""
+    """Return True if an argument is a file; it may be longer than any file name."""
     with contextlib.suppress(OSError):
         return path.is_file()
     return False

@@ -231,7 +231,7 @@ def first_difference(
     attempts: Sequence[Mapping[int, Record]],
     leave_out: frozenset[str] = frozenset(),
 ) -> Difference | None:
-    """The earliest place where any attempt differs from the straight run, or None.
+    """Return the earliest difference of any attempt from the straight run, or None.
 
     Args:
         straight, attempts: The records.
@@ -278,13 +278,13 @@ def _differences(
 
 
 def _other_pass(key: Key, straight: Record) -> dict[str, Any] | None:
-    """The boundary after equally many micro-batches, where only the loader's pass differs."""
+    """Return the boundary after equally many micro-batches, where only the pass differs."""
     at, in_pass, evaluation, kind = key
     return straight.get((at, not in_pass, evaluation, kind))
 
 
 def _short_pass(key: Key, straight: Record, record: Record) -> str:
-    """If a pass over the data was over here that went on in the straight run: what it lost."""
+    """Return the loss of a pass over here that went on in the straight run, if any."""
     at, in_pass, evaluation, kind = key
     if in_pass or evaluation or kind != "state" or key in straight:
         return ""
@@ -324,7 +324,7 @@ def _differing(
 
 
 def _how(mine: str | None, theirs: str | None) -> str:
-    """In what it differs, where that can be said: a missing part, another type, a short value."""
+    """Describe the difference, if possible: a missing part, another type, a short value."""
     if mine is None or theirs is None:
         return " (missing)" if mine is None else " (new)"
     tensors = _TENSOR.fullmatch(mine), _TENSOR.fullmatch(theirs)

@@ -222,7 +222,7 @@ class Proof:
         return f"not exact: {self.difference}{early if self.lost else ''}{kept}"
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return it as one JSON object."""
         return {**asdict(self), "verdict": self.verdict()}
 
 
@@ -318,7 +318,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
 
 
 def _remove(folder: Path) -> None:
-    """All but the notes of what has to be put back, which are read after this."""
+    """Remove all but the notes of the files to put back, which are read later."""
     for path in folder.iterdir():
         if path.name != proof_files.FOLDER:
             shutil.rmtree(path, ignore_errors=True)
@@ -372,7 +372,7 @@ def plan_stops(cursors: Sequence[dict[str, Any]], stops: int, ranks: int) -> lis
 
 
 def _ends_of_passes(cursors: Sequence[dict[str, Any]]) -> list[int]:
-    """The numbers of micro-batches after which a pass over the data was over, and another began."""
+    """Return the counts of micro-batches at which one pass ended and another began."""
     first = {c["micro_batches"]: c["batches"] for c in reversed(cursors)}
     return [at for at, after in pairwise(sorted(first)) if first[after] <= first[at]]
 

@@ -54,7 +54,7 @@ class RankStore(Protocol):
         """Set many keys, in one message if the store supports it."""
 
     def peek(self, key: str) -> Any:
-        """The value, or None if the key is not there. Does not block."""
+        """Return the value, or None if the key is not there. Does not block."""
 
     def peek_all(self, keys: Sequence[str]) -> list[Any]:
         """`peek` for each key; one message if all are there."""

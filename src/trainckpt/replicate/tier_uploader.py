@@ -506,7 +506,7 @@ class TierUploader:
         return verdict
 
     def _look(self, name: SnapshotName) -> tuple[Manifest, bytes, list[str]]:
-        """The manifest, its bytes, and which of the older files it reaches the tier has."""
+        """Return the manifest, its bytes, and the reached older files that the tier has."""
         key = f"{name.folder}/{MANIFEST}"
         data = self._work.run_tier.read(key, max_bytes=manifests.MAX_BYTES)
         manifest = manifests.load(data, key)
@@ -519,7 +519,7 @@ class TierUploader:
         return manifest, data, upload.all_reached(manifest, there)
 
     def _be_there(self) -> None:
-        """The tier holds this run, and its records."""
+        """Create this run and its records in the tier, unless they are there."""
         place = self._work.run_tier
         upload.found_there(place, self.tier, self._work.run, again=self._is_there)
         self._is_there = True

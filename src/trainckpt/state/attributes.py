@@ -259,7 +259,7 @@ class Watched:
             self._begun |= owner.values()
 
     def training_begins(self) -> None:
-        """The first boundary: what callbacks set as a training begins, they set again."""
+        """Note the first boundary: callbacks set again the values they set as a training begins."""
         self._first = self._values_of_callbacks()
 
     def changed(self) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def _is_framework(kind: type) -> bool:
 
 
 def _number(value: Any, *, of_module: bool) -> Any:
-    """The value; of a tensor with one number that a callback has, that number; of a time, "".
+    """Return the value; of a callback's tensor with one number, that number; of a time, "".
 
     A module may keep such a tensor of its last micro-batch, which is set anew in the next.
     """

@@ -54,7 +54,7 @@ class SupervisorLost:
         return None
 
     def poll(self) -> list[Notice]:
-        """A stop, from when it is gone."""
+        """Return a stop, once the supervisor is gone."""
         return [Notice(REASON)] if supervisor_died(self._folder) else []
 
     def stop(self) -> None:

@@ -424,7 +424,7 @@ class LocalTier:
 
     @contextlib.contextmanager
     def _temporary(self, path: Path, prefix: str = TEMPORARY) -> Iterator[Path]:
-        """A name beside `path` for a file of this writer alone; gone when the context ends."""
+        """Yield a name beside `path` for a file of this writer alone; remove it at the end."""
         temporary = path.with_name(f"{prefix}{secrets.token_hex(8)}")
         try:
             yield temporary

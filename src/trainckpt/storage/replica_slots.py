@@ -34,7 +34,7 @@ class DoubleBuffer:
     """Two arenas for one kind of file; the one without the newest snapshot may be filled."""
 
     def __init__(self, place: SharedMemoryDir, name: str, *, anew: bool = False) -> None:
-        """With `anew`, replace arenas left unfinished by an earlier attempt.
+        """Open the slots; with `anew`, replace arenas left unfinished by an earlier attempt.
 
         A process of that attempt may still be writing to them.
         """
