@@ -10,7 +10,7 @@ import pytest
 
 from tests.golden.make import digests_of, reading, save
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.format import layout, versions
+from trainckpt.format import layout, names
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import read_catalog
@@ -27,7 +27,7 @@ VERSIONS = sorted(HERE.glob("v*"))
 
 
 def test_there_is_one_of_every_version_that_is_read():
-    assert {int(folder.name[1:]) for folder in VERSIONS} == versions.READABLE
+    assert {int(folder.name[1:]) for folder in VERSIONS} == names.READABLE
 
 
 @pytest.mark.parametrize("run", ["one", "two"])
