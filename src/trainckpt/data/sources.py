@@ -445,6 +445,8 @@ class LoaderSource:
                 continue
             digests = self.progress.digests.copy()
             expected = self._look_ahead(partial(self._load_again, restart, saved))
+            if expected is None:  # this way of restarting works once only
+                continue
             if self._look_ahead(partial(self._load_state, stream, saved)) == expected:
                 iterator = self._load_state(stream, saved)
                 self._trials = [] if trial is None else [Trial.loaded(trial)]
