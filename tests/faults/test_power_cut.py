@@ -43,8 +43,7 @@ from trainckpt.storage.local import LocalTier
 def several_writers(monkeypatch):
     """A shard file of a few kilobytes is written in pieces, as a large one is."""
     monkeypatch.setattr(file_io, "FROM_BYTES", 4096)
-    monkeypatch.setattr(file_io, "FROM_BYTES", 4096)
-    monkeypatch.setattr(file_io, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(file_io, "WRITE_PIECE_BYTES", 4096)
 
 
 @dataclass

@@ -37,10 +37,10 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A file of some hundred kilobytes is read as one of some gigabytes."""
-    for module in (file_io, file_io, file_io, restore, destination):
+    for module in (file_io, restore, destination):
         monkeypatch.setattr(module, "FROM_BYTES", 4 * PAGE)
-    for module in (file_io, file_io):
-        monkeypatch.setattr(module, "PIECE_BYTES", 4 * PAGE)
+    for name in ("PIECE_BYTES", "WRITE_PIECE_BYTES"):
+        monkeypatch.setattr(file_io, name, 4 * PAGE)
     monkeypatch.setattr(restore, "READ_BYTES", 8 * PAGE)
     monkeypatch.setattr(restore, "SCRATCH_BYTES", 16 * PAGE)
 

@@ -38,7 +38,6 @@ NEAR = (
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
     monkeypatch.setattr(file_io, "PIECE_BYTES", PIECE)
 
 

@@ -38,8 +38,7 @@ BORDERS = (
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_io, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(file_io, "WRITE_PIECE_BYTES", PIECE)
 
 
 class Noting(Disk):
