@@ -1,0 +1,29 @@
+"""Train towards an averaged copy of the model that is not passed."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainckpt
+from tests.acceptance.programs.training_log import log
+
+torch.manual_seed(0)
+model = nn.Linear(6, 6)
+teacher = copy.deepcopy(model).requires_grad_(False)
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+loader = DataLoader(TensorDataset(torch.randn(24, 6)), batch_size=4, shuffle=True)
+
+with trainckpt.Checkpointer("run", model=model, optimizer=optimizer, loader=loader) as ckpt:
+    for _ in ckpt.epochs(3):
+        for (x,) in ckpt.batches():
+            loss = (model(x) - x).square().mean() + (model(x) - teacher(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, value in zip(teacher.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(value, 0.1)
+            log(x, loss)
+    log(model)

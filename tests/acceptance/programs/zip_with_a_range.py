@@ -1,0 +1,24 @@
+"""Limit the batches of an epoch by `zip` with a range."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainckpt
+from tests.acceptance.programs.training_log import log
+
+torch.manual_seed(0)
+model = nn.Linear(6, 6)
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+loader = DataLoader(TensorDataset(torch.randn(40, 6)), batch_size=4, shuffle=True)
+
+with trainckpt.Checkpointer("run", model=model, optimizer=optimizer, loader=loader) as ckpt:
+    for _ in ckpt.epochs(3):
+        for i, (x,) in zip(range(6), ckpt.batches(), strict=False):
+            loss = (model(x) - x).square().mean()
+            (loss / 2).backward()
+            log(x, loss)
+            if (i + 1) % 2 == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+    log(model)
