@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
+from tests.storage import conformance
 from trainckpt.errors import TierUnavailable
-from trainckpt.storage import conformance
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.object_store import open_object_store
 

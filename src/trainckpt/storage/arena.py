@@ -58,29 +58,26 @@ def make_memfd() -> int:
 
 # ---- mappings, for readers; `Arena` writes the files
 #
-# `Mapped` closes its file's descriptor with the mapping. A forked child, such as a loader worker,
-# gets neither mapping nor descriptor. It would keep a nameless file alive until its own end, and
-# could not be dumped. `MappedShard` adds the read lock.
+# A forked child, such as a loader worker, gets neither mapping nor descriptor. It would keep a
+# nameless file alive until its own end, and could not be dumped.
 
 
-class Mapped(mmap.mmap):
-    """A mapping owning a descriptor of its file, as long as any view of it exists."""
+class LockedMapping(mmap.mmap):
+    """A mapping that keeps its file open and locked as long as any view of it exists."""
 
-    _descriptor = -1
+    descriptor = -1
 
-    def __new__(cls, descriptor: int, num_bytes: int, flags: int) -> Mapped:
-        """Map a file; the mapping closes the descriptor. After an error the caller keeps it."""
-        writable = mmap.PROT_READ | mmap.PROT_WRITE  # torch warns about read-only memory
-        mapping = super().__new__(cls, descriptor, num_bytes, flags, writable)
+    def __new__(cls, descriptor: int, num_bytes: int) -> LockedMapping:
+        """Map a locked file; the mapping closes the descriptor. After an error the caller keeps it.
+
+        Torch warns about read-only memory, so a write would go to a private copy of the page.
+        """
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE, protection)
         not_for_children(mapping)
         _mapped.add(mapping)
-        mapping._descriptor = descriptor
+        mapping.descriptor = descriptor
         return mapping
-
-    @property
-    def descriptor(self) -> int:
-        """Return the file's descriptor, while it is mapped."""
-        return self._descriptor
 
     def forked(self) -> None:
         """Release the file in a forked child.
@@ -88,7 +85,7 @@ class Mapped(mmap.mmap):
         Its descriptors, including the mapping's own, become descriptors of /dev/null. Closing them
         later closes no other file.
         """
-        file = os.fstat(self._descriptor)
+        file = os.fstat(self.descriptor)
         if stat.S_ISCHR(file.st_mode):
             return  # replaced already, for another mapping of the same file
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -101,8 +98,8 @@ class Mapped(mmap.mmap):
     def __del__(self) -> None:
         with contextlib.suppress(BufferError):
             self.close()  # releases the GIL; a plain deallocation would not
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 def not_for_children(mapping: mmap.mmap) -> None:
@@ -113,7 +110,7 @@ def not_for_children(mapping: mmap.mmap) -> None:
             _not_there.add(mapping)
 
 
-_mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
+_mapped: weakref.WeakSet[LockedMapping] = weakref.WeakSet()
 _not_there: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # unmapped in a child
 _kept: list[mmap.mmap] = []  # in a child: never deallocated
 
@@ -173,16 +170,6 @@ class MappedShard:
         self.data, self._file = memoryview(b""), None
 
 
-class LockedMapping(Mapped):
-    """A mapping keeping its file locked as long as any view of it exists."""
-
-    def __new__(cls, descriptor: int, num_bytes: int) -> LockedMapping:
-        """Map a file locked by this descriptor; the mapping closes it."""
-        mapping = super().__new__(cls, descriptor, num_bytes, mmap.MAP_PRIVATE)  # never written
-        assert isinstance(mapping, cls)
-        return mapping
-
-
 # ---- the arena
 
 
@@ -228,28 +215,30 @@ class Arena:
 
         Args:
             num_bytes: Length of `memory`.
-            spare: Allow a longer file, so a slightly longer or shorter next content reuses its
-                pages.
+            spare: Allow a longer file, so a next content of about that length reuses its pages.
                 Readers must know the end of the content.
 
         Raises:
             OSError: not enough memory (ENOSPC, ENOMEM); the file is then empty. Or another process
-                has
-                locked it.
+                has locked it.
         """
         self._take()
+        before, length = os.fstat(self._descriptor), num_bytes
+        if spare:
+            needed = -(-num_bytes // GROWS_BY_BYTES) * GROWS_BY_BYTES
+            fits = needed <= before.st_size <= MOST_SPARE * needed
+            length = before.st_size if fits else needed
         try:
-            length = self._with_spare(num_bytes) if spare else num_bytes
-            self._reserve(length, self._resize(length))
+            self._must_have(length - before.st_blocks * 512)
+            if before.st_size > length:
+                self._keep(length)
+            if before.st_size != length:
+                os.ftruncate(self._descriptor, length)
+            self._reserve(length, before)
         except OSError:
             self.empty()
             raise
         self.memory = self.reserved[:num_bytes]
-
-    def _with_spare(self, num_bytes: int) -> int:
-        length = os.fstat(self._descriptor).st_size
-        needed = -(-num_bytes // GROWS_BY_BYTES) * GROWS_BY_BYTES
-        return length if needed <= length <= MOST_SPARE * needed else needed
 
     def begin(self, num_bytes: int) -> None:
         """Empty the file for `num_bytes` to come by `write`; no page is made before.
@@ -280,22 +269,9 @@ class Arena:
         self.retract()
 
     def _lock(self) -> None:
-        """Lock the file again.
-
-        Closing any descriptor of the file drops the process's lock: a reader's in this process, or
-        the mapping's own.
-        """
+        # Again: closing any descriptor of the file drops the process's lock, be it a reader's in
+        # this process or the mapping's own.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _resize(self, length: int) -> os.stat_result:
-        """Set the file's length; return its status from before."""
-        status = os.fstat(self._descriptor)
-        self._must_have(length - status.st_blocks * 512)
-        if status.st_size > length:
-            self._keep(length)
-        if status.st_size != length:
-            os.ftruncate(self._descriptor, length)
-        return status
 
     def _must_have(self, num_bytes: int) -> None:
         # Check first: reserving part by part would fail only after using up all memory.
@@ -320,10 +296,8 @@ class Arena:
                 populate(self.reserved[max(first, mapped_bytes) : end])
 
     def _map(self, length: int) -> None:
-        """Map more addresses than the file has bytes.
-
-        A moved mapping would force a caller with locked pages to lock all of them again.
-        """
+        # More addresses than bytes: a moved mapping would force a caller with locked pages to lock
+        # all of them again.
         self._unmap()
         for num_bytes in (ADDRESSES * length, length):
             self._lock()
@@ -340,11 +314,7 @@ class Arena:
         not_for_children(self._mapping)  # a loader worker needs no page of it
 
     def empty(self) -> None:
-        """Free the reserved memory; a partial content is useless.
-
-        Raises:
-            OSError: another process has locked the file; it stays as it is.
-        """
+        """Free the reserved memory; `OSError` if another process has locked the file."""
         self._unmap()
         self._lock()
         os.ftruncate(self._descriptor, 0)
@@ -379,7 +349,6 @@ class Arena:
         return [f"{SNAPSHOTS}/{path.parent.name}" for path in self._names()]
 
     def _names(self) -> list[Path]:
-        """Return its published names."""
         status = os.fstat(self._descriptor)
         return self._place.names_of(status.st_ino) if status.st_nlink > 1 else []
 
@@ -427,6 +396,4 @@ class Own(Arena):
         """Return the folder of the snapshot in it, if any."""
         return [self._folder] if self._folder is not None else []
 
-    def remove(self) -> None:
-        """Free the memory."""
-        self.close()
+    remove = Arena.close

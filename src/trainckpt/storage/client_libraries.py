@@ -21,11 +21,10 @@ from fsspec.asyn import sync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import ModuleType
 
 
 LIBRARIES = frozenset(
-    {
+    [
         "aiobotocore",
         "aiohttp",
         "botocore",
@@ -37,36 +36,31 @@ LIBRARIES = frozenset(
         "fsspec",
         "requests",
         "urllib3",
-    }
+    ]
 )
 
 
 def give_own_randomness() -> None:
     """Replace `random` in all such libraries loaded so far. May be repeated."""
-    own = _own_random()
-    given: dict[int, Any] = {id(getattr(random, n)): getattr(own, n) for n in _drawing(own)}
-    given[id(random)] = own
+    own = _replacements()
     for name, module in tuple(sys.modules.items()):
         if name.partition(".")[0] in LIBRARIES and module is not None:
-            found = [each for each in vars(module).items() if id(each[1]) in given]
-            for attribute, value in found:
-                setattr(module, attribute, given[id(value)])
+            for attribute, value in tuple(vars(module).items()):
+                if id(value) in own:
+                    setattr(module, attribute, own[id(value)])
 
 
 @cache
-def _own_random() -> ModuleType:
+def _replacements() -> dict[int, Any]:
+    """Return those of the module, and of its functions that share one generator, by identity."""
     spec = importlib.util.find_spec("random")
     assert spec is not None
     assert spec.loader is not None
     own = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(own)  # seeds itself from the system
-    return own
-
-
-def _drawing(own: ModuleType) -> list[str]:
-    """Return the names of the functions drawing from, or changing, a module's shared generator."""
     shared = own.random.__self__
-    return [n for n in own.__all__ if getattr(getattr(own, n), "__self__", None) is shared]
+    drawing = [n for n in own.__all__ if getattr(getattr(own, n), "__self__", None) is shared]
+    return {id(random): own, **{id(getattr(random, n)): getattr(own, n) for n in drawing}}
 
 
 # ---- connections: closed when the interpreter ends, not before

@@ -16,9 +16,8 @@ import mmap
 import os
 import sys
 import threading
-from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.storage.libc import libc
@@ -45,11 +44,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 class Direct:
-    """Usability of O_DIRECT in one location.
-
-    Attributes:
-        works: Not refused so far.
-    """
+    """Usability of O_DIRECT in one location; `works`: not refused so far."""
 
     def __init__(self, place: str) -> None:
         self.works = True
@@ -74,25 +69,12 @@ class Direct:
                     )
 
 
-class Body(NamedTuple):
-    """Whole pages inside a block, fit for O_DIRECT: bytes `begin` to `end` of it."""
-
-    begin: int
-    end: int
-
-
-def body(first_byte: int, block: memoryview) -> Body | None:
-    """Return the whole pages of a large block; None if it is small, read-only or misaligned."""
+def _whole_pages(first_byte: int, block: memoryview) -> slice | None:
+    """Return the part of a large block fit for O_DIRECT; None if small, read-only or misaligned."""
     where = None if len(block) < FROM_BYTES else address(block)
     if where is None or (where - first_byte) % PAGE_BYTES:
         return None
-    begin = -first_byte % PAGE_BYTES
-    return Body(begin, len(block) - (first_byte + len(block)) % PAGE_BYTES)
-
-
-def may_be_huge(block: memoryview) -> bool:
-    """Return True if a block may lie in huge pages; into other memory a disk reads page by page."""
-    return (address(block) or 1) % HUGE_BYTES == 0
+    return slice(-first_byte % PAGE_BYTES, len(block) - (first_byte + len(block)) % PAGE_BYTES)
 
 
 def address(block: memoryview) -> int | None:
@@ -119,10 +101,8 @@ def populate(block: memoryview) -> bool:
         False if the system cannot (before Linux 5.14): the writes wait.
     """
     where = address(block) or 0
-    begin, end = (
-        -(-where // PAGE_BYTES) * PAGE_BYTES,
-        (where + len(block)) // PAGE_BYTES * PAGE_BYTES,
-    )
+    begin = -(-where // PAGE_BYTES) * PAGE_BYTES
+    end = (where + len(block)) // PAGE_BYTES * PAGE_BYTES
     if begin >= end:
         return True
     with contextlib.suppress(AttributeError, OSError):
@@ -181,13 +161,17 @@ WRITE_PIECE_BYTES = 2 << 20
 
 
 class FileWriter:
-    """One file being written, from one thread. Made by `new_file`."""
+    """One file being written, from one thread. Made by `new_file`.
+
+    Attributes:
+        workers: Writes in flight: until one has ended, its memory must not change.
+    """
 
     def __init__(
         self, disk: Disk, path: Path, descriptor: int, direct: Direct, workers: Workers
     ) -> None:
         self._disk, self._path, self._descriptor = disk, path, descriptor
-        self._direct, self._workers = direct, workers
+        self._direct, self.workers = direct, workers
         self._bypass: int | None = None  # the same file, past the page cache
         self._opening = threading.Lock()
         self._places: list[tuple[int, int]] = []
@@ -197,28 +181,15 @@ class FileWriter:
         self._disk.reserve(self._path, self._descriptor, num_bytes)
 
     def put(self, first_byte: int, block: memoryview) -> None:
-        """Write a block at its position. A large one may be in flight on return: see `settle`."""
+        """Write a block at its position. A large one may be in flight on return."""
         self._places.append((first_byte, len(block)))
-        pages = body(first_byte, block) if self._direct.works else None
+        pages = _whole_pages(first_byte, block) if self._direct.works else None
         if pages is None:
             self._in_pieces(first_byte, block, self._through_cache)
             return
-        self._through_cache(first_byte, block[: pages.begin])
-        inside = block[pages.begin : pages.end]
-        self._in_pieces(first_byte + pages.begin, inside, self._past_cache)
-        self._through_cache(first_byte + pages.end, block[pages.end :])
-
-    def settle(self) -> None:
-        """Wait for all blocks put so far; their memory may change afterwards."""
-        self._workers.settle()
-
-    def mark(self) -> int:
-        """Return a mark of the blocks put so far, for `settle_to`."""
-        return self._workers.num_asked
-
-    def settle_to(self, mark: int) -> None:
-        """Wait for all blocks put before this mark."""
-        self._workers.settle_first(mark)
+        self._through_cache(first_byte, block[: pages.start])
+        self._in_pieces(first_byte + pages.start, block[pages], self._past_cache)
+        self._through_cache(first_byte + pages.stop, block[pages.stop :])
 
     def must_hold(self, num_bytes: int) -> None:
         """Check the blocks put so far against the file's length: every byte exactly once.
@@ -234,7 +205,7 @@ class FileWriter:
 
     def finish(self) -> None:
         """Wait for all blocks, then fsync the file."""
-        self.settle()
+        self.workers.settle()
         self._disk.sync(self._path, self._descriptor)
 
     def close(self) -> None:
@@ -250,9 +221,8 @@ class FileWriter:
             write(first_byte, block)
             return
         for at in range(0, len(block), WRITE_PIECE_BYTES):
-            self._workers.submit(
-                partial(write, first_byte + at, block[at : at + WRITE_PIECE_BYTES])
-            )
+            piece = block[at : at + WRITE_PIECE_BYTES]
+            self.workers.submit(partial(write, first_byte + at, piece))
 
     def _past_cache(self, first_byte: int, piece: memoryview) -> None:
         with self._direct.tried():
@@ -271,11 +241,7 @@ class FileWriter:
 
 @contextlib.contextmanager
 def new_file(disk: Disk, path: Path, direct: Direct) -> Iterator[FileWriter]:
-    """Open a file for `put`; leaving the context syncs it to disk, a failure removes it.
-
-    Args:
-        disk, path, direct: Disk, location, and O_DIRECT state.
-    """
+    """Open a file for `put`; leaving the context syncs it to disk, a failure removes it."""
     descriptor = disk.create(path)
     workers = Workers(NUM_WRITERS, "trainckpt-write")
     file = FileWriter(disk, path, descriptor, direct, workers)
@@ -337,10 +303,9 @@ class FileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:
-            for descriptor in (self._descriptor, self._bypass):
-                if descriptor is not None:
-                    stack.callback(os.close, descriptor)
+        for descriptor in (self._descriptor, self._bypass):
+            if descriptor is not None:
+                os.close(descriptor)
 
     @property
     def num_bytes(self) -> int:
@@ -351,15 +316,14 @@ class FileReader:
         """Read until `into` is full; a file too short is an error."""
         done = 0
         if len(into) >= FROM_BYTES and self._direct.works:
-            pages = body(first_byte, into)
+            pages, read = _whole_pages(first_byte, into), self._by_way_of_a_buffer
             if pages is None:
-                done = self._by_way_of_a_buffer(first_byte, into)
+                done = read(first_byte, into)
             else:
-                self._through_cache(first_byte, into[: pages.begin])
-                inside = into[pages.begin : pages.end]
-                straight = may_be_huge(inside)
-                way = self._past_cache if straight else self._by_way_of_a_buffer
-                done = pages.begin + way(first_byte + pages.begin, inside)
+                self._through_cache(first_byte, into[: pages.start])
+                if (address(into[pages]) or 1) % HUGE_BYTES == 0:  # may lie in huge pages
+                    read = self._past_cache
+                done = pages.start + read(first_byte + pages.start, into[pages])
         self._through_cache(first_byte + done, into[done:])
 
     def _past_cache(self, first_byte: int, into: memoryview) -> int:

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import secrets
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,7 @@ class Capabilities:
         file_system: Type as mounted: "ext4", "nfs4"; "" if unknown.
         rename: A rename replaces the target atomically.
         create_only: How one of several creators wins: by `LINK`, by `EXCLUSIVE` creation (a crash
-            may
-            leave an empty file), or `NOT_AT_ALL`.
+            may leave an empty file), or `NOT_AT_ALL`.
         folder_sync: A directory's names can be put on stable storage.
         lock: `flock` works.
         direct: Whole pages can be written past the page cache (O_DIRECT).
@@ -100,21 +100,19 @@ def measure(folder: Path, disk: Disk | None = None) -> Capabilities:
             _write(disk, scratch / "file", b"new")
             rename = _rename(disk, scratch)
             create_only = _create_only(disk, scratch)
-            lock = _can(lambda: _flock(scratch / "file"))
             direct, direct_tail = _direct(scratch / "direct")
-            folder_sync = os.name == "nt" or _can(lambda: disk.fsync_folder(scratch))
             return Capabilities(
                 file_system=file_system(folder),
                 rename=rename,
                 create_only=create_only,
-                folder_sync=folder_sync,
-                lock=lock,
+                folder_sync=os.name == "nt" or _can(lambda: disk.fsync_folder(scratch)),
+                lock=_can(lambda: _flock(scratch / "file")),
                 direct=direct,
                 direct_tail=direct_tail,
                 free_bytes=free_bytes(folder),
             )
         finally:
-            _remove(scratch)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def file_system(path: Path) -> str:
@@ -213,11 +211,3 @@ def free_bytes(folder: Path) -> int:
         return -1
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def _remove(scratch: Path) -> None:
-    """Remove the temporary files as far as possible; remains do no harm."""
-    with contextlib.suppress(OSError):
-        for path in scratch.iterdir():
-            path.unlink()
-        scratch.rmdir()

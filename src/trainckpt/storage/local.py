@@ -40,20 +40,10 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _READ = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _MOST = 1 << 30  # bytes per call; Linux takes at most 2 GiB
-_NOT_RESERVED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 # Errors of an operation the file system does not support; any other error is a fault.
 CANNOT = frozenset(
-    {
-        errno.EINVAL,
-        errno.ENOSYS,
-        errno.ENOTSUP,
-        errno.EOPNOTSUPP,
-        errno.EPERM,
-        errno.EMLINK,
-        errno.ENOLCK,
-        errno.EXDEV,
-        errno.EBADF,
-    }
+    (*_UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.ENOLCK, errno.EXDEV, errno.EBADF)
 )
 _seeking = threading.Lock()  # for systems without positioned reads and writes
 
@@ -83,7 +73,7 @@ class Disk:
             return
         while _fallocate(descriptor, 0, 0, num_bytes):
             number = ctypes.get_errno()
-            if number in _NOT_RESERVED:
+            if number in _UNSUPPORTED:
                 return
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
@@ -97,7 +87,13 @@ class Disk:
         del path
         done = 0
         while done < len(block):
-            done += _write_at(descriptor, block[done : done + _MOST], first_byte + done)
+            piece = block[done : done + _MOST]
+            if hasattr(os, "pwrite"):
+                done += os.pwrite(descriptor, piece, first_byte + done)
+            else:
+                with _seeking:
+                    os.lseek(descriptor, first_byte + done, os.SEEK_SET)
+                    done += os.write(descriptor, piece)
 
     def sync(self, path: Path, descriptor: int) -> None:
         """Put the file's bytes and length on stable storage."""
@@ -166,22 +162,10 @@ def _direct_flag() -> int:
     return _DIRECT
 
 
-def _write_at(descriptor: int, block: memoryview, first_byte: int) -> int:
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, block, first_byte)
-    with _seeking:
-        os.lseek(descriptor, first_byte, os.SEEK_SET)
-        return os.write(descriptor, block)
-
-
-def _find_fallocate() -> Any:
-    """Return the system call for reserving space; None without one."""
-    if os.name == "nt":
-        return None
-    return getattr(libc(), "fallocate64", None) or getattr(libc(), "fallocate", None)
-
-
-_fallocate = _find_fallocate()
+# The system call for reserving space; None without one.
+_fallocate: Any = None
+if os.name != "nt":
+    _fallocate = getattr(libc(), "fallocate64", None) or getattr(libc(), "fallocate", None)
 
 
 # ---- the tier
@@ -384,7 +368,7 @@ class LocalTier:
         return tuple(reversed(missing))
 
     def _is_durable(self, folder: Path) -> None:
-        """Remember a synced folder; bounded, for every snapshot has its own folder."""
+        # Bounded, for every snapshot has its own folder.
         if len(self._durable) >= MOST_FOLDERS:
             self._durable.clear()
         self._durable.add(folder)
@@ -400,9 +384,9 @@ class LocalTier:
             for block in blocks:
                 file.put(at, block)
                 at += len(block)
-                marks.append(file.mark())
+                marks.append(file.workers.num_asked)
                 if len(marks) == held:  # the caller may reuse the oldest block's memory next
-                    file.settle_to(marks.popleft())
+                    file.workers.settle_first(marks.popleft())
             if num_bytes is not None:
                 file.must_hold(num_bytes)
 
@@ -411,13 +395,10 @@ class LocalTier:
             self._write_file(temporary, [memoryview(data)])
             try:
                 self.disk.link(temporary, path)
-            except FileExistsError:
-                raise
+                return
             except OSError as error:
                 if error.errno not in CANNOT:
                     raise
-            else:
-                return
         # Without hard links: exclusive, but a crash may leave an empty file. Readers of records
         # take it for an unfinished claim.
         self._write_file(path, [memoryview(data)])
@@ -443,10 +424,12 @@ def translated(verb: str, path: Path) -> Iterator[None]:
             raise _no_folder(verb, path) from error
         raise UnusableSnapshot(f"cannot {verb} {path}: it is missing") from error
     except OSError as error:
-        why = error.strerror or str(error)
+        why, denied = (
+            error.strerror or str(error),
+            f"make {path} readable and writable for this user",
+        )
         hint = {
-            errno.EACCES: f"make {path} readable and writable for this user",
-            errno.EPERM: f"make {path} readable and writable for this user",
+            **dict.fromkeys((errno.EACCES, errno.EPERM), denied),
             errno.ENOSPC: f"free space on the file system of {path}",
             errno.EDQUOT: f"free space within the quota that holds {path}",
             errno.ENOTDIR: "name a directory: a file lies at this path, or above it",

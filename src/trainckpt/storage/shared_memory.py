@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.storage.arena import SNAPSHOTS, Arena, LockedMapping, MappedShard
 from trainckpt.storage.private_files import is_private, make_private, must_be_private, write_private
-from trainckpt.storage.worker_pool import those_that_answer
+from trainckpt.storage.worker_pool import aside
 
 try:
     import fcntl
@@ -42,6 +42,7 @@ NONE = "none"
 _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - folders in it are private, and their owner is checked
 _OWNER, ARENAS, _FETCHING = "place", "arenas", "fetching"
 _LOOK_AGAIN_S = 0.02
+_MOMENT_S = 1.0  # for all run directories to answer
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _STORE_KEPT_S = 3 * 24 * 3600.0  # until unused memory of a run in an object store is removed
 _ROOM_BYTES = 64 << 20  # left free for loader workers: they pass batches through the same tmpfs
@@ -58,41 +59,30 @@ class SharedMemoryDir:
         root: The folder, on tmpfs.
     """
 
-    def __init__(self, root: Path, run: str | None = None) -> None:
-        """Use the folder `root`, owned by the run directory `run` (None: it exists already)."""
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self._run = run
 
     @classmethod
     def of(cls, run: str) -> SharedMemoryDir | None:
         """Return the memory folder of a run directory, made if missing; None if impossible."""
-        root = _user_folder()
+        root, real = _user_folder(), _real(run)
         if root is None:
             return None
-        real = _real(run)
-        place = cls(root / _name_of(real), real)
-        try:
-            return place if place._make() else None
-        except OSError:
-            return None
-
-    def _make(self) -> bool:
-        """Return True if the folder exists now and is private to this user."""
-        if not make_private(self.root):
-            return False
-        owner = self.root / _OWNER
-        if self._run is not None and not (owner.exists() and owner.stat().st_size):
-            write_private(owner, os.fsencode(self._run))
-        return True
+        place = cls(root / _name_of(real))
+        owner = place.root / _OWNER
+        with contextlib.suppress(OSError):
+            if make_private(place.root):
+                if not (owner.exists() and owner.stat().st_size):
+                    write_private(owner, os.fsencode(real))
+                return place
+        return None
 
     @classmethod
     def found(cls, run: str) -> SharedMemoryDir | None:
         """Return the memory of this run if it exists already; make nothing."""
         root = _user_folder(make=False)
-        if root is None:
-            return None
-        place = cls(root / _name_of(_real(run)))
-        return place if is_private(place.root) else None
+        place = cls(root / _name_of(_real(run))) if root is not None else None
+        return place if place is not None and is_private(place.root) else None
 
     def arena(self, rank: int, number: int) -> Arena:
         """Return arena `number` of a rank, locked for writing.
@@ -162,9 +152,8 @@ class SharedMemoryDir:
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
-                raise ArenaInUse(
-                    error.errno, "another process is prefetching to this folder"
-                ) from error
+                why = "another process is prefetching to this folder"
+                raise ArenaInUse(error.errno, why) from error
             os.ftruncate(descriptor, 0)
             yield
         finally:
@@ -268,22 +257,20 @@ def reclaim() -> None:
     root = _user_folder(make=False)
     if root is None:
         return
-    with contextlib.suppress(OSError):
-        looks = {folder: partial(_is_gone, folder) for folder in root.iterdir()}
-        gone = those_that_answer(looks)
-        for folder in looks:  # on this thread: opening and closing files drops the process's locks
-            with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # the system may give no more threads
+        answers = {folder: aside(partial(_is_gone, folder)) for folder in root.iterdir()}
+        until_s = time.monotonic() + _MOMENT_S
+        for folder, answer in answers.items():
+            is_gone = answer(max(until_s - time.monotonic(), 0))
+            # On this thread: opening and closing files drops the process's locks.
+            with contextlib.suppress(OSError, ValueError):
                 place = SharedMemoryDir(folder)
-                if gone.get(folder) and not place.is_in_use:
+                if is_gone is not None and is_gone() and not place.is_in_use:
                     place.remove()
 
 
 def _is_gone(folder: Path) -> bool:
-    """Return True if the run of this memory folder has ended for good.
-
-    Raises:
-        OSError: unknown.
-    """
+    """Return True if the run of this memory folder has ended for good; `OSError`: unknown."""
     owner = (folder / _OWNER).read_bytes()
     if b"://" not in owner:
         try:
@@ -304,7 +291,6 @@ def _name_of(real: str) -> str:
 
 
 def _user_folder(*, make: bool = True) -> Path | None:
-    """Return this user's folder for the memory of all runs; None without a safe one."""
     root = os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT
     if root == NONE or fcntl is None or not hasattr(os, "posix_fallocate"):
         return None
@@ -316,10 +302,9 @@ def _user_folder(*, make: bool = True) -> Path | None:
 
 
 def _try_lock(path: Path, *, remove: bool = False) -> bool:
-    """Return True if no other process has locked the arena.
+    """Return True if no other process has locked the arena; `remove` a file without other names.
 
-    With `remove`, also remove its file if it has no other name. Never for an arena of this process:
-    closing any descriptor of the file drops its lock.
+    Never for an arena of this process: closing any descriptor of the file drops its lock.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | _NO_FOLLOW)
@@ -335,7 +320,6 @@ def _try_lock(path: Path, *, remove: bool = False) -> bool:
 
 
 def _taken_by(paths: Iterable[Path]) -> int:
-    """Return the bytes of memory in these files; each inode counts once."""
     seen: dict[int, int] = {}
     for path in paths:
         with contextlib.suppress(OSError):

@@ -6,20 +6,16 @@ nor its waiting caller may keep the interpreter from ending.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainckpt.errors import TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import TracebackType
+    from collections.abc import Callable
 
-    Key = TypeVar("Key")
     Result = TypeVar("Result")
 
 
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
 
 
 ANSWER_WITHIN_S = 30.0
-MOMENT_S = 1.0  # for calls another time would do for
 
 
 def answer_within(url: str, call: Callable[[], Result], limit_s: float | None = None) -> Result:
@@ -51,50 +46,22 @@ def aside(call: Callable[[], Result]) -> Callable[[float], Callable[[], Result] 
 
     Returns:
         A function waiting a number of seconds. It returns None if the call has not ended by then,
-        else
-        a function returning the result or raising the error.
+        else a function returning the result or raising the error.
     """
-    results: list[Result] = []
-    errors: list[BaseException] = []
+    future: Future[Result] = Future()
 
     def work() -> None:
         try:
-            results.append(call())
+            future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            errors.append(error)
+            future.set_exception(error)
 
-    def result() -> Result:
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    thread = threading.Thread(target=work, name="trainckpt-look", daemon=True)
-    thread.start()
+    threading.Thread(target=work, name="trainckpt-look", daemon=True).start()
 
     def ended(within_s: float) -> Callable[[], Result] | None:
-        thread.join(within_s)
-        return result if results or errors else None
+        return future.result if wait([future], within_s).done else None
 
     return ended
-
-
-def those_that_answer(calls: Mapping[Key, Callable[[], Result]]) -> dict[Key, Result]:
-    """Run calls at once for `MOMENT_S` seconds; return the results of those that succeeded."""
-    results: dict[Key, Result] = {}
-
-    def work(key: Key, call: Callable[[], Result]) -> None:
-        with contextlib.suppress(Exception):
-            results[key] = call()
-
-    until_s, threads = time.monotonic() + MOMENT_S, []
-    for each in calls.items():
-        thread = threading.Thread(target=work, args=each, name="trainckpt-look", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the system gives no more of them
-            thread.start()
-            threads.append(thread)
-    for thread in threads:
-        thread.join(max(until_s - time.monotonic(), 0))
-    return results.copy()
 
 
 # ---- threads
@@ -104,6 +71,9 @@ class Workers:
     """Make calls in order, several at a time. After a failure the queued ones are dropped.
 
     Used by one thread, as a context; its exit waits for all running calls.
+
+    Attributes:
+        num_asked: Number of calls queued so far.
     """
 
     def __init__(self, num: int, name: str) -> None:
@@ -113,7 +83,7 @@ class Workers:
             queue.SimpleQueue()
         )
         self._changed = threading.Condition()
-        self._asked = self._done = 0
+        self.num_asked = self._done = 0
         self._left: set[int] = set()  # numbers of the unfinished calls
         self._errors: dict[int, BaseException] = {}
         self._over = False
@@ -122,10 +92,10 @@ class Workers:
     def submit(self, call: Callable[[], object]) -> None:
         """Queue this call for one of the threads."""
         with self._changed:
-            self._left.add(self._asked)
-        self._queue.put((self._asked, call))
-        self._asked += 1
-        if len(self._threads) < min(self._num, self._asked - self._done):
+            self._left.add(self.num_asked)
+        self._queue.put((self.num_asked, call))
+        self.num_asked += 1
+        if len(self._threads) < min(self._num, self.num_asked - self._done):
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 thread.start()
@@ -141,12 +111,7 @@ class Workers:
         Args:
             left: Return once at most this many calls are unfinished.
         """
-        self._wait(lambda: self._asked - self._done <= left)
-
-    @property
-    def num_asked(self) -> int:
-        """Return the number of calls queued so far."""
-        return self._asked
+        self._wait(lambda: self.num_asked - self._done <= left)
 
     def settle_first(self, number: int) -> None:
         """Wait for the first `number` calls; errors as `settle`."""
@@ -157,9 +122,6 @@ class Workers:
             self._is_over = is_over
             self._changed.wait_for(is_over)
             self._is_over = _never
-        self._raise()
-
-    def _raise(self) -> None:
         if self._errors:
             error = self._errors[min(self._errors)]
             try:
@@ -170,14 +132,9 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over = True
-        for _ in self._threads:
+        for _thread in self._threads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
