@@ -25,7 +25,7 @@ import torch
 
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import SPLIT, Files, Manifest, TensorEntry
+from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import Region
 from trainckpt.snapshot.restore import Reader
@@ -143,8 +143,8 @@ def measure(tier, gigabytes, rounds):
             seconds.setdefault(f"raw_read_{threads}_s", []).append(
                 raw_read(raw, len(pages), threads)
             )
-        tensors = {r.tensor: TensorEntry("F32", r.of, SPLIT, replicated(1)) for r in regions}
-        manifest = Manifest("run", name, None, Cursor(), 1, Files.of([receipt.file]), tensors, 0.0)
+        tensors = {r.tensor: TensorEntry("F32", r.of, replicated(1)) for r in regions}
+        manifest = Manifest("run", name, None, Cursor(), 1, (receipt.file,), tensors, 0.0)
         wanted = dict.fromkeys(tensors)
         begun = time.perf_counter()
         destination = Destination(wanted)

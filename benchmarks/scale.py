@@ -27,7 +27,7 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
 from trainckpt.format.layout import Layout, replicated, whole
-from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Files, Manifest, TensorEntry
+from trainckpt.format.manifest import FileEntry, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.snapshot.commit import merge_tables, table_from_json, table_to_json
@@ -136,9 +136,7 @@ def regions(tensors, rank):
 
 def entries(tensors):
     return {
-        name: TensorEntry(
-            "U8" if name == "values.json" else "F32", shape, SPLIT if layout else RANK, layout
-        )
+        name: TensorEntry("U8" if name == "values.json" else "F32", shape, layout)
         for name, (shape, layout) in tensors.items()
     }
 
@@ -195,7 +193,7 @@ def commit_side(plan):
     def work():
         equal_groups([json.loads(text) for text in digests])
         told = [json.loads(text) for text in reports]
-        files = Files.of([Receipt.from_json(report["receipt"]).file for report in told])
+        files = tuple(Receipt.from_json(report["receipt"]).file for report in told)
         merged = merge_tables(
             [
                 table_from_json(json.loads(tables[name]), plan.world)

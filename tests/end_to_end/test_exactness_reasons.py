@@ -11,7 +11,7 @@ from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.exactness import How, Restored, decide
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks.store import TorchStore
 from trainckpt.ranks.world import World
@@ -23,10 +23,10 @@ from trainckpt.state.captured import Saved
 def reasons(then, now, *, micro=0, objects=()):
     """Of a model whose buffer and one parameter differ from rank to rank."""
     tensors = {
-        "model/w": TensorEntry("F32", (2,), SPLIT, replicated(then)),
-        "model/b": TensorEntry("F32", (2,), RANK),
-        "model/mean": TensorEntry("F32", (2,), RANK),
-        "rng/torch": TensorEntry("U8", (2,), RANK),
+        "model/w": TensorEntry("F32", (2,), replicated(then)),
+        "model/b": TensorEntry("F32", (2,)),
+        "model/mean": TensorEntry("F32", (2,)),
+        "rng/torch": TensorEntry("U8", (2,)),
     }
     window, cursor = Cursor(step=3, micro_batches=6), Cursor(3, 3, micro, 0, 6 + micro)
     name = SnapshotName(1, 1, 3, micro)

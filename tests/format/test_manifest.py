@@ -15,7 +15,7 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, FileEntry, Manifest, TensorEntry
+from trainckpt.format.manifest import FileEntry, Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 
 D = digest(b"d")
@@ -26,7 +26,7 @@ MANIFEST = Manifest(
     Cursor(1, 12, 3, 7, 51, 204),
     2,
     (FileEntry("rank00000.safetensors", 5000, D, D), FileEntry("rank00001.safetensors", 1, D, D)),
-    {"w": TensorEntry("F32", (2, 3), SPLIT, replicated(2)), "b": TensorEntry("BF16", (), RANK)},
+    {"w": TensorEntry("F32", (2, 3), replicated(2)), "b": TensorEntry("BF16", ())},
     1.5,
     tags=("best",),
     reason="SIGTERM",

@@ -135,7 +135,7 @@ def run_shard(data):
         name, rank = reached_file(file)
         assert file == f"{name}/rank{rank:05d}.safetensors", "a path that is spelled in another way"
     for region in header.regions[:20]:
-        entry = manifests.TensorEntry(region.dtype, region.of, manifests.SPLIT)
+        entry = manifests.TensorEntry(region.dtype, region.of)
         begin, end = span(region.box, region.box, region.dtype)
         assert 0 <= begin <= end <= region.num_bytes
         for read in (RegionRead(0, region.tensor, region.box), RegionRead(0, region.tensor)):

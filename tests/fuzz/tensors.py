@@ -54,7 +54,7 @@ _SHARD = shard_of(_LIVE)
 _HEAD, _DATA = _SHARD.head, bytes(_SHARD.data)
 _REGIONS = {region.tensor: region for region in _SHARD.header.regions}
 _ENTRIES = {
-    name: manifests.TensorEntry(region.dtype, region.of, manifests.SPLIT, replicated(1))
+    name: manifests.TensorEntry(region.dtype, region.of, replicated(1))
     for name, region in _REGIONS.items()
 }
 _AT = _REGIONS[VALUES].first_byte

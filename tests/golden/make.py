@@ -28,7 +28,7 @@ from trainckpt.encryption.keys import Identity, write_identity
 from trainckpt.format import names
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.digest import digest
-from trainckpt.format.manifest import RANK, SPLIT, Manifest, TensorEntry
+from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
@@ -139,7 +139,7 @@ def save(tier, world, name, version, older=None):
         files.append(file)
         for r in regions:
             layout = layouts.get(r.tensor)
-            tensors[r.tensor] = TensorEntry(r.dtype, r.of, SPLIT if layout else RANK, layout)
+            tensors[r.tensor] = TensorEntry(r.dtype, r.of, layout)
     cursor = Cursor(epoch=0, step=2, micro=1, batches=3, micro_batches=3, samples=12)
     manifest = Manifest(
         "golden",

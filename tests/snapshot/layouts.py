@@ -8,7 +8,7 @@ import torch
 
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.layout import Layout, whole
-from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
+from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, table_to_json
 from trainckpt.snapshot.restore import Reader
@@ -73,15 +73,10 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
         regions = staging.describe(one, split)
         shard = staging.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
         files.append(write_shard(tier, parsed, rank, shard).file)
-        table = {
-            r.tensor: TensorEntry(
-                r.dtype, r.of, SPLIT if r.tensor in split else RANK, split.get(r.tensor)
-            )
-            for r in regions
-        }
+        table = {r.tensor: TensorEntry(r.dtype, r.of, split.get(r.tensor)) for r in regions}
         tables.append(table_from_json(table_to_json(table), world))
     manifest = Manifest(
-        "run", parsed, None, Cursor(step=3), world, Files.of(files), merge_tables(tables), 0.0
+        "run", parsed, None, Cursor(step=3), world, tuple(files), merge_tables(tables), 0.0
     )
     commit(tier, manifest)
     return replace(manifest)

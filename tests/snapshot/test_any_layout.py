@@ -11,7 +11,7 @@ import torch
 from tests.snapshot import layouts
 from trainckpt.errors import SaveFailed
 from trainckpt.format.layout import Layout, replicated
-from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
+from trainckpt.format.manifest import RANK, TensorEntry
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.commit import check_whole, merge_tables
 from trainckpt.storage.local import LocalTier
@@ -165,9 +165,9 @@ def test_a_ranks_own_tensor_may_be_of_another_type_than_the_first_ranks(tmp_path
 
 def test_a_tensor_of_which_a_rank_has_no_part_is_no_snapshot():
     """One that is divided, and one whose replicas know nothing of each other."""
-    plain = {"a": TensorEntry("F32", (8,), SPLIT, replicated(4))}
+    plain = {"a": TensorEntry("F32", (8,), replicated(4))}
     stages = [Layout((2,), (1,), base, (0,), (0,)) for base in (0, 2)]
-    ours = [{**plain, f"b{i}": TensorEntry("F32", (8,), SPLIT, s)} for i, s in enumerate(stages)]
+    ours = [{**plain, f"b{i}": TensorEntry("F32", (8,), s)} for i, s in enumerate(stages)]
     merged = merge_tables(ours)
     check_whole(merged, [(ours[0], [0, 1]), (ours[1], [2, 3])])
     with pytest.raises(SaveFailed, match="rank 1 has no part of b0"):

@@ -14,8 +14,8 @@ from tests.snapshot.layouts import MESHES, mesh_of
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.layout import UNCUT_BYTES, Box, Layout, Stretch, replicated, whole
-from trainckpt.format.manifest import RANK, SPLIT, Files, Manifest, TensorEntry
-from trainckpt.format.names import SnapshotName
+from trainckpt.format.manifest import FileEntry, Manifest, TensorEntry
+from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.format.shard_file import ITEM_BYTES, Region
 from trainckpt.snapshot.restore_plan import find, plan_restore
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
@@ -60,10 +60,9 @@ def plans(state):
 def manifest_of(state):
     tensors, world = state
     entries = {
-        name: TensorEntry(dtype, shape, SPLIT if layout else RANK, layout)
-        for name, (dtype, shape, layout) in tensors.items()
+        name: TensorEntry(dtype, shape, layout) for name, (dtype, shape, layout) in tensors.items()
     }
-    files = Files([4096] * world, "0" * 32 * world, "0" * 32 * world)
+    files = [FileEntry(shard_file_name(r), 4096, "0" * 32, "0" * 32) for r in range(world)]
     return Manifest("r", SnapshotName(1, 1, 0, 0), None, Cursor(), world, files, entries, 0.0)
 
 

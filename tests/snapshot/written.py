@@ -10,7 +10,7 @@ from torch import nn
 from tests.state.helpers import registry, shard_of
 from trainckpt.format import names
 from trainckpt.format.cursor import Cursor
-from trainckpt.format.manifest import RANK, Manifest, TensorEntry
+from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.shard_writer import write_shard
@@ -27,7 +27,7 @@ def written(tier, text, tags=()):
     nn.init.constant_(model.weight, name.step)
     shard = shard_of(registry(model=model))
     receipt = write_shard(tier, name, 0, shard)
-    tensors = {r.tensor: TensorEntry(r.dtype, r.of, RANK) for r in shard.header.regions}
+    tensors = {r.tensor: TensorEntry(r.dtype, r.of) for r in shard.header.regions}
     cursor = Cursor(step=name.step, micro=name.micro)
     manifest = Manifest("run", name, None, cursor, 1, (receipt.file,), tensors, 0.0, tags=tags)
     return replace(manifest, reason="test")

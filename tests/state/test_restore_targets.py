@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.state.helpers import registry
 from trainckpt.format.layout import replicated
-from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
+from trainckpt.format.manifest import TensorEntry
 from trainckpt.state.dtensor import _with_the_rest, layout_of
 from trainckpt.state.restore_targets import find_targets
 
@@ -25,7 +25,7 @@ def sharded():
 
 
 def test_what_is_each_rank_s_own_is_not_divided_anew(sharded):
-    entries = {"model/weight": TensorEntry("F32", (3, 4), RANK)}
+    entries = {"model/weight": TensorEntry("F32", (3, 4))}
     found = find_targets(sharded, {}, entries, world=1, then=2)
     assert found.problems == [
         "model/weight is another one on each rank, so it cannot be divided anew"
@@ -33,13 +33,13 @@ def test_what_is_each_rank_s_own_is_not_divided_anew(sharded):
 
 
 def test_what_is_each_rank_s_own_may_have_another_shape_than_the_first_rank_s(sharded):
-    entries = {"model/weight": TensorEntry("F32", (9, 4), RANK)}
+    entries = {"model/weight": TensorEntry("F32", (9, 4))}
     found = find_targets(sharded, {}, entries, world=1, then=1)
     assert (found.problems, found.wanted) == ([], {"model/weight": None})
 
 
 def test_what_all_ranks_had_is_divided_as_it_is_now(sharded):
-    entries = {"model/weight": TensorEntry("F32", (3, 4), SPLIT, replicated(2))}
+    entries = {"model/weight": TensorEntry("F32", (3, 4), replicated(2))}
     found = find_targets(sharded, {}, entries, world=1, then=2)
     assert found.problems == []
     assert found.wanted["model/weight"].shape == (3, 4)

@@ -29,9 +29,8 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format.manifest import (
     Encryption,
     FileEntry,
-    Files,
-    plain_from_json,
-    plain_to_json,
+    columns,
+    with_plain,
 )
 
 if TYPE_CHECKING:
@@ -275,7 +274,10 @@ def seal(manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]
     must_be_there()
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    plain = plain_to_json(manifest.files, _in_order(manifest))
+    plain = {
+        "files": columns([file.content for file in manifest.files]),
+        "reached": columns([file.content for file in _in_order(manifest)]),
+    }
     # As a reader does: layouts are numbered in the order of the tensors.
     manifest = replace(manifest, tensors=dict(sorted(manifest.tensors.items())))
     unsealed = replace(manifest, encryption=Encryption(keys, b""))
@@ -306,15 +308,10 @@ def open_sealed(manifest: Manifest, key: bytes) -> Manifest:
             f"{what} was changed by somebody who has not its key, or belongs to another snapshot"
         ) from None
     told = json.loads(text)
-    files, reached = Files.of(manifest.files), _in_order(manifest)
-    opened = Files(files.sizes, files.digests, files.headers, files.names)
-    opened.sealed = True
-    opened.plain = plain_from_json(told, "files", len(files), what)
-    plain = plain_from_json(told, "reached", len(reached), what)
     return replace(
         manifest,
-        files=opened,
-        reached=tuple(replace(f, plain=p) for f, p in zip(reached, plain, strict=True)),
+        files=with_plain(manifest.files, told["files"], what),
+        reached=with_plain(_in_order(manifest), told["reached"], what),
     )
 
 

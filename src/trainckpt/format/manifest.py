@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, exactness, json_io, names
@@ -22,12 +21,12 @@ from trainckpt.format.names import SnapshotName
 from trainckpt.format.shard_file import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 # ---- the list of files: length and digests of each
 #
-# Files are stored as columns, since there may be thousands.
+# In JSON they are columns, since there may be thousands.
 
 
 @dataclass(frozen=True)
@@ -64,93 +63,47 @@ class FileEntry:
         return self.plain or Plain(self.num_bytes, self.header_digest)
 
 
-class Files(Sequence[FileEntry]):
-    """The files of a snapshot in rank order, stored as columns; entries are made on access.
-
-    Attributes:
-        sizes: Bytes of each.
-        digests, headers: Hex digests of the whole files and of the headers, concatenated.
-            `digests` is "" unless all files have one, as in `FileEntry`.
-        names: Only in format 1, or for older files; else they follow from the ranks.
-        sealed: They are encrypted.
-        plain: The facts of each before encryption, if known.
-    """
-
-    sealed = False
-    plain: Sequence[Plain] | None = None
-
-    def __init__(
-        self, sizes: list[int], digests: str, headers: str, names_: list[str] | None = None
-    ) -> None:
-        self.sizes, self.digests, self.headers, self.names = sizes, digests, headers, names_
-
-    @classmethod
-    def of(cls, entries: Sequence[FileEntry]) -> Files:
-        """Return the columns of these entries."""
-        if isinstance(entries, Files):
-            return entries
-        found = [entry.name for entry in entries]
-        plain = found == [names.shard_file_name(rank) for rank in range(len(entries))]
-        files = cls(
-            [entry.num_bytes for entry in entries],
-            "".join(entry.digest for entry in entries) if all(e.digest for e in entries) else "",
-            "".join(entry.header_digest for entry in entries),
-            None if plain else found,
-        )
-        files.sealed = any(entry.sealed for entry in entries)
-        if files.sealed:
-            files.plain = [entry.content for entry in entries]
-        return files
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @overload
-    def __getitem__(self, index: int) -> FileEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[FileEntry, ...]: ...
-    def __getitem__(self, index: int | slice) -> FileEntry | tuple[FileEntry, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
-        rank = range(len(self))[index]
-        name = names.shard_file_name(rank) if self.names is None else self.names[rank]
-        part = slice(rank * digest.NUM_HEX, (rank + 1) * digest.NUM_HEX)
-        plain = self.plain[rank] if self.plain is not None else None
-        return FileEntry(
-            name=name,
-            num_bytes=self.sizes[rank],
-            digest=self.digests[part],
-            header_digest=self.headers[part],
-            sealed=self.sealed,
-            plain=plain,
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash((self.digests, self.headers))
-
-    def to_json(self, *, whole: bool) -> dict[str, Any]:
-        """Return the columns as in a manifest; `whole`: with the digests of the whole files."""
-        columns: dict[str, Any] = {"bytes": self.sizes, "headers": self.headers}
-        return {**columns, "digests": self.digests} if whole else columns
+def columns(files: Sequence[FileEntry | Plain]) -> dict[str, Any]:
+    """Return the files' lengths and header digests, as columns."""
+    return {
+        "bytes": [file.num_bytes for file in files],
+        "headers": "".join(file.header_digest for file in files),
+    }
 
 
-def parse_files(columns: dict[str, Any], number: int, what: str, *, whole: bool) -> Files:
-    """Parse the columns of `number` files; raise `UnusableSnapshot` for anything else."""
-    sizes = json_io.field(columns, "bytes", list, what)
+def _parse_columns(
+    found: dict[str, Any], called: Sequence[str], what: str, *, whole: bool
+) -> tuple[FileEntry, ...]:
+    """Parse the columns of files of these names; `whole`: with digests of whole files."""
+    sizes = json_io.field(found, "bytes", list, what)
+    headers = json_io.field(found, "headers", str, what)
+    digests = json_io.field(found, "digests", str, what) if whole else ""
     if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
         raise UnusableSnapshot(f"{what}: the length of a file is not readable")
-    digests = json_io.field(columns, "digests", str, what) if whole else ""
-    found = Files(sizes, digests, json_io.field(columns, "headers", str, what))
-    for column in (found.digests, found.headers) if whole else (found.headers,):
-        if not digest.are_digests(column, {number}) or len(sizes) != number:
-            raise UnusableSnapshot(f"{what} has not one digest for each of {number} files")
-    return found
+    for column in (digests, headers) if whole else (headers,):
+        if not digest.are_digests(column, {len(called)}) or len(sizes) != len(called):
+            raise UnusableSnapshot(f"{what} has not one digest for each of {len(called)} files")
+    parts = [slice(i * digest.NUM_HEX, (i + 1) * digest.NUM_HEX) for i in range(len(called))]
+    return tuple(
+        FileEntry(name, size, digests[part], headers[part])
+        for name, size, part in zip(called, sizes, parts, strict=True)
+    )
 
 
-def parse_file(entry: Any, what: str) -> FileEntry:
+def with_plain(files: Sequence[FileEntry], data: Any, what: str) -> tuple[FileEntry, ...]:
+    """Return encrypted files with their facts before encryption, parsed from `columns`' result.
+
+    Raises:
+        UnusableSnapshot: it is malformed, or of another number of files.
+    """
+    plain = _parse_columns(data, [file.name for file in files], what, whole=False)
+    return tuple(
+        replace(file, plain=Plain(p.num_bytes, p.header_digest))
+        for file, p in zip(files, plain, strict=True)
+    )
+
+
+def _parse_file(entry: Any, what: str) -> FileEntry:
     """Parse one file as stored in format 1."""
     found = FileEntry(
         names.check_file_name(json_io.field(entry, "name", str, what)),
@@ -239,35 +192,6 @@ def wrapped_from_json(listed: Any, what: str) -> tuple[Wrapped, ...]:
     return tuple(found)
 
 
-def plain_to_json(files: Sequence[FileEntry], reached: Sequence[FileEntry]) -> dict[str, Any]:
-    """Return the contents of the encrypted part: the files' lengths and header digests."""
-    return {"files": _encrypted_columns(files), "reached": _encrypted_columns(reached)}
-
-
-def _encrypted_columns(files: Sequence[FileEntry]) -> dict[str, Any]:
-    plain = [file.content for file in files]
-    return {
-        "bytes": [each.num_bytes for each in plain],
-        "headers": "".join(each.header_digest for each in plain),
-    }
-
-
-def plain_from_json(data: Any, key: str, number: int, what: str) -> list[Plain]:
-    """Parse one column set of `plain_to_json`, for `number` files.
-
-    Raises:
-        UnusableSnapshot: it is malformed, or of another number of files.
-    """
-    columns = json_io.field(data, key, dict, what)
-    sizes = json_io.field(columns, "bytes", list, what)
-    headers = json_io.field(columns, "headers", str, what)
-    counts = all(type(size) is int and 0 <= size < 2**63 for size in sizes)
-    if not counts or len(sizes) != number or not digest.are_digests(headers, {number}):
-        raise UnusableSnapshot(f"{what}: what is sealed in it is not of {number} files")
-    each = digest.NUM_HEX
-    return [Plain(n, headers[i * each : (i + 1) * each]) for i, n in enumerate(sizes)]
-
-
 def to_text(data: bytes) -> str:
     """Return bytes as text for JSON (base64)."""
     return base64.b64encode(data).decode("ascii")
@@ -292,15 +216,19 @@ RANK = "rank"  # every rank has its own, in its own file
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: safetensors type, whole shape, and `SPLIT` or `RANK`.
+    """One tensor: safetensors type, whole shape, and the ranks it is split over.
 
-    `layout`: the ranks it is split over; None if it is each rank's own.
+    `layout` None: it is each rank's own.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    placement: str
     layout: Layout | None = None
+
+    @property
+    def placement(self) -> str:
+        """Return `SPLIT` or `RANK`."""
+        return SPLIT if self.layout else RANK
 
     @property
     def num_bytes(self) -> int:
@@ -361,12 +289,12 @@ class Manifest:
     @property
     def is_locked(self) -> bool:
         """Return True if it is encrypted and not yet decrypted (`snapshot.decrypting_tier`)."""
-        return self.encryption is not None and Files.of(self.files).plain is None
+        return any(file.sealed and file.plain is None for file in self.files)
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of its own shard files."""
-        return sum(Files.of(self.files).sizes)
+        return sum(file.num_bytes for file in self.files)
 
     @property
     def reached_bytes(self) -> int:
@@ -388,9 +316,8 @@ def bound(manifest: Manifest) -> bytes:
 
 
 def _body(manifest: Manifest) -> dict[str, Any]:
-    files = Files.of(manifest.files)
-    reached = Files.of(sorted(manifest.reached, key=lambda file: file.name))
-    whole = bool(files.digests) and bool(reached.digests or not reached)
+    reached = sorted(manifest.reached, key=lambda file: file.name)
+    whole = all(file.digest for file in (*manifest.files, *reached))
     if manifest.encryption is not None and not whole:
         raise ValueError(f"{manifest.name} names encrypted files without digests")
     used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
@@ -407,7 +334,7 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         "cursor": manifest.cursor.to_json(),
         "world": manifest.world,
         "window": manifest.window.to_json() if manifest.window else None,
-        "files": files.to_json(whole=whole),
+        "files": _dump_files(manifest.files, whole=whole),
         "layouts": [layout.to_json() for layout in layouts],
         "tensors": {
             name: [entry.dtype, list(entry.shape), layouts[entry.layout] if entry.layout else RANK]
@@ -425,10 +352,16 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         body["carried"] = True
     if manifest.reached:
         body["format"] = names.WITH_REFERENCES if whole else names.BY_HEADS
-        body["reached"] = {"names": reached.names, **reached.to_json(whole=whole)}
+        called = [file.name for file in reached]
+        body["reached"] = {"names": called, **_dump_files(reached, whole=whole)}
     if manifest.encryption is not None:
         body["format"] = names.ENCRYPTED
     return body
+
+
+def _dump_files(files: Sequence[FileEntry], *, whole: bool) -> dict[str, Any]:
+    found = columns(files)
+    return {**found, "digests": "".join(file.digest for file in files)} if whole else found
 
 
 def load(data: bytes, what: str) -> Manifest:
@@ -440,11 +373,10 @@ def load(data: bytes, what: str) -> Manifest:
     body = json_io.unsealed(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
     window = body.get("window")
-    world, created = json_io.count(body, "world", what), _created(body, what)
-    files = _files(body, world, what)
-    tensors = _tensors(body, world, what)
-    parent = body.get("parent")
-    tags = json_io.field(body, "tags", list, what)
+    world, parent = json_io.count(body, "world", what), body.get("parent")
+    created = json_io.field(body, "created", (float, int), what)
+    if not abs(created) < LATEST_S:
+        raise UnusableSnapshot(f"{what}: {str(created)[:60]} is no time")
     manifest = Manifest(
         run=json_io.field(body, "run", str, what),
         name=names.SnapshotName(
@@ -456,11 +388,11 @@ def load(data: bytes, what: str) -> Manifest:
         parent=parent if isinstance(parent, str) else None,
         cursor=cursor,
         world=world,
-        files=files,
-        tensors=tensors,
-        created=created,
+        files=_files(body, what),
+        tensors=_tensors(body, world, what),
+        created=float(created),
         kind=json_io.field(body, "kind", str, what),
-        tags=tuple(str(tag) for tag in tags),
+        tags=tuple(str(tag) for tag in json_io.field(body, "tags", list, what)),
         reason=json_io.field(body, "reason", str, what),
         fingerprint=json_io.field(body, "fingerprint", dict, what),
         writer=str(body.get("writer", "")),
@@ -473,8 +405,8 @@ def load(data: bytes, what: str) -> Manifest:
         manifest = _encrypted(manifest, body, what)
     if any(names.reached_file(file.name)[0] >= manifest.name for file in manifest.reached):
         raise UnusableSnapshot(f"{what} refers to files that are not older than it is")
-    if world != len(files) or not world:
-        raise UnusableSnapshot(f"{what} names {len(files)} files for {world} ranks")
+    if world != len(manifest.files) or not world:
+        raise UnusableSnapshot(f"{what} names {len(manifest.files)} files for {world} ranks")
     return manifest
 
 
@@ -484,45 +416,41 @@ def _encrypted(manifest: Manifest, body: dict[str, Any], what: str) -> Manifest:
     folders = {names.reached_file(file.name)[0] for file in manifest.reached}
     if found.keys.keys() != {str(name) for name in (manifest.name, *folders)}:
         raise UnusableSnapshot(f"{what} has keys of other snapshots than it reaches")
-    files = Files.of(manifest.files)
-    files.sealed = True
-    reached = tuple(replace(file, sealed=True) for file in manifest.reached)
+    files, reached = (
+        tuple(replace(file, sealed=True) for file in listed)
+        for listed in (manifest.files, manifest.reached)
+    )
     return replace(manifest, files=files, reached=reached, encryption=found)
 
 
-def _created(body: dict[str, Any], what: str) -> float:
-    found = json_io.field(body, "created", (float, int), what)
-    if not abs(found) < LATEST_S:
-        raise UnusableSnapshot(f"{what}: {str(found)[:60]} is no time")
-    return float(found)
-
-
-def _files(body: dict[str, Any], world: int, what: str) -> Files:
+def _files(body: dict[str, Any], what: str) -> tuple[FileEntry, ...]:
     if body["format"] == 1:
-        listed = [parse_file(entry, what) for entry in json_io.field(body, "files", list, what)]
+        listed = [_parse_file(entry, what) for entry in json_io.field(body, "files", list, what)]
         if len({file.name for file in listed}) != len(listed):
             raise UnusableSnapshot(f"{what} names a file twice")
-        return Files.of(listed)
-    return _columns(body, json_io.field(body, "files", dict, what), world, what)
+        return tuple(listed)
+    found = json_io.field(body, "files", dict, what)
+    number = len(json_io.field(found, "bytes", list, what))
+    return _columns(body, found, [names.shard_file_name(rank) for rank in range(number)], what)
 
 
-def _reached(body: dict[str, Any], what: str) -> Sequence[FileEntry]:
+def _reached(body: dict[str, Any], what: str) -> tuple[FileEntry, ...]:
     none = body["format"] >= names.ENCRYPTED and "reached" not in body
     if none or body["format"] < names.WITH_REFERENCES:
         return ()
-    columns = json_io.field(body, "reached", dict, what)
-    listed = json_io.field(columns, "names", list, what)
+    found = json_io.field(body, "reached", dict, what)
+    listed = json_io.field(found, "names", list, what)
     for path in listed:
         names.reached_file(path)
     if len(set(listed)) != len(listed):
         raise UnusableSnapshot(f"{what} refers to a file twice")
-    found = _columns(body, columns, len(listed), what)
-    found.names = listed
-    return tuple(found)
+    return _columns(body, found, listed, what)
 
 
-def _columns(body: dict[str, Any], columns: dict[str, Any], number: int, what: str) -> Files:
-    return parse_files(columns, number, what, whole=body["format"] != names.BY_HEADS)
+def _columns(
+    body: dict[str, Any], found: dict[str, Any], called: Sequence[str], what: str
+) -> tuple[FileEntry, ...]:
+    return _parse_columns(found, called, what, whole=body["format"] != names.BY_HEADS)
 
 
 def _tensors(body: dict[str, Any], world: int, what: str) -> dict[str, TensorEntry]:
@@ -532,10 +460,8 @@ def _tensors(body: dict[str, Any], world: int, what: str) -> dict[str, TensorEnt
         listed = json_io.field(body, "layouts", list, what)
         places = {i: Layout.from_json(data, world, what) for i, data in enumerate(listed)}
         places[RANK] = None
-    return {
-        name: _tensor(name, entry, places, what)
-        for name, entry in json_io.field(body, "tensors", dict, what).items()
-    }
+    tensors = json_io.field(body, "tensors", dict, what)
+    return {name: _tensor(name, entry, places, what) for name, entry in tensors.items()}
 
 
 def _tensor(name: str, entry: Any, places: dict[Any, Layout | None], what: str) -> TensorEntry:
@@ -551,4 +477,4 @@ def _tensor(name: str, entry: Any, places: dict[Any, Layout | None], what: str) 
     layout, shape = places[entry[2]], json_io.counts(entry[1], what)
     if layout is not None and any(d is not None and d >= len(shape) for d in layout.dims):
         raise UnusableSnapshot(f"{what}: {name[:100]} has no dimension that its layout divides")
-    return TensorEntry(entry[0], shape, SPLIT if layout else RANK, layout)
+    return TensorEntry(entry[0], shape, layout)

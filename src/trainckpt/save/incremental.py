@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainckpt.attempt.log import logger
 from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
 from trainckpt.format.digest import compact
-from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
+from trainckpt.format.manifest import TensorEntry
 from trainckpt.format.names import SNAPSHOTS, reached_file
 from trainckpt.snapshot import save_plan
 from trainckpt.snapshot.restore import Reader
@@ -205,10 +205,5 @@ class SavePlanCache:
     def _make(self, captured: Captured, equal: Sequence[str]) -> CachedSavePlan:
         layouts = replicas.split_layouts(captured, set(equal), self._world)
         regions = staging.held(captured, layouts)
-        entries = {
-            r.tensor: TensorEntry(
-                r.dtype, r.of, SPLIT if r.tensor in layouts else RANK, layouts.get(r.tensor)
-            )
-            for r in regions
-        }
+        entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts.get(r.tensor)) for r in regions}
         return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries)

@@ -21,7 +21,6 @@ from trainckpt.errors import NoAgreement, SaveFailed, TierUnavailable, Trainckpt
 from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
-from trainckpt.format.manifest import Files
 from trainckpt.save.retention import RetentionWorker
 from trainckpt.snapshot import prune
 from trainckpt.snapshot.commit import (
@@ -432,7 +431,7 @@ class SnapshotWriter:
                 self._discard(manifest.name)
                 return combine_errors(failed)
             receipts = [Receipt.from_json(report["receipt"]) for report in reports]
-            files = Files.of([receipt.file for receipt in receipts])
+            files = tuple(receipt.file for receipt in receipts)
             older = {file.name: file for receipt in receipts for file in receipt.reached}
             reached = tuple(older[name] for name in sorted(older))
             self.manifest = replace(manifest, files=files, tensors=tensors, reached=reached)

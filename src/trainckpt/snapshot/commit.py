@@ -22,7 +22,7 @@ from trainckpt.errors import SaveFailed
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.format.layout import Layout
-from trainckpt.format.manifest import RANK, SPLIT, TensorEntry
+from trainckpt.format.manifest import TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -66,9 +66,9 @@ def table_from_json(data: Any, world: int) -> dict[str, TensorEntry]:
     """Return the table from `table_to_json`."""
     layouts = [Layout.from_json(each, world, WHAT) for each in data["layouts"]]
     return {
-        name: TensorEntry(dtype, tuple(shape), SPLIT, layouts[at])
+        name: TensorEntry(dtype, tuple(shape), layouts[at])
         if at >= 0
-        else TensorEntry(dtype, tuple(shape), RANK)
+        else TensorEntry(dtype, tuple(shape))
         for name, (dtype, shape, at) in data["tensors"].items()
     }
 

@@ -21,7 +21,7 @@ import torch
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import shard_file
 from trainckpt.format.digest import digests_by_block
-from trainckpt.format.manifest import RANK, TensorEntry
+from trainckpt.format.manifest import TensorEntry
 from trainckpt.state import staging
 from trainckpt.state.adapters.gradients import PART as GRADIENTS
 from trainckpt.state.captured import Captured
@@ -115,7 +115,7 @@ class StepState:
             built.tensors[region.tensor] = (
                 copied if copied is not None else staging.source_of(whole, region)
             )
-        entries = {r.tensor: TensorEntry(r.dtype, r.of, RANK) for r in regions}
+        entries = {r.tensor: TensorEntry(r.dtype, r.of) for r in regions}
         shard = staging.stage(built, [*regions, *share], rank=owner, world=world)
         return shard, {**self.entries, **entries}
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.attempt.log import logger
 from trainckpt.errors import NoAgreement
-from trainckpt.format.manifest import SPLIT, TensorEntry
+from trainckpt.format.manifest import TensorEntry
 from trainckpt.ranks import threads
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.ranks.store import DAY_S
@@ -371,9 +371,7 @@ class StepHistory:
             self._compared = self._number
             layouts = replicas.split_layouts(captured, set(equal), self._world)
             regions = tuple(r for r in staging.held(captured, layouts) if r.tensor in layouts)
-            entries = {
-                r.tensor: TensorEntry(r.dtype, r.of, SPLIT, layouts[r.tensor]) for r in regions
-            }
+            entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts[r.tensor]) for r in regions}
             self.replicated = ReplicatedState(facts, layouts, regions, entries)
         assert self.replicated is not None
         return self.replicated

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.log import logger
 from trainckpt.errors import SaveFailed
 from trainckpt.format import json_io, names
-from trainckpt.format.manifest import Files, Manifest
+from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.snapshot.attempt_history import newest
 from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, table_to_json
@@ -258,7 +258,7 @@ class SurvivorSave:
             parent=self._facts.parent,
             cursor=cursor,
             world=self._world,
-            files=Files.of([receipts[rank].file for rank in ranks]),
+            files=tuple(receipts[rank].file for rank in ranks),
             tensors=merge_tables([tables[rank] for rank in ranks]),
             created=time.time(),
             reason=f"survivors of {whose}",
