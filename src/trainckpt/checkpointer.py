@@ -49,7 +49,6 @@ from trainckpt.run_directory.tier_config import open_slower
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
-from trainckpt.state import epoch_head
 from trainckpt.state.registry import Registry
 from trainckpt.stop.listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
@@ -258,7 +257,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
             for original, _ in self._loaders:
                 set_epoch(original, epoch)
             self._phased_restore.enter_epoch(epoch)
-            epoch_head.record(self._registry, epoch)
+            self._registry.epoch_head.begin(epoch)
             yield epoch
             if not self._has_returned():
                 self._position.enter_epoch(epoch + 1)
@@ -374,6 +373,8 @@ class Checkpointer(CheckpointerProperties, Hooked):
         position, schedule, now_s = self._position, attempt.schedule, time.monotonic()
         self._timings.on_boundary(now_s)
         position.reach_boundary(evaluation=evaluation)
+        if self._registry.epoch_head.is_open and not evaluation:
+            self._registry.epoch_head.end()
         if self._to_prove or self._phased_restore.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation, closing=closing)
         resumable = (

@@ -73,7 +73,7 @@ def test_a_dead_attempt_s_newest_snapshot_is_copied_to_the_tiers_that_lack_it(
     (tmp_path / "mount").unlink()
     end, said = ended(tmp_path / "run", 2)
     assert first.fullmatch(said[0])
-    assert re.fullmatch(rf"copied {newest} to far: 0.\d MB in [0-9.]+ s", said[-1])
+    assert re.fullmatch(rf"copied {newest} to far: 0.0 MB in [0-9.]+ s", said[-1])
     assert usable(tier) == [newest]
     assert end.record.outcome["tiers"] == ["local", "far"]
     assert record(tier, 2)["outcome"] == record(tmp_path / "run", 2)["outcome"]

@@ -31,7 +31,7 @@ NAMED = {
     "python RNG": (1, "Python RNG"),
     "numpy RNG": (1, "NumPy RNG"),
     "torch RNG": (1, "torch RNG"),
-    "RNG last": (1, "(NumPy|Python|torch) RNG"),
+    "RNG last": (1, "torch RNG"),
     "python RNG of workers": (1, r"Python RNG of worker \d"),
     "numpy RNG of workers": (1, r"NumPy RNG of worker \d"),
     "torch RNG of workers": (1, r"torch RNG of worker \d"),

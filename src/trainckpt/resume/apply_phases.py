@@ -24,7 +24,7 @@ from trainckpt.attempt.progress_counter import NO_BOUNDARY
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.cursor import Cursor
 from trainckpt.ranks import threads
-from trainckpt.state import apply, attributes, epoch_head
+from trainckpt.state import apply, attributes
 from trainckpt.state.adapters import requires_grad
 from trainckpt.state.capture import LOADERS
 
@@ -144,7 +144,7 @@ class PhasedRestore:
     def enter_epoch(self, epoch: int) -> None:
         """Restore the generators of the beginning of the epoch that the run resumes in."""
         if self._saved is not None and self.to_come:
-            epoch_head.restore(self._registry, self._saved, epoch)
+            self._registry.epoch_head.restore(self._saved, epoch)
 
     def must_not_undo(self, steps: int) -> None:
         """Refuse to finish if the script trained `steps` steps and never reached the snapshot's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.preemption.signals import raised_by_handler
-from trainckpt.state import attributes, device_copy, epoch_head, script_generators
+from trainckpt.state import attributes, device_copy, script_generators
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.captured import Captured
 
@@ -95,7 +95,7 @@ def capture(registry: Registry) -> Captured:
     tracked_file.capture(out, registry.files)
     attributes.capture_generators(registry.watched, out)
     script_generators.capture(registry, out)
-    epoch_head.capture(registry, out)
+    registry.epoch_head.capture(out)
     rng.capture(out, registry.devices)
     # Any thread may read the copies made above. Also devices without parameters.
     device_copy.finish(out.tensors.values(), finished=finished)

@@ -1,14 +1,17 @@
-"""Keep the random generators as they were when the running epoch began.
+"""Keep the random generators as they were when the running epoch began, if its head draws.
 
 A script may draw at the head of an epoch, before the first batch: a permutation, a size, a mask. A
-resume in the middle of that epoch runs the head again. So `ckpt.epochs()` records the generators
-before each epoch, and puts them back before the one resumed in. The first boundary then restores
-those of the snapshot.
+resume in the middle of that epoch runs the head again. Order of events:
+
+    ckpt.epochs()    record the generators before each epoch; put back the saved ones before the
+                     epoch resumed in
+    first boundary   drop the record if they are unchanged: the head drew nothing, and snapshots
+                     need not hold it. A resume then restores the generators of the snapshot
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.data import randomness
 from trainckpt.state import script_generators
@@ -20,29 +23,50 @@ if TYPE_CHECKING:
 PART = "epoch head"  # no keyword can be spelled so
 
 
-def record(registry: Registry, epoch: int) -> None:
-    """Record the generators before the head of this epoch runs."""
-    registry.epoch_head = {
-        "epoch": epoch,
-        "main": randomness.packed_rng(),
-        "objects": randomness.capture(registry.watched.generators()),
-        "script": randomness.capture(script_generators.variables(registry)),
-    }
+class EpochHead:
+    """The generators of one rank before the running epoch.
 
+    Attributes:
+        is_open: The epoch's first training boundary has not been reached.
+    """
 
-def capture(registry: Registry, out: Captured) -> None:
-    """Add the record, if there is one."""
-    if registry.epoch_head is not None:
-        out.values[PART] = out.encode(registry.epoch_head, PART)
+    def __init__(self, registry: Registry) -> None:
+        self.is_open = False
+        self._registry = registry
+        self._recorded: dict[str, Any] | None = None
 
+    def begin(self, epoch: int) -> None:
+        """Record the generators before the head of this epoch runs."""
+        self._recorded = {"epoch": epoch, **self._generators()}
+        self.is_open = True
 
-def restore(registry: Registry, saved: Saved, epoch: int) -> None:
-    """Restore the generators if the snapshot was taken in this epoch, by this rank."""
-    tree = saved.values.get(PART)
-    if tree is None or not saved.is_own:
-        return
-    head = saved.decode(tree)
-    if head["epoch"] == epoch:
-        randomness.restore(registry.watched.generators(), head["objects"], "")
-        randomness.restore(script_generators.variables(registry), head["script"], "")
-        randomness.set_main_rng(head["main"])
+    def end(self) -> None:
+        """Drop the record if the head drew nothing."""
+        self.is_open = False
+        before, now = self._recorded, self._generators()
+        # names of the script may have come: those of functions that run by now
+        if before is not None and all(before[part].items() <= now[part].items() for part in now):
+            self._recorded = None
+
+    def capture(self, out: Captured) -> None:
+        """Add the record, if there is one."""
+        if self._recorded is not None:
+            out.values[PART] = out.encode(self._recorded, PART)
+
+    def restore(self, saved: Saved, epoch: int) -> None:
+        """Restore the generators if the snapshot was taken in this epoch, by this rank."""
+        tree = saved.values.get(PART)
+        if tree is None or not saved.is_own:
+            return
+        head = saved.decode(tree)
+        if head["epoch"] == epoch:
+            randomness.restore(self._registry.watched.generators(), head["objects"], "")
+            randomness.restore(script_generators.variables(self._registry), head["script"], "")
+            randomness.set_main_rng(head["main"])
+
+    def _generators(self) -> dict[str, Any]:
+        return {
+            "main": randomness.packed_rng(),
+            "objects": randomness.capture(self._registry.watched.generators()),
+            "script": randomness.capture(script_generators.variables(self._registry)),
+        }

@@ -14,7 +14,7 @@ from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
-from trainckpt.state import attributes, script_generators
+from trainckpt.state import attributes, epoch_head, script_generators
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
 from trainckpt.state.adapters.loader import LoaderState
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RESERVED = frozenset(
     (
         *("gradients", "rng", "ddp", "fsdp", "loaders", "values.json"),
-        *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART, "epoch head"),
+        *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART, epoch_head.PART),
     )
 )
 
@@ -52,7 +52,7 @@ class Registry:
     Attributes:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
-        epoch_head: Generators before the running epoch, see `epoch_head.py`.
+        epoch_head: Generators before the running epoch.
         bucket_orders: DDP wrapper -> its rebuilt bucket order, once known.
         as_saved: DDP wrappers that add gradients as the resume's snapshot says.
         has_peers: Several ranks train the same samples, and must draw the same for them.
@@ -65,7 +65,7 @@ class Registry:
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
-        self.epoch_head: dict[str, Any] | None = None
+        self.epoch_head = epoch_head.EpochHead(self)
         self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.as_saved: WeakSet[nn.Module] = WeakSet()
         self._owners: dict[int, str] = {}
