@@ -23,7 +23,7 @@ def drawn():
 
 def defined():
     """The same of the classes."""
-    classes = [c for c in vars(errors).values() if isinstance(c, type)]
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)]
     return {c.__name__: (c.__bases__[0].__name__, c.exit_code) for c in classes}
 
 

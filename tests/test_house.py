@@ -12,9 +12,7 @@ import trainckpt
 
 SOURCE = Path(trainckpt.__file__).parent
 MAX_POSITIONAL = 5
-# One concept each, in several rooms: the callback of two trainers; CUDA communicators, of a rank
-# and of the protocol through which a dump closes them.
-SHARED_CLASS_NAMES = {"Communicators", "TrainckptCallback"}
+SHARED_CLASS_NAMES = {"TrainckptCallback"}  # of two trainers
 
 
 def nodes():

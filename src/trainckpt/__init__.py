@@ -17,6 +17,7 @@ from trainckpt.errors import (
     NoUsableSnapshot,
     SaveFailed,
     StateMismatch,
+    Stopped,
     TierUnavailable,
     TrainckptError,
     UnusableSnapshot,
@@ -24,7 +25,6 @@ from trainckpt.errors import (
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.names import VERSION
 from trainckpt.gc_pause import gc_paused
-from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     from trainckpt import lightning as lightning

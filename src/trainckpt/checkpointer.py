@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.data_world import pop_data_world
 from trainckpt.attempt.log import logger, prepare
 from trainckpt.attempt.options import TABLE, read_options
-from trainckpt.attempt.progress_counter import LoopChecks, ProgressCounter
+from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.rank_status import RankStatusWriter
 from trainckpt.attempt.save_handle import SaveHandle
-from trainckpt.attempt.script_hooks import Hooked, Hooks
+from trainckpt.attempt.script_hooks import Hooks
 from trainckpt.data.iterators import shield_all_loaders
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
@@ -46,6 +46,7 @@ from trainckpt.resume.crash_marker import CrashMarker
 from trainckpt.resume.report import seen_since
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import open_slower
+from trainckpt.save.checks import check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
@@ -57,38 +58,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
 
+    from trainckpt.attempt.script_hooks import AnyHook, AnyResumeHook
     from trainckpt.format.cursor import Cursor
 
 
-class CheckpointerProperties:
-    """The public attributes of a Checkpointer."""
-
-    _attempt: Attempt | None
-    _position: ProgressCounter
-    _loop_checks: LoopChecks
-
-    @property
-    def cursor(self) -> Cursor:
-        """Position of the run; inside the loop, that of the micro-batch being trained."""
-        self._loop_checks.knows_epoch = True
-        return self._position.cursor
-
-    @property
-    def resumed_from(self) -> Cursor | None:
-        """Position at which this attempt resumed, or None if it began at step 0."""
-        self._loop_checks.knows_epoch = True
-        return self._attempt.resumed_from if self._attempt else None
-
-    @property
-    def attempt(self) -> int:
-        """Number of this attempt; the first start of a run is 1."""
-        return self._must_have_resumed().number
-
-    def _must_have_resumed(self) -> Attempt:
-        raise NotImplementedError
-
-
-class Checkpointer(CheckpointerProperties, Hooked):
+class Checkpointer:
     """Save and resume one training run, exactly, at any micro-batch.
 
     Args:
@@ -121,15 +95,13 @@ class Checkpointer(CheckpointerProperties, Hooked):
         self._world = current_world()
         data_world = pop_data_world(keywords)
         self._position = ProgressCounter(self.options.accumulate)
-        self._loop_checks = LoopChecks(self._position)
+        self._loop_checks = self._position.checks
         has_peers = data_world is not None and data_world.size < self._world.size
         self._registry = registry = Registry(has_peers=has_peers)
         self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
         self._estimator = SaveEstimator(self.options, registry, self._position, self._timings)
-        self._files, self._phased_restore = (
-            tracked_files(registry, run),
-            PhasedRestore(registry, self._position),
-        )
+        self._files = tracked_files(registry, run)
+        self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
         self._first = self._to_prove = True
         self._problems = list[Restored]()
@@ -139,9 +111,9 @@ class Checkpointer(CheckpointerProperties, Hooked):
             registry.add(name, value)
         registry.add_implied()
         self._note(registry.problems())
-        for told in (self._position.watch_steps(registry), registry.lacks()):
-            if told:
-                logger.warning("%s", told)
+        for warning in (self._position.watch_steps(registry), registry.lacks()):
+            if warning:
+                logger.warning("%s", warning)
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
@@ -182,12 +154,29 @@ class Checkpointer(CheckpointerProperties, Hooked):
             data_world=data_world,
         )
 
+    @property
+    def cursor(self) -> Cursor:
+        """Position of the run; inside the loop, that of the micro-batch being trained."""
+        self._loop_checks.note_epoch()
+        return self._position.cursor
+
+    @property
+    def resumed_from(self) -> Cursor | None:
+        """Position at which this attempt resumed, or None if it began at step 0."""
+        self._loop_checks.note_epoch()
+        return self._attempt.beginning.cursor if self._attempt else None
+
+    @property
+    def attempt(self) -> int:
+        """Number of this attempt; the first start of a run is 1."""
+        return self._must_have_resumed().beginning.record.attempt
+
     # ---- life cycle
 
     def __enter__(self) -> Checkpointer:
         if self._attempt is None:
             self.resume()
-            self._loop_checks.knows_epoch = False  # the script has not read the epoch yet
+            self._loop_checks.note_epoch(is_known=False)  # the script has not read it yet
         return self
 
     def __exit__(
@@ -216,8 +205,8 @@ class Checkpointer(CheckpointerProperties, Hooked):
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
         self._attempt = attempt = start_attempt(self._context, mode or self.options.resume)
-        self._loop_checks.begin(attempt.resumed_from)
-        if attempt.resumed_from is not None:
+        self._loop_checks.begin(attempt.beginning.cursor)
+        if attempt.beginning.cursor is not None:
             try:
                 self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
             except BaseException as error:
@@ -296,10 +285,9 @@ class Checkpointer(CheckpointerProperties, Hooked):
             leader=leader,
             on_boundary=self._loader_boundary if first else None,
             before_first_fetch=self._phased_restore.before_first_fetch if first else None,
+            after_fetch=self._recorder.batch if first and self._recorder is not None else None,
             report=self._report,
         )
-        if first and self._recorder is not None:
-            tracked.after_fetch = self._recorder.batch
         self._registry.add_loader(name, tracked, loader)
         self._loaders.append((loader, tracked))
         self._note(tracked.problems())
@@ -357,11 +345,38 @@ class Checkpointer(CheckpointerProperties, Hooked):
         attempt = self._must_have_resumed()
         tag = check_tag(tag) if tag else None
         number, pending = self._requests.add(tag)
-        if not pending.ended:  # else all have taken it before this rank asked
+        if not pending.ended:  # else all have taken it before this rank called
             self._listener.watcher.request_save(number, tag)
         if attempt.shutdown.left or self._listener.watcher.lost:
             self._requests.fail_waiting("ended" if attempt.shutdown.left else "lost its store")
         return pending.wait(wait) if wait else pending
+
+    def on_resume(self, hook: AnyResumeHook) -> AnyResumeHook:
+        """Decorate a function `hook(cursor, lost)`, called after a resume has restored the state.
+
+        `lost` is the number of micro-batches trained after the snapshot, which are trained again;
+        None if it is unknown. A run that begins at step 0 does not call it.
+        """
+        self._hooks.add_on_resume(hook)
+        return hook
+
+    def before_dump(self, hook: AnyHook) -> AnyHook:
+        """Decorate a function `hook()`, called on every rank before its process is dumped.
+
+        Close connections to other programs there, since they cannot be dumped. The snapshot is
+        committed by then. If a hook raises, the ranks stop with the snapshot, without a dump.
+        """
+        self._hooks.before_dump.append(hook)
+        return hook
+
+    def after_restore(self, hook: AnyHook) -> AnyHook:
+        """Decorate a function `hook()`, called in restored processes before they train on.
+
+        Open the connections again that `before_dump` closed. If a hook raises, the processes end,
+        and `trainckpt resume` launches the command from the snapshot.
+        """
+        self._hooks.after_restore.append(hook)
+        return hook
 
     # ---- the boundary
 
@@ -377,16 +392,17 @@ class Checkpointer(CheckpointerProperties, Hooked):
             self._registry.epoch_head.end()
         if self._to_prove or self._phased_restore.under_way or self._recorder is not None:
             self._seldom(evaluation=evaluation, closing=closing)
-        resumable = (
-            position.between_batches or not evaluation
-        ) and not self._phased_restore.to_come
-        attempt.begin_window(position, resumable=resumable and not evaluation)
+        is_whole = position.between_batches or not evaluation
+        resumable = is_whole and not self._phased_restore.to_come
+        if attempt.survival is not None and resumable and not (evaluation or position.micro):
+            attempt.survival.record(position.cursor)  # in case other ranks die
         if resumable and self._requests.deferred:
             self._requests.take_deferred(attempt.saver, position.cursor)
             self._after_save(attempt)
         if resumable and schedule.due_by_steps(position.step, position.micro):
+            handle = SaveHandle(is_requested=False)
             attempt.saver.save(
-                position.cursor, schedule.reason, (), SaveHandle(), **schedule.save_arguments
+                position.cursor, schedule.reason, (), handle, **schedule.save_arguments
             )
             self._after_save(attempt)
         self._listener.check()
@@ -414,14 +430,21 @@ class Checkpointer(CheckpointerProperties, Hooked):
         attempt = self._must_have_resumed()
         if self._first or (self._to_prove and self._loop_checks.trained):
             self._to_prove = self._first  # an optimizer makes its state in the first step
-            self._must_be_able_to_save(attempt, at_first=self._first)
+            with self._ending_on_refusal():
+                check_storable(
+                    self._context.channel,
+                    self._registry,
+                    self._tier,
+                    at_first=self._first,
+                    excludes=bool(self.options.exclude),
+                )
         if self._first:
             self._first = False
             self._registry.watched.training_begins()
             self._loop_checks.on_first_boundary(
                 asks=not (evaluation or closing or self._hooks.on_resume)
             )
-            self._files.warn_uncut(attempt.number)
+            self._files.warn_uncut(attempt.beginning.record.attempt)
             attempt.log.change_soon(state=RUNNING)
             self._context.crash_marker.stop()
         if self._phased_restore.under_way:
@@ -433,19 +456,17 @@ class Checkpointer(CheckpointerProperties, Hooked):
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._gate.has_open_round)
 
-    def _must_be_able_to_save(self, attempt: Attempt, *, at_first: bool) -> None:
-        try:
-            with self._status_writer.refusals():
-                attempt.must_be_able_to_save(self._context, at_first=at_first)
-        except ConfigurationError as error:
-            attempt.shutdown.abandon(error, self._position.cursor)
-            raise
-
     def _end_training(self) -> None:
         self._loop_checks.end()
+        with self._ending_on_refusal():
+            self._phased_restore.must_not_undo(self._loop_checks.trained)
+
+    @contextmanager
+    def _ending_on_refusal(self) -> Iterator[None]:
+        """End the attempt by a refusal raised inside."""
         try:
             with self._status_writer.refusals():
-                self._phased_restore.must_not_undo(self._loop_checks.trained)
+                yield
         except ConfigurationError as error:
             self._must_have_resumed().shutdown.abandon(error, self._position.cursor)
             raise
@@ -469,7 +490,7 @@ class Checkpointer(CheckpointerProperties, Hooked):
     def _note(self, problems: list[Restored]) -> None:
         """Warn of inexact parts; a resume logs and records them again."""
         self._problems += problems
-        if self._attempt is not None and self._attempt.resumed_from is not None:
+        if self._attempt is not None and self._attempt.beginning.cursor is not None:
             self._attempt.report.note(problems)
             return
         for problem in problems:

@@ -11,6 +11,7 @@
     +-- SaveFailed          74  a save did not commit; the older snapshot stands
 
 A test compares this table with the classes. Foreign exceptions are translated where they enter.
+`Stopped` is no error: it ends a script whose state is saved.
 """
 
 from __future__ import annotations
@@ -109,3 +110,19 @@ class SaveFailed(TrainckptError):
     """A save did not commit. Older snapshots stand; training goes on."""
 
     exit_code = 74
+
+
+class Stopped(SystemExit):
+    """The run was stopped and its state is saved; raised at the request for the next batch.
+
+    It is a `SystemExit`: a script that does not catch it exits with `code`, by default 75.
+
+    Attributes:
+        snapshot: Full name of the snapshot to resume from, or None if none could be saved.
+        reason: Reason of the stop, such as a signal or the end of the wall time.
+    """
+
+    def __init__(self, code: int, snapshot: str | None, reason: str) -> None:
+        super().__init__(code)
+        self.snapshot = snapshot
+        self.reason = reason

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from trainckpt.attempt.rank_status import (
+    RankProgress,
     RankStatus,
     Supervisor,
     read_status,
@@ -18,7 +19,6 @@ from trainckpt.attempt.rank_status import (
 from trainckpt.attempt.record_log import OtherJob
 from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
 from trainckpt.launcher.nested import Nested
-from trainckpt.stop.progress_report import RankProgress
 
 STATUSES = [
     RankStatus(1, 5, "h", "/r", 2, "left", 30.0, "failed", -9, encrypt_to=("a", "b"), deaf=True),

@@ -63,8 +63,7 @@ def test_another_thread_can(tmp_path):
 
 def test_copies_beside_training_are_settled_only_where_training_waits():
     pending, settled = SaveHandle(), []
-    pending.before_wait = lambda: settled.append(True)
-    pending.reach(STAGED, "s1~1.1")
+    pending.stage("s1~1.1", lambda: settled.append(True))
     pending.wait("staged")
     for moment in ("local", "partner"):
         with pytest.raises(TimeoutError):

@@ -11,8 +11,8 @@ import torch
 
 from tests.end_to_end.training import Parts, attempt, crashed, record, usable
 from trainckpt import Checkpointer
-from trainckpt import start_attempt as attempts
 from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.save import checks
 from trainckpt.storage.local import LocalTier, translated
 
 
@@ -109,7 +109,7 @@ def test_a_place_without_room_for_one_checkpoint_is_named_at_the_start(
     tmp_path, caplog, monkeypatch
 ):
     """And again after the first step, which makes the optimizer's state."""
-    monkeypatch.setattr(attempts, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(checks, "free_bytes", lambda _: 100)
     caplog.set_level(logging.ERROR, "trainckpt")
     attempt(tmp_path, epochs=1)
     said = [record.getMessage() for record in caplog.records]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.process_dump.test_restore import RECORD
-from trainckpt.attempt.rank_status import RankStatus, RankStatusWriter
+from trainckpt.attempt.rank_status import RankProgress, RankStatus, RankStatusWriter, read_paces
 from trainckpt.attempt.record_log import FILE, AttemptId, files
 from trainckpt.cli import dumps as cli_dumps
 from trainckpt.dumping import handshake
@@ -34,7 +34,7 @@ from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.save.estimates import Timings
 from trainckpt.snapshot import attempt_history
 from trainckpt.snapshot.catalog import ancestry
-from trainckpt.stop.progress_report import ProgressReporter, RankProgress, read_paces
+from trainckpt.stop.notice_sources import ProgressReporter
 from trainckpt.storage.local import LocalTier
 
 LATE = {"instrumented": True, "seconds_left": 8.0, "boundary_s": 20.0, "dump_s": 2.0}

@@ -42,8 +42,7 @@ def test_how_long_the_newest_snapshot_has_to_wait(every, step, last, now_s, expe
 def queue_of(every, *names, asked=(), tagged=()):
     queue = UploadQueue(every, 0, 0.0)
     for text in names:
-        handle = SaveHandle()
-        handle.is_asked = text in asked
+        handle = SaveHandle(is_requested=text in asked)
         queue.add(SnapshotName.parse(text), handle, tagged=text in tagged)
     return queue
 

@@ -94,14 +94,14 @@ def test_a_host_s_disk_that_was_behind_takes_no_number_twice_and_the_run_goes_on
     (hosts / "run").rename(hosts / "a")
     (hosts / "b").rename(hosts / "run")
     parts, ckpt = train(hosts)
-    assert ckpt._attempt.number == 4
+    assert ckpt.attempt == 4
     assert parts.state() == straight
 
 
 def test_a_new_start_from_nothing_on_such_a_disk_takes_the_next_number_too(hosts):
     back_on_a(hosts)
     _, ckpt = train(hosts, resume="never")
-    assert ckpt._attempt.number == 3
+    assert ckpt.attempt == 3
     assert record(hosts / "run", 3)["parent"] is None
 
 
@@ -114,7 +114,7 @@ def test_a_copy_of_the_run_s_place_does_not_go_on_with_its_tier_unless_that_is_m
     assert "name other tiers" in refused.value.hint
     assert (files(hosts / "copy"), files(hosts / "far")) == before
     _, ckpt = train(hosts, run="copy", tiers=[hosts / "other"])
-    assert ckpt._attempt.number == 2
+    assert ckpt.attempt == 2
     assert record(hosts / "copy", 2)["parent"].partition("~")[2].startswith("1.")
     assert files(hosts / "far") == before[1]
 
@@ -167,7 +167,7 @@ def test_attempts_that_failed_before_they_saved_do_not_hide_what_another_host_s_
             LocalTier(hosts / "run"), lambda n: AttemptRecord(n, parent, facts={"started": n + 0.5})
         )
     _, ckpt = train(hosts)
-    assert ckpt._attempt.number == 4
+    assert ckpt.attempt == 4
     assert record(hosts / "run", 4)["parent"] == newest
 
 

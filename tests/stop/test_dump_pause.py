@@ -222,7 +222,7 @@ def test_what_does_not_come_back_whole_ends_at_once(tmp_path, folder, monkeypatc
     def opening():
         raise OSError("refused")
 
-    monkeypatch.setattr(DumpPause, "_end", end)
+    monkeypatch.setattr(DumpPause, "_exit", end)
     if what == "memory":
         monkeypatch.setattr(memory_discard.DroppedMemory, "destination", elsewhere)
     hooks = {"after_restore": opening} if what == "hook" else {}
@@ -268,7 +268,7 @@ def test_a_rank_whose_memory_does_not_come_back_keeps_no_other_waiting(monkeypat
     def end(_, why):
         raise Ended(why)
 
-    monkeypatch.setattr(DumpPause, "_end", end)
+    monkeypatch.setattr(DumpPause, "_exit", end)
     store, memories = HashStore(), [Memory(comes_back=True), Memory(comes_back=False)]
 
     def come_back(rank):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 LOCAL = "local"  # the run directory, among its tiers
+MEMORY, PARTNER = "memory", "partner"  # shared memory of this host, and of others
 PATIENCE_S = 30.0
 NOTICES = ("aws", "gce", "azure", "nvml")  # besides signals, notice files and the wall time
 TOML_FILE = "trainckpt.toml"
@@ -84,7 +85,7 @@ class Options:
         every: "100 steps", "10 min", "auto", or "never" (only at a stop and at the end); and the
             intervals of copies to slower tiers.
         keep_last: Usable snapshots kept; tagged ones are kept besides.
-        stop_at: "micro-batch", "window", or "auto" (see attempt.stop_plan).
+        stop_at: "micro-batch", "window", or "auto" (see `save.estimates`).
         grace: Seconds from a signal until this process is killed; None: unknown.
         wall_time: Seconds from the start of this process until its job ends; None: unlimited.
         accumulate: Micro-batches a window, where it cannot be seen.

@@ -20,8 +20,6 @@ from trainckpt.state.adapters.optimizer import counted_optimizer
 from trainckpt.state.dynamo import untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.state.registry import Registry
 
@@ -36,7 +34,7 @@ class ProgressCounter:
         micro: Micro-batches of the open window, as of the last boundary.
         window: Micro-batches of the last window that ended; None before.
         epochs_are_ours: Passes of the loader do not count them.
-        on_step: Called after each step that is counted by a hook, if set.
+        checks: Checks of the training loop.
     """
 
     def __init__(self, accumulate: int | None = None) -> None:
@@ -44,7 +42,6 @@ class ProgressCounter:
         self.step = 0
         self.micro = 0
         self.window: int | None = None
-        self.on_step: Callable[[], None] | None = None
         self._counts_steps_itself = accumulate  # cleared once something is watched for steps
         self._step_at_boundary = 0
         self._epoch = self._batches = self._evaluations = 0
@@ -56,6 +53,7 @@ class ProgressCounter:
         self._window = (0, 0, 0, 0, 0, 0)  # where the open window began
         self.epochs_are_ours = False
         self._epoch_is_fresh = False  # entered, and the loader's pass for it not yet begun
+        self.checks = LoopChecks(self)
 
     @property
     def cursor(self) -> Cursor:
@@ -245,8 +243,7 @@ class ProgressCounter:
 
     def _count_step(self) -> None:
         self.step += 1
-        if self.on_step is not None:
-            self.on_step()
+        self.checks.on_step()
 
 
 # ---- loop checks: mistakes in the training loop, each logged once and early
@@ -261,14 +258,11 @@ NO_BOUNDARY = "loop over ckpt.batches(), or call ckpt.boundary() before each mic
 
 
 class LoopChecks:
-    """Loop checks of one attempt of one rank.
-
-    Attributes:
-        knows_epoch: The script has read the run's epoch, or has it by another way.
-    """
+    """Loop checks of one attempt of one rank."""
 
     def __init__(self, position: ProgressCounter) -> None:
-        self.knows_epoch = self._has_nothing_left = False
+        self._knows_epoch = self._has_nothing_left = False
+        self._waits_for_boundary = False  # steps are counted until the first boundary
         self._position = position
         self._step, self._allowed_steps = 0, WARM_UP_STEPS
         self._resumed_at: Cursor | None = None
@@ -282,11 +276,15 @@ class LoopChecks:
         """Start the checks: the attempt may train from now on."""
         self._step, self._allowed_steps = self._position.step, WARM_UP_STEPS
         self._resumed_at = resumed_at
-        self._position.on_step = self._count
+        self._waits_for_boundary = True
+
+    def note_epoch(self, *, is_known: bool = True) -> None:
+        """Note that the script has read the run's epoch, or (False) has not done so yet."""
+        self._knows_epoch = is_known
 
     def enter_epochs(self, *, has_any: bool) -> None:
         """Note that `ckpt.epochs()` was begun: later steps are training, if it has an epoch."""
-        self.knows_epoch = True
+        self._knows_epoch = True
         self._has_nothing_left = not has_any
         if has_any:
             self._allowed_steps = self._steps + 1
@@ -297,9 +295,9 @@ class LoopChecks:
         Args:
             asks: A batch is fetched next, and no hook of the script got the cursor.
         """
-        self._position.on_step = None
+        self._waits_for_boundary = False
         cursor = self._resumed_at
-        knows = self.knows_epoch or self._position.epochs_are_ours
+        knows = self._knows_epoch or self._position.epochs_are_ours
         if asks and not knows and cursor is not None and cursor.epoch:
             logger.warning(
                 "the run goes on in epoch %d (the first is 0), and the loop has not asked which: "
@@ -310,19 +308,20 @@ class LoopChecks:
 
     def end(self) -> None:
         """Check a finished script; a resumed one by its position at the resume."""
-        if self._position.on_step is not None and self._resumed_at is None and self.trained:
+        if self._waits_for_boundary and self._resumed_at is None and self.trained:
             self._warn()
 
     @property
     def _steps(self) -> int:
         return self._position.step - self._step
 
-    def _count(self) -> None:
-        if self._steps > self._allowed_steps:
+    def on_step(self) -> None:
+        """Check the number of steps without a boundary, after each that is counted by a hook."""
+        if self._waits_for_boundary and self._steps > self._allowed_steps:
             self._warn()
 
     def _warn(self) -> None:
-        self._position.on_step = None
+        self._waits_for_boundary = False
         logger.warning(
             "%d optimizer steps were taken and no boundary was reached: nothing is saved before "
             "the end, no stop is acted on, and what a resumed run trains is refused. %s",

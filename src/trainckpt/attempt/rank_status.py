@@ -1,7 +1,7 @@
 """Report status between the processes of a launch, one small JSON file each.
 
     rank<r>.json       `RankStatus`
-    pace<r>.json       `stop.progress_report.RankProgress`
+    pace<r>.json       `RankProgress`, about once a second
     rest<r>.json       `dumping.handshake.RankQuiesced`
     rest.json          `dumping.handshake.DumpRequest`, the supervisor's
     supervisor.json    `Supervisor`
@@ -29,6 +29,7 @@ import json
 import os
 import socket
 import threading
+import time
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -267,3 +268,46 @@ def supervisor_died(folder: Path) -> bool:
         and supervisor.namespace == namespace_of("self")
         and not is_alive(supervisor.pid)
     )
+
+
+# ---- progress: whether a boundary can be reached before a deadline
+#
+# The supervisor judges by it, also while the training thread holds up everything else.
+
+FIRST_SAVE_S = 1.0  # estimate for a run without a save yet
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """One rank's reported progress.
+
+    Attributes:
+        since_s: Seconds since its last boundary, at the time of reading.
+        micro_batch_s: Duration of a recent micro-batch; None: not known yet.
+        save_s: Duration of the last save; None: no save yet.
+    """
+
+    since_s: float
+    micro_batch_s: float | None
+    save_s: float | None
+
+    def boundary_s(self) -> float | None:
+        """Return the estimated seconds until the rank has reached a boundary and saved there.
+
+        A micro-batch already slower than usual is assumed to take as long again. None before the
+        first boundary.
+        """
+        if self.micro_batch_s is None:
+            return None
+        left_s = self.micro_batch_s - self.since_s
+        left_s = left_s if left_s >= 0 else self.since_s
+        return left_s + (FIRST_SAVE_S if self.save_s is None else self.save_s)
+
+
+def read_paces(folder: Path) -> list[RankProgress]:
+    """Return the progress reports of this host's ranks, as of now."""
+    now = time.time()
+    return [
+        replace(progress, since_s=progress.since_s + max(0.0, now - written_at))
+        for progress, written_at in read_statuses(folder, "pace*.json", RankProgress)
+    ]

@@ -38,19 +38,19 @@ class SaveHandle:
         why_not_replicated: "" once other hosts hold it too, or the reason against it; None while
             that is open.
         deferred: The reason why it is taken at a later boundary, or "".
+        is_requested: A caller may wait for it: it is deferred rather than skipped, and each slower
+            tier gets it, whatever its interval.
     """
 
-    def __init__(self, training_thread: int | None = None) -> None:
+    def __init__(self, *, is_requested: bool = True) -> None:
         self.snapshot: str | None = None
         self.error: SaveFailed | None = None
         self.not_durable: SaveFailed | None = None
         self.why_not_replicated: str | None = None
         self.deferred = ""
-        self.is_asked = True  # a caller may wait: each slower tier gets it, whatever its interval
-        # Called by the training thread before it waits: copies may be under way beside training,
-        # and other ranks may delay the save for a step to come.
-        self.before_wait: Callable[[], None] = lambda: None
-        self._training_thread = training_thread or threading.get_ident()
+        self.is_requested = is_requested
+        self._before_wait: Callable[[], None] = lambda: None
+        self._training_thread = threading.get_ident()
         self._reached = REQUESTED
         self._for_good = False
         self._aliases: list[SaveHandle] = []
@@ -138,6 +138,21 @@ class SaveHandle:
         """True once the save is committed or has failed."""
         return self.error is not None or self._reached >= COMMITTED
 
+    def defer(self, reason: str) -> None:
+        """Record that it is taken at a later boundary."""
+        self.deferred = reason
+
+    def stage(self, snapshot: str, before_wait: Callable[[], None]) -> None:
+        """Advance the save to staged.
+
+        Args:
+            snapshot: Full name.
+            before_wait: Called by the training thread before it waits: copies may be under way
+                beside training, and other ranks may delay the save for a step to come.
+        """
+        self._before_wait = before_wait
+        self.reach(STAGED, snapshot)
+
     def reach(self, state: int, snapshot: str | None = None) -> None:
         """Advance the save to `state`."""
         with self._changed:
@@ -179,9 +194,9 @@ class SaveHandle:
                 other.fail_durable(self.not_durable, for_good=self._for_good)
 
     def _call_before_wait(self, timeout_s: float | None) -> None:
-        """Call `before_wait` if this wait blocks training; a poll (`timeout_s` 0) does not."""
+        """Make other ranks and copies hurry if this wait blocks training; a poll does not."""
         if self._is_training_thread() and timeout_s != 0:
-            self.before_wait()
+            self._before_wait()
 
     def _is_training_thread(self) -> bool:
         return threading.get_ident() == self._training_thread

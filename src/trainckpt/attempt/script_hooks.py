@@ -57,39 +57,6 @@ class Hooks:
         _call("after_restore", self.after_restore)
 
 
-class Hooked:
-    """The public decorators of a Checkpointer."""
-
-    _hooks: Hooks
-
-    def on_resume(self, hook: AnyResumeHook) -> AnyResumeHook:
-        """Decorate a function `hook(cursor, lost)`, called after a resume has restored the state.
-
-        `lost` is the number of micro-batches trained after the snapshot, which are trained again;
-        None if it is unknown. A run that begins at step 0 does not call it.
-        """
-        self._hooks.add_on_resume(hook)
-        return hook
-
-    def before_dump(self, hook: AnyHook) -> AnyHook:
-        """Decorate a function `hook()`, called on every rank before its process is dumped.
-
-        Close connections to other programs there, since they cannot be dumped. The snapshot is
-        committed by then. If a hook raises, the ranks stop with the snapshot, without a dump.
-        """
-        self._hooks.before_dump.append(hook)
-        return hook
-
-    def after_restore(self, hook: AnyHook) -> AnyHook:
-        """Decorate a function `hook()`, called in restored processes before they train on.
-
-        Open the connections again that `before_dump` closed. If a hook raises, the processes end,
-        and `trainckpt resume` launches the command from the snapshot.
-        """
-        self._hooks.after_restore.append(hook)
-        return hook
-
-
 def _call(kind: str, hooks: list[Any]) -> None:
     for hook in hooks:
         name = getattr(hook, "__qualname__", repr(hook))

@@ -74,7 +74,7 @@ class TrackedLoader:
         exhausted: The last pass ended by running out, and no new one has begun.
         passes_started: Passes begun, those of the loaded run included.
         total_batches, total_samples: Returned since this object was made, over all passes.
-        after_fetch: Called with every batch before it is returned, if set.
+        after_fetch: Called with every batch before it is returned.
         loaded_pass: The pass in the middle of which a state was loaded.
     """
 
@@ -85,6 +85,7 @@ class TrackedLoader:
         name: str,
         on_boundary: Callable[[], None] | None = None,
         before_first_fetch: Callable[[], bool | None] | None = None,
+        after_fetch: Callable[[Any], None] | None = None,
         leader: TrackedLoader | None = None,
         report: Report | None = None,
     ) -> None:
@@ -100,7 +101,7 @@ class TrackedLoader:
         self.total_batches = self.total_samples = 0
         # This rank's samples since the run began, less `total_samples`; None: unknown after a load.
         self._earlier_samples: int | None = 0
-        self.after_fetch: Callable[[Any], None] | None = None
+        self.after_fetch = after_fetch
         self._report: Report = report or _warn
         self.loaded_pass = LoadedPass()
         self._history = PassHistory()

@@ -253,7 +253,7 @@ def attach(
     ckpt = AttachedCheckpointer(accelerator, run, keywords)
     _attached[accelerator] = weakref.ref(ckpt)
     ckpt.resume()
-    ckpt._loop_checks.knows_epoch = False  # the script has not seen the epoch
+    ckpt._loop_checks.note_epoch(is_known=False)  # the script has not seen the epoch
     return ckpt
 
 

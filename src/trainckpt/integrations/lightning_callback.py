@@ -25,7 +25,7 @@ from trainckpt.attempt import log
 from trainckpt.attempt.launch import AT_VARIABLE
 from trainckpt.attempt.log import logger
 from trainckpt.checkpointer import Checkpointer
-from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
+from trainckpt.errors import ConfigurationError, StateMismatch, Stopped, TrainckptError
 from trainckpt.integrations import lightning_compat
 from trainckpt.integrations.lightning_compat import (
     check_lightning,
@@ -40,7 +40,6 @@ from trainckpt.integrations.lightning_state import HookState, LoopState, modules
 from trainckpt.run_directory.run_url import in_proof
 from trainckpt.snapshot import attempt_history
 from trainckpt.state.adapters.stateful import MetricState
-from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +142,7 @@ def _names_before(ckpt: Checkpointer) -> dict[str, int]:
         return {}
     for number in sorted(records, reverse=True):
         told = records[number].facts.get(FACT)
-        if number < ckpt._attempt.number and isinstance(told, dict) and NAMES in told:
+        if number < ckpt.attempt and isinstance(told, dict) and NAMES in told:
             return {str(name): int(at) for name, at in dict(told[NAMES]).items()}
     return {}
 

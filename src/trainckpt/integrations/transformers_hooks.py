@@ -20,9 +20,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.data.sources import PrefetchingSource
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import ConfigurationError, Stopped
 from trainckpt.integrations.accelerate_loader import ShardReader
-from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

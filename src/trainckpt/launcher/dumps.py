@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.heartbeat import Heartbeat
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_rank_statuses
+from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_paces, read_rank_statuses
 from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, DumpFacts, choose, is_too_late
 from trainckpt.dumping.handshake import DumpRequest
@@ -44,7 +44,6 @@ from trainckpt.process_dump.gpu_state import LOCK_WITHIN_S, GpusLost
 from trainckpt.process_dump.restore import load
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history
-from trainckpt.stop.progress_report import read_paces
 from trainckpt.storage.fs_probe import file_system, is_remote
 from trainckpt.storage.local import LocalTier
 

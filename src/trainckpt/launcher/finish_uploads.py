@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt.options import LOCAL
+from trainckpt.attempt.options import LOCAL, MEMORY
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.names import SnapshotName
 from trainckpt.launcher.record import launch_folder
@@ -33,7 +33,6 @@ from trainckpt.run_directory.run_tiers import move, open_everywhere
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.run_directory.tier_config import COMMITS, TIERS
 from trainckpt.snapshot import attempt_history, upload
-from trainckpt.stop.final_save_tier import MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

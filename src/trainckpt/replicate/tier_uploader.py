@@ -108,7 +108,7 @@ class UploadQueue:
             for older in [n for n in self._tagged if not self._is_required(n)]:
                 self.remove(older)
         self._tagged[name], self.handles[name] = tagged, handle
-        if handle.is_asked:
+        if handle.is_requested:
             self._requested.add(name)
 
     def add_earlier(self, name: SnapshotName, *, tagged: bool) -> None:

@@ -21,7 +21,6 @@ from trainckpt.attempt import rank_status
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import LOCAL
 from trainckpt.attempt.save_handle import DURABLE
-from trainckpt.attempt.stop_plan import CAUTION
 from trainckpt.errors import ConfigurationError, SaveFailed
 from trainckpt.notice import OF_MACHINE
 from trainckpt.run_directory import run_url
@@ -107,6 +106,7 @@ def check(every: Every, slower: TierConfig) -> None:
 # ---- uploads to all slower tiers
 
 
+CAUTION = 1.25  # a save or copy may take so much longer than the ones measured
 UNLIMITED_S = 86400.0
 UNASKED_S = 60.0  # without a deadline, and without a supervisor to finish the uploads
 

@@ -1,4 +1,6 @@
-"""Warn about tracked objects that a save cannot be useful for.
+"""Refuse what no save could store; warn about tracked objects that a save cannot be useful for.
+
+`check_storable` runs at the first boundary, and at the first one after a step.
 
 `TrackedNamesCheck` warns at the first save whose names or parameter groups differ from those at the
 start: a later resume of the script may not find them.
@@ -10,18 +12,68 @@ other.
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
+from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.attempt.log import logger
+from trainckpt.errors import ConfigurationError
 from trainckpt.format.digest import compact
+from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.state.adapters.optimizer import cannot_be_added
+from trainckpt.state.capture import must_be_storable
+from trainckpt.state.state_size import weigh
+from trainckpt.storage.fs_probe import free_bytes
+from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.attempt.save_handle import Committed
     from trainckpt.format.shard_file import ShardHeader
+    from trainckpt.ranks.store import RankStore
     from trainckpt.state.registry import Registry
+    from trainckpt.storage.base import Place
+
+
+def check_storable(
+    channel: RankStore, registry: Registry, tier: Place, *, at_first: bool, excludes: bool
+) -> None:
+    """Refuse a state that no save could store, and warn if the disk lacks room for it.
+
+    All ranks pass the first boundary and refuse together. After it only the affected rank logs an
+    error, since the others might wait for it in vain; the next save then fails on all, with the
+    reason.
+
+    Args:
+        channel, registry, tier: Of this rank.
+        at_first: This is the first boundary.
+        excludes: Tensors are left out of saves, so their size is not known here.
+
+    Raises:
+        ConfigurationError: a tracked object's state cannot be stored; named in the message.
+    """
+    if at_first or channel.world.size == 1:
+        check = partial(must_be_storable, registry)
+        gather_or_raise(channel, f"storable/{int(at_first)}", check, RANKS_TIMEOUT_S)
+    else:
+        try:
+            must_be_storable(registry)
+        except ConfigurationError as error:
+            logger.error("no checkpoint can be saved: %s; next: %s", error.message, error.hint)
+    if channel.world.rank != 0 or not isinstance(tier, LocalTier) or excludes:
+        return
+    with contextlib.suppress(OSError):
+        needed, free = weigh(registry, gradients=False).state, free_bytes(tier.root)
+        if 0 <= free < needed:
+            logger.error(
+                "%s has %.1f MB left, and a checkpoint needs %.1f MB: unless space is freed, "
+                "nothing can be saved there",
+                tier.url,
+                free / 1e6,
+                needed / 1e6,
+            )
 
 
 CHECK_EVERY = 16  # saves: a walk over all modules takes milliseconds, and training waits

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.save_handle import COMMITTED, STAGED, Committed, SaveHandle
+from trainckpt.attempt.save_handle import COMMITTED, Committed, SaveHandle
 from trainckpt.encryption.encrypted_file import EncryptedLayout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
@@ -133,7 +133,7 @@ class SaveCoordinator:
         tier: Tier,
         channel: RankStore,
         registry: Registry,
-        facts: ManifestDefaults,
+        defaults: ManifestDefaults,
         log: AttemptLog,
         timings: Timings,
         arenas: Arenas,
@@ -147,7 +147,7 @@ class SaveCoordinator:
         """Store the arguments; one connection to the store is opened.
 
         Args:
-            tier, channel, registry, facts, log, timings, arenas: Of the attempt.
+            tier, channel, registry, defaults, log, timings, arenas: Of the attempt.
             window_start: Returns the cursor at the beginning of the open window.
             sealing: Encrypts every file; None: nothing is encrypted.
             uploads: None: there are no slower tiers.
@@ -175,7 +175,7 @@ class SaveCoordinator:
             tier=tier,
             channel=channel,
             files=registry.files,
-            facts=facts,
+            defaults=defaults,
             log=log,
             references=self.references,
             being_read=lambda: self.uploads.busy,
@@ -184,7 +184,7 @@ class SaveCoordinator:
         )
         self._is_encrypted = sealing is not None
         self._tracked_names = TrackedNamesCheck(registry)
-        self._registry, self._facts, self._timings = registry, facts, timings
+        self._registry, self._defaults, self._timings = registry, defaults, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
         self._plans = SavePlanCache(channel.world.rank, channel.world.size)
         self._comparing = ReplicaCheck(channel.world.rank, channel.world.size)
@@ -211,11 +211,10 @@ class SaveCoordinator:
         cursor: Cursor,
         reason: str,
         tags: tuple[str, ...],
-        pending: SaveHandle,
+        handle: SaveHandle,
         *,
         last: bool = False,
         may_skip: bool = False,
-        asked: bool = False,
         in_memory: bool = False,
     ) -> SaveHandle:
         """Take a snapshot now. Every rank calls it at the same boundary.
@@ -225,44 +224,43 @@ class SaveCoordinator:
 
         Args:
             cursor, reason, tags: For the manifest.
-            pending: Handle to resolve.
+            handle: Handle to resolve.
             last: Nothing need be copied: the caller changes nothing before `wait` or `abandon`.
-            may_skip: All ranks skip the save if on any rank the one before is far from written.
-            asked: Defer the save rather than skip it, and set `pending.deferred`.
+            may_skip: All ranks skip the save if on any rank the one before is far from written. One
+                that a caller may wait for is deferred instead.
             in_memory: Keep it in the hosts' memory, and write nothing to the run directory.
         """
-        pending.is_asked = asked or not may_skip
-        behind = may_skip and self._is_behind(PATIENCE_S if asked else NEARLY_S)
+        behind = may_skip and self._is_behind(PATIENCE_S if handle.is_requested else NEARLY_S)
         if not behind:
             self.join()
             self._writer.begin()
         begun_s = time.monotonic()
         self._sequence += 1
-        name = SnapshotName(self._facts.attempt, self._sequence, cursor.step, cursor.micro)
+        name = SnapshotName(self._defaults.attempt, self._sequence, cursor.step, cursor.micro)
         try:
             with self._registry.unchanged():
                 self._tracked_names.check()
                 staged = self._stage(cursor, last=last, behind=behind, in_memory=in_memory)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
-            if asked:
-                pending.deferred = str(skipped)
+            if handle.is_requested:
+                handle.defer(str(skipped))
             else:
-                self._skip(pending, name, str(skipped))
-            return pending
+                self._skip(handle, name, str(skipped))
+            return handle
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._writer.send(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
             self._record_failure(
-                pending, name, SaveFailed(f"the state could not be captured: {error}")
+                handle, name, SaveFailed(f"the state could not be captured: {error}")
             )
             if alarm := raised_by_handler(error):
                 raise alarm from None
-            return pending
+            return handle
         name = replace(name, attempt=staged.attempt)
         manifest = Manifest(
-            run=self._facts.run,
+            run=self._defaults.run,
             name=name,
-            parent=self._facts.parent,
+            parent=self._defaults.parent,
             cursor=cursor,
             world=self._channel.world.size,
             files=(),
@@ -270,27 +268,26 @@ class SaveCoordinator:
             created=time.time(),
             tags=tags,
             reason=reason,
-            fingerprint=self._facts.fingerprint,
+            fingerprint=self._defaults.fingerprint,
             writer=f"trainckpt {VERSION}",
             window=self._window_start(),
         )
         self._save = save = SaveInFlight(
             manifest=manifest,
             staged=staged,
-            handle=pending,
+            handle=handle,
             begun_s=begun_s,
             num_bytes=num_bytes,
             in_memory=in_memory,
             is_last=last,
         )
-        pending.before_wait = self._copying.wait
-        pending.reach(STAGED, str(name))
+        handle.stage(str(name), self._copying.wait)
         self._thread = threads.thread(self._write, "trainckpt-save", save)
         self._thread.start()
         if isinstance(staged.shard, staging.StreamedShard) and not last:
             staged.shard.is_read.wait()  # no memory for a copy: the tensors must not change
         self._timings.record_stall(time.monotonic() - begun_s)
-        return pending
+        return handle
 
     def join(self, limit_s: float | None = None) -> None:
         """Return when no save is in flight, or after `limit_s` seconds. Training thread.
@@ -390,9 +387,9 @@ class SaveCoordinator:
                 self._may_wait = not self.busy
         return self.busy
 
-    def _skip(self, pending: SaveHandle, name: SnapshotName, why: str) -> None:
+    def _skip(self, handle: SaveHandle, name: SnapshotName, why: str) -> None:
         self.skipped += 1
-        pending.fail(SaveFailed(f"skipped: {why}"))
+        handle.fail(SaveFailed(f"skipped: {why}"))
         if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
             logger.warning(
                 "save %s was skipped: %s (%d so far); save less often, or to faster storage",
@@ -404,7 +401,7 @@ class SaveCoordinator:
     def _stage(self, cursor: Cursor, *, last: bool, behind: bool, in_memory: bool) -> _Staged:
         """Do steps 2 to 4."""
         world = self._channel.world
-        answer = dict[str, Any](place=cursor.place(), behind=behind, attempt=self._facts.attempt)
+        answer = dict[str, Any](place=cursor.place(), behind=behind, attempt=self._defaults.attempt)
         cause: Exception | None = None
         try:
             captured = capture(self._registry)
@@ -527,13 +524,13 @@ class SaveCoordinator:
         """Take a snapshot that the survivors committed as the newest of this attempt."""
         self.committed = name, cursor
 
-    def _record_failure(self, pending: SaveHandle, name: SnapshotName, error: SaveFailed) -> None:
+    def _record_failure(self, handle: SaveHandle, name: SnapshotName, error: SaveFailed) -> None:
         self._failures += 1
         next_step = f"; next: {error.hint}" if error.hint else ""
         if self._failures == 1:
             logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)
         else:
-            newest = self.committed[0] if self.committed else self._facts.parent
+            newest = self.committed[0] if self.committed else self._defaults.parent
             logger.error(
                 "save %s failed, as did %d before it: a stop now loses all training since %s. %s%s",
                 name,
@@ -542,4 +539,4 @@ class SaveCoordinator:
                 error.message,
                 next_step,
             )
-        pending.fail(error)
+        handle.fail(error)

@@ -1,21 +1,20 @@
-"""Measure micro-batches and saves, and estimate the next ones when a notice comes.
+"""Measure micro-batches and saves; from them estimate a save, and decide where a stop may fall.
 
 `Timings.on_boundary` is called at every boundary, so it makes no object and calls no clock of its
-own.
-The training thread writes; any thread reads.
+own. The training thread writes; any thread reads.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt import stop_plan
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.memory_budget import budget_bytes
-from trainckpt.attempt.stop_plan import StopFacts
 from trainckpt.encryption.encrypted_file import bytes_per_s
+from trainckpt.replicate.uploads import CAUTION
 from trainckpt.state.state_size import weigh
 
 if TYPE_CHECKING:
@@ -106,11 +105,95 @@ class Timings:
         return max(tuple(self._copies), default=None)
 
 
+# ---- where a stop may fall
+#
+# Pure functions of measured facts. Durations are seconds, sizes bytes of one rank. An unmeasured
+# value is None; then the guarantee is chosen: the micro-batch.
+
+
+UNMEASURED_SHARE = 0.5  # share of the time left reserved for a save without measurements
+READ_AND_WRITE = 2.0  # gradients that are saved are read again
+
+
+@dataclass(frozen=True)
+class StopFacts:
+    """Facts known when a notice comes.
+
+    Attributes:
+        stop_at: The option.
+        micro: Micro-batches trained since the last step.
+        window: Micro-batches of a whole window.
+        micro_batch_s: Seconds that one takes.
+        state_bytes: Size of a snapshot at a window's end.
+        gradient_bytes: Bytes that the open window's gradients add.
+        seconds_per_byte: Of a whole save, from the call to the commit.
+        memory_budget: Bytes that saves may take.
+    """
+
+    stop_at: str
+    micro: int = 0
+    window: int | None = None
+    micro_batch_s: float | None = None
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    seconds_per_byte: float | None = None
+    memory_budget: int | None = None
+
+
+def choose_mode(facts: StopFacts, seconds_left: float | None) -> tuple[Mode, str]:
+    """Return the mode of a notice that names none, and the reason.
+
+    "auto" is the micro-batch if its gradients fit the memory budget and the window's end would
+    miss the deadline or cost more time than the gradients do; else the window.
+    """
+    if facts.stop_at == "micro-batch":
+        return "micro-batch", "stop_at says so"
+    if facts.window is None:
+        return "micro-batch", "how long a window is was not seen yet"
+    if facts.stop_at == "window":
+        return "window", "stop_at says so"
+    budget, whole = facts.memory_budget, facts.state_bytes + facts.gradient_bytes
+    if budget is not None and whole > budget:
+        return "window", f"gradients and state are {whole} bytes, over the budget of {budget}"
+    if facts.micro_batch_s is None or facts.seconds_per_byte is None:
+        return "micro-batch", "nothing was measured yet"
+    wait_s = max(facts.window - facts.micro, 0) * facts.micro_batch_s
+    save_s = predicted_save_s(facts.state_bytes, facts.seconds_per_byte)
+    if seconds_left is not None and wait_s + save_s > seconds_left:
+        return "micro-batch", f"the window's end, {wait_s:.1f} s away, would miss the deadline"
+    extra_s = READ_AND_WRITE * facts.gradient_bytes * facts.seconds_per_byte
+    if wait_s > extra_s:
+        return "micro-batch", f"its gradients cost {extra_s:.1f} s, the window's end {wait_s:.1f}"
+    return "window", f"its end is {wait_s:.1f} s away, gradients would cost {extra_s:.1f}"
+
+
+def predicted_save_s(num_bytes: int, seconds_per_byte: float) -> float:
+    """Return the seconds predicted for a save of so many bytes, with some caution."""
+    return CAUTION * num_bytes * seconds_per_byte
+
+
+def must_tighten_after_s(facts: StopFacts, seconds_left: float) -> float:
+    """Return the seconds from now after which a window stop must settle for the micro-batch.
+
+    Early enough for two more micro-batches (the one under way and the one that ranks ahead are
+    in) and the save with gradients, for which a share is reserved where none was measured.
+    """
+    if facts.seconds_per_byte is None:
+        save_s = UNMEASURED_SHARE * seconds_left
+    else:
+        whole = facts.state_bytes + facts.gradient_bytes
+        save_s = predicted_save_s(whole, facts.seconds_per_byte)
+    return max(0.0, seconds_left - save_s - 2 * (facts.micro_batch_s or 0.0))
+
+
+# ---- the estimates
+
+
 FRESH_MEMORY = 5  # times as slow as memory that was used before
 
 
 class SaveEstimator:
-    """Collects facts for the decisions of `stop_plan`. Any thread; never blocks.
+    """Collects facts for these decisions. Any thread; never blocks.
 
     Attributes:
         timings: Timings of this rank.
@@ -142,14 +225,14 @@ class SaveEstimator:
 
     def describe(self) -> str:
         """Describe where a stop will fall, as far as is known at start-up."""
-        mode, _ = stop_plan.choose_mode(self.facts(), None)
+        mode, _ = choose_mode(self.facts(), None)
         if self._options.stop_at == "auto" and mode == "micro-batch":
             return "the micro-batch, or on its window's end where that is cheaper and in time"
         return "the window's end" if self._options.stop_at == "window" else f"the {mode}"
 
     def mode(self, seconds_left: float | None) -> Mode:
         """Return the mode of a notice that names none."""
-        mode, reason = stop_plan.choose_mode(self.facts(), seconds_left)
+        mode, reason = choose_mode(self.facts(), seconds_left)
         if self._options.stop_at == "auto" and not self._logged:
             self._logged = True
             logger.debug("stops will fall on the %s: %s", mode, reason)
@@ -179,5 +262,5 @@ class SaveEstimator:
         return per_byte * weigh(self._registry, gradients=True).now
 
     def tighten_after_s(self, seconds_left: float) -> float:
-        """See `stop_plan.must_tighten_after_s`."""
-        return stop_plan.must_tighten_after_s(self.facts(), seconds_left)
+        """See `must_tighten_after_s`."""
+        return must_tighten_after_s(self.facts(), seconds_left)

@@ -1,7 +1,7 @@
-"""Map each call of `ckpt.save()` to the save that satisfies it.
+"""Decide when a save is taken: by the schedule, or since a rank called `ckpt.save()`.
 
 The n-th call of any rank asks for the same save. A rank may call after the save was taken, since
-another rank had asked first: it gets the handle of that save.
+another rank had called first: it gets the handle of that save.
 
 A save that is due while the one before is still being written (minutes, where storage hangs) is
 deferred. Training goes on, and the save is tried again some boundaries later, and at the run's end.
@@ -15,35 +15,151 @@ save carries the tags of all.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import SaveFailed
+from trainckpt.format.attempt_record import FINISHED, STOPPED
+from trainckpt.replicate.uploads import WRITING_SHARE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from trainckpt.attempt.options import Every
+    from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.rounds import Decision
     from trainckpt.save.coordinator import SaveCoordinator
 
+
+# ---- the interval of `every="auto"`
+#
+# More frequent saves cost more time, less frequent ones lose more at a failure. The sum is least
+# where the interval is the square root of twice the cost of a save times the mean time between
+# failures (Young, "A first order approximation to the optimum checkpoint interval", 1974).
+
+
+PRIOR_S = 24 * 3600.0  # time in which one failure is expected, as long as none was seen
+LEAST_S, MOST_S = 10.0, 3600.0
+COST_SHARE = 0.01  # largest share of the time that saves may cost
+FIRST_S = 60.0  # until a save was measured
+
+
+def interval_s(cost_s: float | None, write_s: float | None, mean_s: float) -> float:
+    """Return the seconds from one save to the next.
+
+    Args:
+        cost_s: Seconds of training lost by one save; None: not measured yet.
+        write_s: From its beginning to its commit.
+        mean_s: Mean time between failures.
+    """
+    if cost_s is None:
+        return FIRST_S
+    best = math.sqrt(2.0 * cost_s * mean_s)
+    least = max(LEAST_S, cost_s / COST_SHARE, (write_s or 0.0) / WRITING_SHARE)
+    return max(min(best, MOST_S), least)
+
+
+def mean_time_between_failures_s(attempts: Iterable[AttemptRecord]) -> float:
+    """Return the mean over this run's ended attempts, with one failure expected in `PRIOR_S`.
+
+    A stop by a notice is no failure: it is saved. The lifetime of an attempt that died without a
+    record is unknown, so it counts as a failure and adds no time.
+    """
+    alive_s, failures = PRIOR_S, 1
+    for record in attempts:
+        outcome = record.outcome or {}
+        if outcome.get("outcome") not in (FINISHED, STOPPED):
+            failures += 1
+        seconds = outcome.get("seconds")
+        alive_s += seconds if isinstance(seconds, (int, float)) and seconds > 0 else 0.0
+    return alive_s / failures
+
+
+# ---- the schedule
+
+
+class SaveSchedule:
+    """Decides about saves by steps (the same on all ranks) and by time (requested by rank 0).
+
+    `every="100 steps"` is a pure function of the cursor, so every rank finds it due at the same
+    boundary. `every="10 min"` is not: rank 0 requests it, and all agree on the boundary.
+    `every="auto"` is by time, and each interval follows from what was measured before it.
+    """
+
+    def __init__(
+        self,
+        every: Every,
+        begun_step: int,
+        now_s: float,
+        interval: Callable[[], float] = lambda: 0.0,
+        memory_every: Every | None = None,
+    ) -> None:
+        """`interval` returns the next one, in seconds, where `every` is "auto".
+
+        `memory_every` is by steps: saves to memory, where none to the run directory is due.
+        """
+        self._memory = SaveSchedule(memory_every, begun_step, now_s) if memory_every else None
+        self._in_memory = False
+        self._steps = every.steps
+        self._interval = interval if every.auto else None
+        self._seconds = interval() if every.auto else every.seconds
+        self.reason = f"every {every.text}"
+        self._multiple = begun_step // self._steps if self._steps else 0
+        self._next_s = now_s + self._seconds if self._seconds else float("inf")
+
+    @property
+    def save_arguments(self) -> dict[str, bool]:
+        """Arguments for the save that `due_by_steps` has just reported due."""
+        return {"may_skip": True, "in_memory": self._in_memory}
+
+    def due_by_steps(self, step: int, micro: int) -> bool:
+        """True once, at the first window's start at or beyond each multiple."""
+        in_memory = self._memory is not None and self._memory.due_by_steps(step, micro)
+        due = self._is_due(step, micro)
+        self._in_memory = in_memory and not due
+        return due or in_memory
+
+    def _is_due(self, step: int, micro: int) -> bool:
+        if self._steps is None or micro:
+            return False
+        multiple = step // self._steps
+        if multiple <= self._multiple:
+            return False
+        self._multiple = multiple
+        return True
+
+    def due_by_time(self, now_s: float) -> bool:
+        """True once each time the interval has passed."""
+        if now_s < self._next_s or self._seconds is None:
+            return False
+        if self._interval is not None:
+            self._seconds = self._interval()
+        self._next_s = now_s + self._seconds
+        return True
+
+
+# ---- calls of `ckpt.save()`
+
+
 MOST_BOUNDARIES = 16  # between two tries
-Asked = tuple[int, str | None]  # number of a call, and its tag
+Call = tuple[int, str | None]  # number of a call, and its tag
 
 
-def merged(of_ranks: Iterable[Iterable[Sequence[Any]]]) -> list[Asked]:
+def merged(of_ranks: Iterable[Iterable[Sequence[Any]]]) -> list[Call]:
     """Return the calls waiting on any rank, in order; of several tags for one the lowest rank's."""
     tags: dict[int, str | None] = {}
-    for asked in of_ranks:
-        for number, tag in asked:
+    for calls in of_ranks:
+        for number, tag in calls:
             tags[number] = tags.get(number) or tag
     return sorted(tags.items())
 
 
-def tags_of(asked: Iterable[Asked]) -> tuple[str, ...]:
+def tags_of(calls: Iterable[Call]) -> tuple[str, ...]:
     """Return each tag once, in order."""
-    return tuple(dict.fromkeys(tag for _, tag in asked if tag))
+    return tuple(dict.fromkeys(tag for _, tag in calls if tag))
 
 
 class SaveRequests:
@@ -66,7 +182,9 @@ class SaveRequests:
         handle = self._handle(self._calls)
         if tag:
             self._tags[self._calls] = tag
-        self._forget_ended()
+        for number in [n for n, h in self._handles.items() if n < self._calls and h.ended]:
+            del self._handles[number]
+            self._tags.pop(number, None)
         return self._calls, handle
 
     def take(
@@ -76,16 +194,17 @@ class SaveRequests:
 
         Args:
             saver, cursor: The saver to use, and the current cursor.
-            due: The agreed save. One that no call asked for is skipped where another is deferred.
+            due: The agreed save. One by the schedule is skipped where one of a call is deferred.
             waits: Wait for the save before, however long that takes.
         """
-        tags, asked = (due.notice.tag,) if due.notice.tag else (), due.notice.number is not None
-        pending = SaveHandle() if due.notice.number is None else self._handle(due.notice.number)
-        saver.save(cursor, due.notice.reason, tags, pending, may_skip=not waits, asked=asked)
-        if pending.deferred and due not in self.deferred:
+        number, tag = due.notice.number, due.notice.tag
+        handle = SaveHandle(is_requested=False) if number is None else self._handle(number)
+        tags = (tag,) if tag else ()
+        saver.save(cursor, due.notice.reason, tags, handle, may_skip=not waits)
+        if handle.deferred and due not in self.deferred:
             self.deferred.append(due)
             self._pause = self._until_next_try = 1
-        return not pending.deferred
+        return not handle.deferred
 
     def take_deferred(self, saver: SaveCoordinator, cursor: Cursor, *, waits: bool = False) -> None:
         """Retry deferred saves when it is time. At each boundary, on all ranks alike."""
@@ -109,31 +228,25 @@ class SaveRequests:
         """Fail the calls without a save, since the attempt has ended."""
         self.fail_all(self.waiting(), f"the attempt {how} before this save was taken")
 
-    def waiting(self) -> list[Asked]:
+    def waiting(self) -> list[Call]:
         """Return the calls without a save yet, as far as this rank knows."""
         tags = {**{due.notice.number or 0: due.notice.tag for due in self.deferred}, **self._tags}
         handles = sorted(self._handles.items())
         return [(n, tags.get(n)) for n, h in handles if not h.ended and h.snapshot is None]
 
-    def resolve(self, asked: Iterable[Asked], saved: SaveHandle) -> None:
+    def resolve(self, calls: Iterable[Call], saved: SaveHandle) -> None:
         """Resolve all these calls with one committed save. All ranks alike."""
         self.deferred.clear()
-        for number, _ in asked:
+        for number, _ in calls:
             saved.add_alias(self._handle(number))
 
-    def fail_all(self, asked: Sequence[Asked], reason: str, *, says: bool = True) -> None:
+    def fail_all(self, calls: Sequence[Call], reason: str, *, logs: bool = True) -> None:
         """Fail all these calls."""
         self.deferred.clear()
-        for number, _ in asked:
+        for number, _ in calls:
             self._handle(number).fail(SaveFailed(reason))
-        for tag in tags_of(asked) if says else ():
+        for tag in tags_of(calls) if logs else ():
             logger.warning("no snapshot was saved with tag %r: %s", tag, reason)
 
     def _handle(self, number: int) -> SaveHandle:
         return self._handles.setdefault(number, SaveHandle())
-
-    def _forget_ended(self) -> None:
-        done = [n for n, h in self._handles.items() if n < self._calls and h.ended]
-        for number in done:
-            del self._handles[number]
-            self._tags.pop(number, None)

@@ -33,12 +33,12 @@ class RetentionWorker:
     def __init__(
         self,
         tier: Tier,
-        facts: ManifestDefaults,
+        defaults: ManifestDefaults,
         log: AttemptLog,
         being_read: Callable[[], Collection[str]],
     ) -> None:
         """`being_read`: full names of snapshots that must not be pruned now."""
-        self._tier, self._facts, self._log, self._being_read = tier, facts, log, being_read
+        self._tier, self._defaults, self._log, self._being_read = tier, defaults, log, being_read
         self._lock = threading.Lock()
         self._newest_commit: SnapshotName | None = None
         self._thread: threading.Thread | None = None
@@ -86,27 +86,27 @@ class RetentionWorker:
         attempts = read_attempts(self._tier)
         for old in old_dumps(self._tier, attempts):
             remove(self._tier, old)
-        run, parsed = self._facts.run, self._parsed
+        run, parsed = self._defaults.run, self._parsed
         candidates = catalog.read_catalog(self._tier, run, attempts, parsed)
         parsed.forget()
         prune.prune_by_policy(
             self._tier,
             candidates,
-            keep_last=self._facts.keep_last,
-            attempt=self._facts.attempt,
+            keep_last=self._defaults.keep_last,
+            attempt=self._defaults.attempt,
             keep=self._being_read(),
             unless=self._is_superseded,
         )
         if self._may_have_survivor_files:
             self._may_have_survivor_files = False
             for folder in self._tier.list(names.SURVIVORS):
-                if folder.isdecimal() and int(folder) < self._facts.attempt:
+                if folder.isdecimal() and int(folder) < self._defaults.attempt:
                     self._tier.remove_folder(f"{names.SURVIVORS}/{folder}")
 
     def _is_superseded(self) -> bool:
         """Return True if a newer attempt of the run has begun; log it once."""
         newer = newest(self._tier)
-        if newer <= self._facts.attempt:
+        if newer <= self._defaults.attempt:
             return False
         if not self._superseded:
             self._superseded = True
@@ -114,6 +114,6 @@ class RetentionWorker:
                 "attempt %d of this run has begun: the next saves of this attempt, %d, become an "
                 "abandoned branch, used only by name",
                 newer,
-                self._facts.attempt,
+                self._defaults.attempt,
             )
         return True

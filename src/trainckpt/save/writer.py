@@ -188,7 +188,7 @@ class SnapshotWriter:
         tier: Tier,
         channel: RankStore,
         files: Sequence[TrackedFile],
-        facts: ManifestDefaults,
+        defaults: ManifestDefaults,
         log: AttemptLog,
         references: IncrementalIndex,
         being_read: Callable[[], Collection[str]] = tuple,
@@ -198,20 +198,19 @@ class SnapshotWriter:
         """Open a connection of its own to the store.
 
         Args:
-            tier, channel, files, facts, log, references: Of the attempt.
+            tier, channel, files, defaults, log, references: Of the attempt.
             being_read: Returns full names of snapshots that must not be pruned now.
             sealing: Encrypts every file; None: nothing is encrypted.
             room: Returns memory for an encrypted file to replicate (`ReplicationControl.reserve`).
         """
         self._sealing, self._room = sealing, room
         self._tier = tier
-        self.retention = RetentionWorker(tier, facts, log, being_read)
+        self.retention = RetentionWorker(tier, defaults, log, being_read)
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
         self._keys = SaveKeys(self._background)
         self._files = files
-        self._facts = facts
         self._client = WriterClient()
         self._tables: tuple[Any, str] = None, ""  # the table published last, and its name
         self._last_use: dict[str, int] = {}  # rank 0: tables in the store -> the last save with it

@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.rank_status import LEFT, REFUSED, launch_folder
@@ -42,54 +42,14 @@ if TYPE_CHECKING:
     from trainckpt.attempt.rank_status import RankStatusWriter
     from trainckpt.attempt.record_log import AttemptId
     from trainckpt.attempt.script_hooks import Hooks
+    from trainckpt.dumping.communicators import Communicators
     from trainckpt.dumping.handshake import DumpRequest
+    from trainckpt.dumping.lean_dump import LeanDump
     from trainckpt.ranks.store import RankStore
     from trainckpt.stop.listener import NoticeListener
 
-    class Lean(Protocol):
-        """Memory that a dump can leave out."""
 
-        @property
-        def is_whole(self) -> bool:
-            """Return True if nothing has to be undone."""
-
-        def prepare(self, snapshot: str) -> None:
-            """Find the memory that the snapshot holds."""
-
-        def drop(self) -> int:
-            """Free that memory and return the bytes freed. All ranks call it, or none."""
-
-        def refill(self) -> None:
-            """Restore the dropped memory; do nothing if none was dropped."""
-
-        def make_buckets(self) -> None:
-            """Run the collective part of the refill, once each rank has refilled."""
-
-    class Communicators(Protocol):
-        """Process groups that cannot be in a dump."""
-
-        @property
-        def is_whole(self) -> bool:
-            """Return True if nothing has to be undone."""
-
-        @property
-        def is_needed(self) -> bool:
-            """Return True if this rank has any."""
-
-        def examine(self) -> None:
-            """Raise where they cannot be taken down."""
-
-        def tear_down(self) -> None:
-            """Take them down. All ranks, or none."""
-
-        def make(self) -> None:
-            """Make them again; nothing to do if none was taken down."""
-
-        def agree(self) -> None:
-            """Run one collective, once each rank has made the groups."""
-
-
-ASKED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
+REQUESTED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
 LOOK_EVERY_S = 0.02
 
 
@@ -108,7 +68,7 @@ class DumpPause:
         number: AttemptId,
         listener: NoticeListener,
         status_writer: RankStatusWriter,
-        lean: Lean | None,
+        lean: LeanDump | None,
         communicators: Communicators | None = None,
     ) -> None:
         """Store the arguments; `lean`: None if memory must stay as it is."""
@@ -116,19 +76,20 @@ class DumpPause:
         self._channel, self._hooks, self._number = channel, hooks, number
         self._listener, self._status_writer, self._lean = listener, status_writer, lean
         self._communicators = communicators
-        self._apart: Communicators | None = None  # at this stop, if any rank has to
+        self._torn: Communicators | None = None  # at this stop, if any rank has to
         self._folder = launch_folder()
         self._times = 0
-        self._obeyed, self._told = "", RankQuiesced("")
+        self._handled_id = ""
+        self._quiesced = RankQuiesced("")
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Return True if this rank sees a dump request."""
-        order = handshake.given(self._folder) if self._folder is not None else None
-        return order is not None and order.id != self._obeyed
+        request = handshake.given(self._folder) if self._folder is not None else None
+        return request is not None and request.id != self._handled_id
 
     def here(self, round_: int, snapshot: str | None) -> bool:
-        """Pause for a dump, if one was requested. Every rank calls it, after the last save.
+        """Pause for a dump, if one was requested. Every rank calls it, after the final save.
 
         Args:
             round_: Round of the stop.
@@ -142,41 +103,37 @@ class DumpPause:
         if self._folder is None:
             return False
         self._times += 1
-        order = handshake.given(self._folder)
-        if order is not None and order.refused:
-            order = None  # its requester does not wait any more
-        mine = {"id": order.id if order else "", "round": round_, "snapshot": snapshot}
+        request = handshake.given(self._folder)
+        if request is not None and request.refused:
+            request = None  # its requester does not wait any more
+        mine = {"id": request.id if request else "", "round": round_, "snapshot": snapshot}
         try:
-            everyone = self._gather("asked", mine, ASKED_WITHIN_S)
+            everyone = self._gather("asked", mine, REQUESTED_WITHIN_S)
             if (
-                order is None
-                or order.id == self._obeyed
-                or {m["id"] for m in everyone} != {order.id}
+                request is None
+                or request.id == self._handled_id
+                or {m["id"] for m in everyone} != {request.id}
             ):
                 return False
-            self._obeyed = order.id
+            self._handled_id = request.id
             self._listener.deadline.hold()
-            return self._obey(order, everyone[0]["snapshot"], max(m["round"] for m in everyone))
+            return self._pause(request, everyone[0]["snapshot"], max(m["round"] for m in everyone))
         except NoAgreement as error:
-            self.why_not = error.message if order is not None else ""
-            if not self._is_whole:  # putting it back takes all ranks
-                self._end(error.message)
+            self.why_not = error.message if request is not None else ""
+            if not all(part is None or part.is_whole for part in (self._lean, self._torn)):
+                self._exit(error.message)  # putting it back takes all ranks
             return False
         finally:
             self._listener.deadline.go_on()
 
-    @property
-    def _is_whole(self) -> bool:
-        parts = (self._lean, self._apart)
-        return all(part is None or part.is_whole for part in parts)
-
-    def _obey(self, order: DumpRequest, snapshot: str | None, round_: int) -> bool:
-        self._told = RankQuiesced(order.id)
-        self.why_not = self._get_ready(snapshot) or self._wait(order)
+    def _pause(self, request: DumpRequest, snapshot: str | None, round_: int) -> bool:
+        self._quiesced = RankQuiesced(request.id)
+        self.why_not = self._prepare(snapshot) or self._wait(request)
         if self.why_not:
             if self._channel.world.rank == 0:
                 logger.warning("no process dump, the snapshot stands: %s", self.why_not)
-            self._put_back()
+            if why := self._refill():  # the script may read its tensors after the stop
+                self._exit(f"cannot read back the memory dropped for the dump: {why}")
             return False
         self._listener.forget_stop(round_)  # first: a signal from now on is another stop's
         self._come_back()
@@ -185,44 +142,45 @@ class DumpPause:
             logger.info("restored from a process dump, as attempt %d", self._number.value)
         return True
 
-    def _get_ready(self, snapshot: str | None) -> str:
+    def _prepare(self, snapshot: str | None) -> str:
         """Run steps 2 and 3; return the errors of all ranks, or ""."""
         lean = self._lean if snapshot is not None else None
         mine = self._communicators is not None and self._communicators.is_needed
         is_needed = any(self._gather("communicators", mine))
-        self._apart = apart = self._communicators if is_needed else None
+        self._torn = torn = self._communicators if is_needed else None
 
         def prepare() -> None:
             self._hooks.call_before_dump()
             self._listener.suspend()  # after the hooks, which may close an NVML of their own
             if lean is not None:
                 lean.prepare(snapshot or "")
-            if apart is not None:
-                apart.examine()
+            if torn is not None:
+                torn.examine()
 
         def drop() -> None:
             if lean is not None:
-                self._told = replace(self._told, snapshot=snapshot or "", dropped=lean.drop())
+                dropped = lean.drop()
+                self._quiesced = replace(self._quiesced, snapshot=snapshot or "", dropped=dropped)
 
         why = self._agree("ready", _try(prepare)) or self._agree("dropped", _try(drop))
-        if apart is None or why:
+        if torn is None or why:
             return why
-        why = self._agree("apart", _try(apart.tear_down))
+        why = self._agree("apart", _try(torn.tear_down))
         if not why and self._channel.world.rank == 0:
             logger.info("process groups are destroyed for the process dump")
         return why
 
-    def _wait(self, order: DumpRequest) -> str:
+    def _wait(self, request: DumpRequest) -> str:
         """Run step 4; return why there is no dump, or "" after the restore."""
         assert self._folder is not None
         before = self._number.value
         try:
-            handshake.rests(self._folder, self._channel.world.rank, self._told)
+            handshake.rests(self._folder, self._channel.world.rank, self._quiesced)
         except OSError as error:
             return f"cannot write into the supervisor's folder: {error}"
         while True:
             why, now = "", handshake.given(self._folder)
-            if now is None or now.id != order.id or now.is_alone:
+            if now is None or now.id != request.id or now.is_alone:
                 why = "its supervisor is gone"
             elif now.refused:
                 why = now.refused
@@ -240,24 +198,17 @@ class DumpPause:
             self._listener.resume()
             self._hooks.call_after_restore()
 
-        why = self._fill()
-        why = self._agreed("back", why or _try(open_again))
-        if why:
-            self._end(f"cannot continue after the restore: {why}")
+        if why := self._agreed("back", self._refill() or _try(open_again)):
+            self._exit(f"cannot continue after the restore: {why}")
 
-    def _put_back(self) -> None:
-        """Refill, since the script may read its tensors after the stop."""
-        if why := self._fill():
-            self._end(f"cannot read back the memory dropped for the dump: {why}")
-
-    def _fill(self) -> str:
+    def _refill(self) -> str:
         """Run step 5; return the errors of any rank that left memory or groups incomplete, or
         ""."""
-        lean, apart = self._lean, self._apart
+        lean, torn = self._lean, self._torn
         why = "" if lean is None else self._agreed("filled", _try(lean.refill))
-        if apart is not None and not why:
-            why = self._agreed("made", _try(apart.make))
-            why = why or self._agreed("together", _try(apart.agree))
+        if torn is not None and not why:
+            why = self._agreed("made", _try(torn.make))
+            why = why or self._agreed("together", _try(torn.agree))
         return why or ("" if lean is None else _try(lean.make_buckets))
 
     def _agreed(self, key: str, why: str) -> str:
@@ -267,7 +218,7 @@ class DumpPause:
         except NoAgreement as error:
             return why or error.message
 
-    def _end(self, why: str) -> None:
+    def _exit(self, why: str) -> None:
         """End the process at once: the script's view and its saves could be anything."""
         logger.error("%s; leaving at once. The snapshot stands: run `trainckpt resume`", why)
         self._status_writer.update(state=LEFT, how=REFUSED, exit_code=UnusableSnapshot.exit_code)

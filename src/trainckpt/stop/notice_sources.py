@@ -7,10 +7,13 @@
 Without the supervisor a scheduler's signal reaches no rank, no restart follows, and a repeated
 command would train beside the ranks. So they stop as at any notice: nothing is lost, and the run
 directory is free.
+
+`ProgressReporter` is polled like a source, and never has a notice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
@@ -21,7 +24,13 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import AUTO
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, supervisor_died
+from trainckpt.attempt.rank_status import (
+    SUPERVISOR_VARIABLE,
+    RankProgress,
+    launch_folder,
+    supervisor_died,
+    write_status,
+)
 from trainckpt.attempt.record_log import OtherJob, other_job
 from trainckpt.errors import ConfigurationError
 from trainckpt.notice import Notice
@@ -35,30 +44,53 @@ if TYPE_CHECKING:
     from trainckpt.attempt.options import Options
     from trainckpt.notice import NoticeSource
     from trainckpt.ranks.world import World
+    from trainckpt.save.estimates import Timings
 
 
-REASON = "`trainckpt run`, which started this, is gone"
-
-
-class SupervisorLost:
-    """Notice source for a lost supervisor, polled once a second; no descriptor."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+class _Polled:
+    """A source without a descriptor: the watcher polls it about once a second."""
 
     def start(self) -> None:
         """Nothing to set up."""
 
     def fileno(self) -> int | None:
-        """Return None: the watcher polls it about once a second."""
+        """Return None: there is no descriptor."""
         return None
+
+    def stop(self) -> None:
+        """Nothing to put back."""
+
+
+REASON = "`trainckpt run`, which started this, is gone"
+
+
+class SupervisorLost(_Polled):
+    """Notice source for a lost supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def poll(self) -> list[Notice]:
         """Return a stop, once the supervisor is gone."""
         return [Notice(REASON)] if supervisor_died(self._folder) else []
 
-    def stop(self) -> None:
-        """Nothing to put back."""
+
+class ProgressReporter(_Polled):
+    """Report this rank's progress to its supervisor at each poll."""
+
+    def __init__(self, timings: Timings, rank: int) -> None:
+        folder = launch_folder()
+        self._path = folder / f"pace{rank}.json" if folder else None
+        self._timings = timings
+
+    def poll(self) -> list[Notice]:
+        """Report the progress; return no notices."""
+        since_s = self._timings.since_s(time.monotonic())
+        if self._path is not None and since_s is not None:
+            progress = RankProgress(since_s, self._timings.micro_batch_s, self._timings.save_s)
+            with contextlib.suppress(OSError):
+                write_status(self._path, progress)
+        return []
 
 
 WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
@@ -72,12 +104,22 @@ def further_sources(
 ) -> list[NoticeSource]:
     """Return the sources of this rank, not started."""
     environment = os.environ if environment is None else environment
-    return [
-        *_wall_time(options.wall_time, grace_s, environment),
-        *_job_end(grace_s, world, environment),
-        *(_of_this_host(options.notices, environment) if world.local_rank == 0 else []),
-        *_supervisor(world, environment),
-    ]
+    folder = environment.get(SUPERVISOR_VARIABLE)
+    sources: list[NoticeSource] = []
+    now_s, started_s = time.monotonic(), process_start_s()
+    ends_s = wall_time_end(options.wall_time, environment, time.time(), now_s, started_s)
+    if ends_s is not None or folder is not None:  # a restore may bring another job, with an end
+        ends_s = math.inf if ends_s is None else ends_s
+        other_end = OtherJobsEnd(options.wall_time, grace_s)
+        sources.append(WallTime(ends_s, lead_s(grace_s, ends_s - started_s), anew=other_end))
+    job = slurm.job_to_requeue(environment)
+    if world.rank == 0 and job is not None and not environment.get(SLURM_VARIABLE):
+        scontrol = slurm.Scontrol(job, environment)
+        sources.append(slurm.JobEnd(scontrol.show, lambda whole_s: lead_s(grace_s, whole_s)))
+    if world.local_rank == 0:
+        sources += _of_this_machine(options.notices, environment)
+        sources += [SupervisorLost(Path(folder))] if folder else []
+    return sources
 
 
 def machine_sources(
@@ -111,30 +153,18 @@ def check_notices(wanted: Sequence[str]) -> None:
         )
 
 
-def _of_this_host(wanted: Sequence[str], environment: Mapping[str, str]) -> list[NoticeSource]:
-    found: list[NoticeSource] = []
+def _of_this_machine(wanted: Sequence[str], environment: Mapping[str, str]) -> list[NoticeSource]:
+    sources: list[NoticeSource] = []
     for name in machine_sources(wanted):
         thread = f"trainckpt-{name}"
         if name == "nvml":
             visible = environment.get("CUDA_VISIBLE_DEVICES", "")
             gpus = gpu_health.GpuHealth(importlib.import_module("pynvml"), visible, logger.warning)
-            found.append(PollingSource(gpus, gpus.pause_s, logger.warning, thread, gpus.close))
+            sources.append(PollingSource(gpus, gpus.pause_s, logger.warning, thread, gpus.close))
         else:
             cloud = spot.CLOUDS[name](spot.metadata_of(name, environment))
-            found.append(PollingSource(cloud, cloud.pause_s, logger.warning, thread))
-    return found
-
-
-def _wall_time(
-    option_s: float | None, grace_s: float | None, environment: Mapping[str, str]
-) -> list[NoticeSource]:
-    now_s, started_s = time.monotonic(), process_start_s()
-    ends_s = wall_time_end(option_s, environment, time.time(), now_s, started_s)
-    if ends_s is None and SUPERVISOR_VARIABLE not in environment:
-        return []
-    ends_s = math.inf if ends_s is None else ends_s
-    lead = lead_s(grace_s, ends_s - started_s)
-    return [WallTime(ends_s, lead, anew=OtherJobsEnd(option_s, grace_s))]
+            sources.append(PollingSource(cloud, cloud.pause_s, logger.warning, thread))
+    return sources
 
 
 class OtherJobsEnd:
@@ -159,18 +189,3 @@ class OtherJobsEnd:
             ends_s = math.inf if ends_s is None else ends_s
             self._job, self._end = job, (ends_s, lead_s(self._grace_s, ends_s - job.started))
         return self._end
-
-
-def _supervisor(world: World, environment: Mapping[str, str]) -> list[NoticeSource]:
-    folder = environment.get(SUPERVISOR_VARIABLE)
-    return [SupervisorLost(Path(folder))] if folder and world.local_rank == 0 else []
-
-
-def _job_end(
-    grace_s: float | None, world: World, environment: Mapping[str, str]
-) -> list[NoticeSource]:
-    job = slurm.job_to_requeue(environment)
-    if world.rank != 0 or job is None or environment.get(SLURM_VARIABLE):
-        return []
-    scontrol = slurm.Scontrol(job, environment)
-    return [slurm.JobEnd(scontrol.show, lambda whole_s: lead_s(grace_s, whole_s))]

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import exit_code_of, logger
 from trainckpt.attempt.rank_status import LEFT, RETURNED
-from trainckpt.errors import NoAgreement, TrainckptError, UnusableSnapshot
+from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
 from trainckpt.ranks.watcher import end_with_71
 from trainckpt.stop.requeue import LINGER_S, Requeue
-from trainckpt.stop.stopped import Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.rounds import Decision
     from trainckpt.ranks.store import RankStore
     from trainckpt.resume.report import ResumeReport
+    from trainckpt.save.coordinator import SaveCoordinator
     from trainckpt.save.requests import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause
     from trainckpt.stop.final_save import FinalSave
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 BARRIER_TIMEOUT_S = 60.0
-ASKED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
+REQUEUED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
 EXIT_AFTER_S = 5.0
 RECORD_WITHIN_S = 2.0
 RECORDED = 20  # parts named in a record, the weakest first
@@ -88,7 +88,8 @@ class Shutdown:
         *,
         options: Options,
         channel: RankStore,
-        last_save: FinalSave,
+        saver: SaveCoordinator,
+        final_save: FinalSave,
         listener: NoticeListener,
         log: AttemptLog,
         report: ResumeReport,
@@ -103,8 +104,8 @@ class Shutdown:
         """Store the arguments; from here on a hard exit is recorded.
 
         Args:
-            options, channel, last_save, listener, log, report, status_writer, requests: Of the
-                attempt.
+            options, channel, saver, final_save, listener, log, report, status_writer, requests: Of
+                the attempt.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
             hard_exit: Ends this process at once.
@@ -118,7 +119,7 @@ class Shutdown:
         self.log = log
         self._options = options
         self._channel, self._report = channel, report
-        self._last_save = last_save
+        self._saver, self._final_save = saver, final_save
         self._listener = listener
         self._status_writer = status_writer
         self._requests = requests
@@ -142,22 +143,18 @@ class Shutdown:
         Returns True after the processes were dumped here and restored: training goes on.
         """
         self._listener.reached()
-        reason, may_rest = (
-            due.notice.reason,
-            self._dump_pause is not None and self._dump_pause.is_asked,
-        )
-        if not may_rest:
-            self._survived()
-        self._last_save.take(cursor, reason, self._listener.deadline, stops=True)
-        snapshot, lost = self._last_save.standing(cursor)
-        if self._dump_pause is not None and self._dump_pause.here(
-            due.round, None if lost else snapshot
-        ):
-            self._channel = self._last_save.go_on(self._channel)
+        reason, dump_pause = due.notice.reason, self._dump_pause
+        may_pause = dump_pause is not None and dump_pause.is_requested
+        if not may_pause:
+            self._end_survival()
+        self._final_save.take(cursor, reason, self._listener.deadline, stops=True)
+        snapshot, lost = self._final_save.standing(cursor)
+        if dump_pause is not None and dump_pause.here(due.round, None if lost else snapshot):
+            self._channel = self._final_save.go_on(self._channel)
             self._report.reconnect(self._channel)
             return True
-        if may_rest:
-            self._survived()
+        if may_pause:
+            self._end_survival()
         self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
         if self._channel.world.rank == 0:
             where = f"saved {snapshot}"
@@ -169,10 +166,10 @@ class Shutdown:
         self._barrier("stopped")
         for _, loader in self._loaders:
             loader.shutdown()
-        self._last_save.flush(reason, self._listener.deadline)
-        self._note_tiers(cursor)
-        self._last_save.release_memory(keep=True)
-        self._ask_to_be_queued_again(reason)
+        self._final_save.flush(reason, self._listener.deadline)
+        self._record_tiers(cursor)
+        self._saver.close(keep=True)
+        self._requeue(reason)
         leaves = self._options.on_stop == "exit"
         self._stop_watching(leaves=leaves)
         if not leaves:
@@ -187,15 +184,15 @@ class Shutdown:
         Raises:
             SaveFailed: the final snapshot did not commit; raised after all ranks left in order.
         """
-        self._survived()
-        failure = self._last_save.take(cursor, "final", self._listener.deadline)
-        self._listener.finishes()  # committed: whatever is decided from now on is ignored
+        self._end_survival()
+        failure = self._final_save.take(cursor, "final", self._listener.deadline)
+        self._listener.finish()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
         self._end(FAILED if failure else FINISHED, cursor, code, "final")
-        self._last_save.flush_all(self._listener.asked_to_leave)
-        self._note_tiers(cursor)
-        self._last_save.release_memory(keep=failure is not None)
+        self._final_save.flush_all(self._listener.leave_request)
+        self._record_tiers(cursor)
+        self._saver.close(keep=failure is not None)
         self._stop_watching()
         if failure:
             raise failure
@@ -211,19 +208,12 @@ class Shutdown:
             self._listener.watcher.publish_final()
         code = exit_code_of(error) if isinstance(error, SystemExit) else 1
         code = error.exit_code if isinstance(error, TrainckptError) else code
-        self._last_save.wait(SAVE_IN_FLIGHT_S)
-        self._last_save.give_up_flushing()
-        self._last_save.release_memory(keep=True)
+        self._saver.join(SAVE_IN_FLIGHT_S)
+        self._saver.uploads.abandon()
+        self._saver.close(keep=True)
         self._end(FAILED, cursor, code, repr(error)[:500])
-        if code == 0 and self._channel.world.rank == 0:
-            self._say_what_is_lost(cursor)
-        self._listener.end()
-
-    def _say_what_is_lost(self, cursor: Cursor) -> None:
-        """Warn of unsaved work at `sys.exit()`, which a script's author may take for a normal
-        end."""
-        snapshot, lost = self._last_save.standing(cursor)
-        if lost:
+        snapshot, lost = self._final_save.standing(cursor)
+        if code == 0 and lost and self._channel.world.rank == 0:  # it may look like a normal end
             logger.warning(
                 "the script left by sys.exit() at %s with %s unsaved micro-batches; a resume "
                 "starts at %s. To save first, leave the loop with `break`, or call ckpt.close()",
@@ -231,6 +221,7 @@ class Shutdown:
                 lost,
                 snapshot or "step 0",
             )
+        self._listener.end()
 
     def cut_short(self, why: str) -> None:
         """End this process now, wherever main is. Any thread."""
@@ -257,7 +248,7 @@ class Shutdown:
         if how != KILLED:  # a store that does not answer must not hold up an end against time
             self._report.read_findings()
         self._requests.fail_waiting(how)
-        snapshot, lost = self._last_save.standing(cursor)
+        snapshot, lost = self._final_save.standing(cursor)
         exactness = self._report.exactness
         outcome: dict[str, Any] = {
             "outcome": how,
@@ -265,17 +256,17 @@ class Shutdown:
             "kind": "snapshot",
             "exactness": exactness.word,
             "lost_micro_batches": lost,
-            "tiers": self._last_save.holding(snapshot),
+            "tiers": self._final_save.tiers_with(snapshot),
             "seconds": round(time.monotonic() - self._begun_s, 3),
             "exit_code": code,
             "reason": reason,
         }
         if exactness.weaker:
             outcome["restored"] = [part.to_json() for part in exactness.weaker[:RECORDED]]
-        if self._last_save.skipped:
-            outcome["skipped"] = self._last_save.skipped
-        if self._last_save.chosen:
-            outcome["chosen"] = self._last_save.chosen
+        if self._final_save.skipped:
+            outcome["skipped"] = self._final_save.skipped
+        if self._final_save.chosen:
+            outcome["chosen"] = self._final_save.chosen
         if self._dump_pause is not None and self._dump_pause.why_not:
             outcome["no_dump"] = self._dump_pause.why_not
         self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
@@ -283,14 +274,14 @@ class Shutdown:
         kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
 
-    def _note_tiers(self, cursor: Cursor) -> None:
+    def _record_tiers(self, cursor: Cursor) -> None:
         """Record the tiers that received the snapshot since the record was written."""
-        snapshot, _ = self._last_save.standing(cursor)
-        tiers, outcome = self._last_save.holding(snapshot), self.log.record.outcome
+        snapshot, _ = self._final_save.standing(cursor)
+        tiers, outcome = self._final_save.tiers_with(snapshot), self.log.record.outcome
         if outcome is not None and tiers != outcome["tiers"]:
             self.log.change(outcome={**outcome, "tiers": tiers})
 
-    def _ask_to_be_queued_again(self, reason: str) -> None:
+    def _requeue(self, reason: str) -> None:
         """Ask Slurm to requeue the job; a script that runs on after the stop decides for itself."""
         requeue = Requeue.of(os.environ)
         if requeue is None or self._options.requeue == "never" or self._options.on_stop != "exit":
@@ -301,9 +292,9 @@ class Shutdown:
         self._status_writer.update(grace_s=None)
         if self._channel.world.rank == 0:
             requeue.ask(reason)
-        self._barrier("asked", ASKED_WITHIN_S)
+        self._barrier("asked", REQUEUED_WITHIN_S)
 
-    def _survived(self) -> None:
+    def _end_survival(self) -> None:
         if self._survival is not None:
             self._survival.close(left=True)
 

@@ -50,7 +50,7 @@ class SurvivorSetup:
         status_writer: RankStatusWriter,
     ) -> None:
         """`hard_exit`: ends this process at once, for the reason given."""
-        self.note: Callable[[Cursor], None] = moments.record
+        self.record: Callable[[Cursor], None] = moments.record
         self._saver, self._hard_exit = saver, hard_exit
         self._moments, self._survivors, self._small = moments, survivors, small
         self._status_writer, self._after_s = status_writer, after_s
@@ -98,7 +98,7 @@ def set_up(
     channel: RankStore,
     tier: Tier,
     registry: Registry,
-    facts: ManifestDefaults,
+    defaults: ManifestDefaults,
     saver: SaveCoordinator,
     hard_exit: Callable[[str], object],
     hosts: Sequence[str],
@@ -111,7 +111,7 @@ def set_up(
         options: `survivors` and `redundancy`, the same on every rank.
         channel: Fresh keys.
         tier: The run directory.
-        registry, facts, saver: Objects of this attempt.
+        registry, defaults, saver: Objects of this attempt.
         hard_exit: Ends this process at once, for the reason given.
         hosts: Host of every rank.
         status_writer: Reports to this host's supervisor, since that would soon end the ranks after
@@ -132,7 +132,7 @@ def set_up(
         tier=tier,
         rank=channel.world.rank,
         world=channel.world.size,
-        facts=facts,
+        facts=defaults,
         moments=moments,
         sequence=lambda: saver.sequence,
         seals=seals,

@@ -1,4 +1,4 @@
-"""Where a stop falls and whether a save fits: tables of facts and answers."""
+"""Where a stop falls: a table of facts and answers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.attempt.stop_plan import (
+from trainckpt.save.estimates import (
     StopFacts,
-    StopPlan,
     choose_mode,
     must_tighten_after_s,
     predicted_save_s,
-    why_not_save,
 )
 
 # 1 GB of state and 0.5 GB of gradients at 1 GB/s; windows of 8 micro-batches of 1 s each.
@@ -39,29 +37,6 @@ def test_the_micro_batch_unless_the_window_s_end_is_in_time_and_cheaper(facts, l
     found, why = choose_mode(facts, left_s)
     assert found == mode
     assert why
-
-
-@pytest.mark.parametrize(
-    ("offers", "starts"),
-    [
-        ([StopPlan(None, 100.0, True)], True),  # nobody said how long there is
-        ([StopPlan(5.0, 4.0, True)], True),
-        ([StopPlan(5.0, 6.0, True)], False),
-        ([StopPlan(5.0, 4.0, True), StopPlan(None, 6.0, True)], False),  # the slowest, the earliest
-        ([StopPlan(5.0, 4.0, True), StopPlan(3.0, 1.0, True)], False),
-        ([StopPlan(5.0, 6.0, False)], True),  # nothing to lose
-        ([StopPlan(-1.0, 1.0, True)], False),
-    ],
-)
-def test_a_save_is_begun_if_the_slowest_rank_makes_it_by_the_earliest_deadline(offers, starts):
-    assert (why_not_save(offers) == "") is starts
-    assert (why_not_save(offers[::-1]) == "") is starts
-
-
-def test_what_is_left_unsaved_is_said_in_seconds():
-    assert why_not_save([StopPlan(-1.0, 6.04, True)]) == (
-        "it would take about 6.0 s, and 0.0 s were left"
-    )
 
 
 def test_a_window_is_given_up_early_enough_for_two_micro_batches_and_the_save():

@@ -1,4 +1,4 @@
-"""Where the save of a stop goes: the table of the decision, and a run with a short notice."""
+"""Whether and where a stop saves: tables of decisions, and a run with a short notice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import pytest
 from tests.end_to_end.training import Crash, attempt, notice, record, usable
 from trainckpt.encryption import keys
 from trainckpt.save import arenas
-from trainckpt.stop.final_save_tier import TierOption, choose_tier, takes_machine, tier_options
+from trainckpt.stop.final_save import (
+    TierOption,
+    choose_tier,
+    takes_machine,
+    tier_options,
+    why_not_save,
+)
 from trainckpt.storage import arena, shared_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -97,9 +103,36 @@ GONE = "the machine is taken away"
 def test_the_run_s_place_if_it_fits_else_the_fastest_that_outlives_the_cause(
     machine_goes, left_s, ways, tier, why
 ):
-    choice = choose_tier(machine_goes, left_s, ways)
-    assert (choice.tier, choice.why) == (tier, why)
-    assert choice.predicted_s == next(way for way in ways if way.tier == tier).predicted_s
+    choice, reason = choose_tier(machine_goes, left_s, ways)
+    assert (choice.tier, reason) == (tier, why)
+    assert choice in ways
+
+
+def facts(left_s, save_s, fallback):
+    return {"left_s": left_s, "save_s": save_s, "fallback": fallback}
+
+
+@pytest.mark.parametrize(
+    ("offers", "starts"),
+    [
+        ([facts(None, 100.0, True)], True),  # nobody said how long there is
+        ([facts(5.0, 4.0, True)], True),
+        ([facts(5.0, 6.0, True)], False),
+        ([facts(5.0, 4.0, True), facts(None, 6.0, True)], False),  # the slowest, the earliest
+        ([facts(5.0, 4.0, True), facts(3.0, 1.0, True)], False),
+        ([facts(5.0, 6.0, False)], True),  # nothing to lose
+        ([facts(-1.0, 1.0, True)], False),
+    ],
+)
+def test_a_save_is_begun_if_the_slowest_rank_makes_it_by_the_earliest_deadline(offers, starts):
+    assert (why_not_save(offers) == "") is starts
+    assert (why_not_save(offers[::-1]) == "") is starts
+
+
+def test_what_is_left_unsaved_is_said_in_seconds():
+    assert why_not_save([facts(-1.0, 6.04, True)]) == (
+        "it would take about 6.0 s, and 0.0 s were left"
+    )
 
 
 @pytest.mark.parametrize(
