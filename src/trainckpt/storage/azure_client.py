@@ -7,12 +7,9 @@ a request refused as a repetition.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
-import time
-from email.utils import parsedate_to_datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -23,12 +20,17 @@ from trainckpt.storage.client_libraries import close_at_the_end
 from trainckpt.storage.object_client import (
     CALL_S,
     DATA_S,
+    MARK,
+    UNCACHED,
     Entry,
     ObjectClient,
+    Stat,
     Upload,
     must_be_small,
+    to_seconds,
+    unless_absent,
 )
-from trainckpt.storage.store_errors import ABSENT, BEYOND, TAKEN, is_missing_bucket, meaning
+from trainckpt.storage.store_errors import BEYOND, TAKEN, meaning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,70 +44,64 @@ _ONCE = {
     "read_timeout": 60,
 }
 AT_ONCE = 1 << 20  # bytes; larger objects are sent as a block
-MARK = "trainckpt"  # metadata key: random mark of the request writing the object
-DROPPED = "dropped"  # value of it: the object is made only to be removed
+DROPPED = "dropped"  # value of `MARK`: the object is made only to be removed
 _LOGS_REQUESTS = "azure.core.pipeline.policies.http_logging_policy"
 _FOLDER = "hdi_isfolder"  # metadata key of a folder, in accounts with folders
-
-
-def open_filesystem(url: str) -> Any:
-    """Return adlfs's file system for the URL, its configuration and the environment."""
-    from adlfs import AzureBlobFileSystem
-
-    if not (requests := logging.getLogger(_LOGS_REQUESTS)).level:
-        requests.setLevel(logging.WARNING)  # at INFO the library logs twenty lines per request
-    told = AzureBlobFileSystem._get_kwargs_from_urls(url)
-    made = AzureBlobFileSystem(skip_instance_cache=True, use_listings_cache=False, **told)
-    close_at_the_end(made, lambda: (made.service_client, made.credential))
-    account, host = made.service_client.account_name, made.service_client.primary_hostname
-    if told.get("account_name", account) != account:
-        raise ValueError(
-            f"the URL names the account {told['account_name']}, but the connection string {account}"
-        )
-    _, at, named = urlsplit(url).netloc.rpartition("@")
-    # adlfs ignores another host in the URL and uses the environment's.
-    if at and "account_name" not in told and named.replace(".dfs.", ".blob.") != host:
-        raise ValueError(
-            f"the URL names the host {named}, but the environment {host}: write container@"
-            "ACCOUNT.dfs.core.windows.net, or az://container and the account in the environment"
-        )
-    return made
 
 
 class AzureClient(ObjectClient):
     """Client of Azure's blob store or a compatible one. A container is a bucket."""
 
+    extra, example = "azure", "az://container/run"
     may_create_only = True
+    most_whole_bytes = AT_ONCE
     login = (
         "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and what opens it: "
         "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a login (az login, a managed "
         "identity) with the role Storage Blob Data Contributor"
     )
 
-    def put_leaves_parts(self, num_bytes: int) -> bool:
-        """Return True if a failed `put` of `num_bytes` may leave blocks behind."""
-        return num_bytes > AT_ONCE
+    @classmethod
+    def open(cls, url: str) -> tuple[Any, str]:
+        """Return the file system for a URL, and the path in it."""
+        from adlfs import AzureBlobFileSystem
 
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write one object atomically; readers see the old one or the new one."""
-        mark = secrets.token_hex(4)  # unique among concurrent writers of this object
-        try:
-            if len(data) <= AT_ONCE:
-                more = {"overwrite": not create_only, "metadata": {MARK: mark}}
-                self._of_blob(path, "upload_blob", DATA_S, data, **more)
-            else:
-                block = _block(mark, 0)
-                self.stage(path, block, data)
-                self.commit(path, [block], create_only=create_only, metadata={MARK: mark})
-        except Exception as error:
-            # aiohttp repeats a request on its own if the connection broke before the answer.
-            if not create_only or meaning(error) != TAKEN or self._mark(path) != mark:
-                raise
+        if not (requests := logging.getLogger(_LOGS_REQUESTS)).level:
+            requests.setLevel(logging.WARNING)  # at INFO the library logs twenty lines per request
+        told = AzureBlobFileSystem._get_kwargs_from_urls(url)
+        made = AzureBlobFileSystem(**UNCACHED, **told)
+        close_at_the_end(made, lambda: (made.service_client, made.credential))
+        account, host = made.service_client.account_name, made.service_client.primary_hostname
+        if (named := told.get("account_name", account)) != account:
+            raise ValueError(
+                f"the URL names the account {named}, but the connection string {account}"
+            )
+        _, at, named = urlsplit(url).netloc.rpartition("@")
+        # adlfs ignores another host in the URL and uses the environment's.
+        if at and "account_name" not in told and named.replace(".dfs.", ".blob.") != host:
+            raise ValueError(
+                f"the URL names the host {named}, but the environment {host}: write container@"
+                "ACCOUNT.dfs.core.windows.net, or az://container and the account in the environment"
+            )
+        return made, made._strip_protocol(url)
 
-    def size(self, path: str) -> int | None:
-        """Return the bytes of an object; None if it is missing."""
-        found = self._properties(path)
-        return None if found is None else int(found.size)
+    def _put(self, path: str, data: bytes, mark: str, *, create_only: bool) -> None:
+        if len(data) <= AT_ONCE:
+            more = {"overwrite": not create_only, "metadata": {MARK: mark}}
+            self._of_blob(path, "upload_blob", DATA_S, data, **more)
+        else:
+            block = _block(mark, 0)
+            self.stage(path, block, data)
+            self.commit(path, [block], create_only=create_only, metadata={MARK: mark})
+
+    def stat(self, path: str) -> Stat | None:
+        """Return the state of an object; None if it is missing."""
+        dates: list[str] = []
+        found = self._properties(path, lambda raw: dates.append(raw.http_response.headers["Date"]))
+        if found is None:
+            return None
+        written_s, mark = found.last_modified.timestamp(), found.metadata.get(MARK)
+        return Stat(int(found.size), written_s, dates[0] if dates else None, mark)
 
     def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `first_byte` on, or fewer at the object's end."""
@@ -137,21 +133,11 @@ class AzureClient(ObjectClient):
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing one is no error."""
-        with _absent_is_fine():
-            self._of_blob(path, "delete_blob", CALL_S)
+        unless_absent(lambda: self._of_blob(path, "delete_blob", CALL_S))
 
     def remove_marker(self, path: str) -> None:
         """Remove an empty folder, in accounts with folders (a hierarchical namespace)."""
         self.remove(path)
-
-    def age_s(self, path: str) -> float | None:
-        """Return an object's age in seconds, by the store's clock; None if it is missing."""
-        dates: list[str] = []
-        found = self._properties(path, lambda raw: dates.append(raw.http_response.headers["Date"]))
-        if found is None:
-            return None
-        now_s = parsedate_to_datetime(dates[0]).timestamp() if dates else time.time()
-        return max(0.0, now_s - float(found.last_modified.timestamp()))
 
     def begin(self, path: str, part_bytes: int) -> Upload:
         """Begin an object sent in parts, without a request: blocks have names of their own."""
@@ -168,7 +154,8 @@ class AzureClient(ObjectClient):
 
         def may_be(each: Any) -> bool:
             # Azurite gives even an object of blocks only an etag.
-            return not each.etag or _is_dropped(each) or not (older_than_s or each.size)
+            dropped = (each.metadata or {}).get(MARK) == DROPPED
+            return not each.etag or dropped or not (older_than_s or each.size)
 
         async def read() -> list[str]:
             async with self._container(container) as client:
@@ -187,6 +174,8 @@ class AzureClient(ObjectClient):
         Returns:
             False if another writer has finished it.
         """
+        from azure.core import MatchConditions
+
         try:
             etag = self.commit(path, [], create_only=True, metadata={MARK: DROPPED})
         except Exception as error:
@@ -196,7 +185,12 @@ class AzureClient(ObjectClient):
             if found is None or found.metadata.get(MARK) != DROPPED:
                 return False
             etag = found.etag
-        self._remove_only(path, etag)
+        only = {"etag": etag, "match_condition": MatchConditions.IfNotModified}
+        try:
+            unless_absent(lambda: self._of_blob(path, "delete_blob", CALL_S, **only))
+        except Exception as error:
+            if meaning(error) != TAKEN:  # a newer version stays
+                raise
         return True
 
     def stage(self, path: str, block: str, data: bytes) -> None:
@@ -228,29 +222,10 @@ class AzureClient(ObjectClient):
         sync(self._fs.loop, read, timeout=CALL_S)
 
     def _properties(self, path: str, look: Callable[[Any], object] | None = None) -> Any | None:
-        try:
-            found = self._of_blob(path, "get_blob_properties", CALL_S, raw_response_hook=look)
-        except Exception as error:
-            if meaning(error) != ABSENT:
-                raise
-            return None
-        return None if found.metadata.get(_FOLDER) == "true" else found
-
-    def _remove_only(self, path: str, etag: str) -> None:
-        """Remove this version of an object, and no newer one."""
-        from azure.core import MatchConditions
-
-        only = {"etag": etag, "match_condition": MatchConditions.IfNotModified}
-        try:
-            with _absent_is_fine():
-                self._of_blob(path, "delete_blob", CALL_S, **only)
-        except Exception as error:
-            if meaning(error) != TAKEN:
-                raise
-
-    def _mark(self, path: str) -> str | None:
-        found = self._properties(path)
-        return None if found is None else found.metadata.get(MARK)
+        found = unless_absent(
+            lambda: self._of_blob(path, "get_blob_properties", CALL_S, raw_response_hook=look)
+        )
+        return None if found is None or found.metadata.get(_FOLDER) == "true" else found
 
     def _download(self, path: str, first_byte: int, num_bytes: int) -> tuple[bytes, int]:
         """Return bytes, and the object's size."""
@@ -318,20 +293,6 @@ def _block(token: str, number: int) -> str:
     return f"{token}{number:08}"  # Azure wants names of equal length within an object
 
 
-def _is_dropped(found: Any) -> bool:
-    return bool((found.metadata or {}).get(MARK) == DROPPED)
-
-
 def _entry(found: Any, prefix: str) -> Entry:
-    modified = getattr(found, "last_modified", None)
     name = found.name[len(prefix) :].rstrip("/")
-    return Entry(name, modified.timestamp() if modified else None)
-
-
-@contextlib.contextmanager
-def _absent_is_fine() -> Any:
-    try:
-        yield
-    except Exception as error:
-        if meaning(error) != ABSENT or is_missing_bucket(error):
-            raise
+    return Entry(name, to_seconds(getattr(found, "last_modified", None)))

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-import time
-from email.utils import parsedate_to_datetime
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -23,20 +20,17 @@ from trainckpt.storage.client_libraries import close_at_the_end
 from trainckpt.storage.object_client import (
     CALL_S,
     DATA_S,
+    UNCACHED,
     Entry,
     ObjectClient,
+    Stat,
     Upload,
     must_be_small,
     to_seconds,
+    unless_absent,
 )
-from trainckpt.storage.store_errors import (
-    BEYOND,
-    NO_BUCKET,
-    StoreError,
-    is_missing_bucket,
-    meaning,
-    no_answer_behind,
-)
+from trainckpt.storage.store_errors import BEYOND, NO_BUCKET, StoreError, meaning, no_answer_behind
+from trainckpt.storage.worker_pool import aside
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,19 +42,6 @@ MOST_IDLE = 8  # answers without progress, before an upload is given up
 _OF_BUCKET = re.compile("/b/[^/]+/o$")  # all other URLs name an object
 
 
-def open_filesystem(url: str) -> Any:
-    """Return gcsfs's file system for its configuration and the environment.
-
-    The class for plain HTTP: the other one opens a gRPC channel, broken by a fork.
-    """
-    del url
-    from gcsfs.core import GCSFileSystem
-
-    made = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
-    close_at_the_end(made, lambda: (made._session,))
-    return made
-
-
 class _Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]
@@ -70,14 +51,27 @@ class _Answer(NamedTuple):
 class GcsClient(ObjectClient):
     """Client of Google's store or a compatible one."""
 
+    extra, example = "gcs", "gs://bucket/run"
     may_create_only = True
     login = (
         "log in (gcloud auth application-default login), or let GOOGLE_APPLICATION_CREDENTIALS "
         "name a service account's file; the account needs roles/storage.objectUser on the bucket"
     )
 
+    @classmethod
+    def open(cls, url: str) -> tuple[Any, str]:
+        """Return the file system for a URL, and the path in it.
+
+        The class for plain HTTP: the other one opens a gRPC channel, broken by a fork.
+        """
+        from gcsfs.core import GCSFileSystem
+
+        made = GCSFileSystem(**UNCACHED)
+        close_at_the_end(made, lambda: (made._session,))
+        return made, made._strip_protocol(url)
+
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write one object in one request; readers see the old one or the new one."""
+        """Write one object in one request, never repeated by aiohttp: it is no PUT."""
         more = {"ifGenerationMatch": "0"} if create_only else {}
         answer = self.ask(
             "POST",
@@ -89,10 +83,14 @@ class GcsClient(ObjectClient):
         if (has := _size(answer)) != len(data):
             raise _no_object(answer, f"it has {has} bytes of {path}, {len(data)} were sent")
 
-    def size(self, path: str) -> int | None:
-        """Return the bytes of an object; None if it is missing."""
-        found = self._look(path)
-        return None if found is None else _size(found)
+    def stat(self, path: str) -> Stat | None:
+        """Return the state of an object; None if it is missing."""
+        about = {"fields": "size,updated"}
+        found = unless_absent(lambda: self.ask("GET", self._object(path), params=about))
+        if found is None:
+            return None
+        written_s = to_seconds(_parsed(found).get("updated"))
+        return Stat(_size(found), written_s, found.headers.get("Date"))
 
     def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `first_byte` on, or fewer at the object's end."""
@@ -125,21 +123,7 @@ class GcsClient(ObjectClient):
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing one is no error."""
-        try:
-            self.ask("DELETE", self._object(path))
-        except StoreError as error:
-            if error.status_code != 404 or is_missing_bucket(error):
-                raise
-
-    def age_s(self, path: str) -> float | None:
-        """Return an object's age in seconds, by the store's clock; None if it is missing."""
-        found = self._look(path)
-        written_s = None if found is None else to_seconds(_parsed(found).get("updated"))
-        if found is None or written_s is None:
-            return None
-        told = found.headers.get("Date")
-        now_s = parsedate_to_datetime(told).timestamp() if told else time.time()
-        return max(0.0, now_s - written_s)
+        unless_absent(lambda: self.ask("DELETE", self._object(path)))
 
     def begin(self, path: str, part_bytes: int) -> Upload:
         """Begin an object sent in parts."""
@@ -176,16 +160,8 @@ class GcsClient(ObjectClient):
             StoreError: the store, or a proxy before it, such as a login page, refused.
         """
         self._log_in()
-        answer: _Answer = sync(
-            self._fs.loop,
-            self._once,
-            method,
-            url,
-            dict(params),
-            data,
-            dict(headers),
-            timeout=within_s,
-        )
+        told = method, url, dict(params), data, dict(headers)
+        answer: _Answer = sync(self._fs.loop, self._once, *told, timeout=within_s)
         if not 200 <= answer.status < 300 and answer.status != also:
             raise _refused(answer, of_bucket=_OF_BUCKET.search(url) is not None)
         return answer
@@ -195,23 +171,15 @@ class GcsClient(ObjectClient):
 
         The renewal has no time limit, so it runs on a thread the caller can abandon.
         """
-        raised: list[Exception] = []
-
-        def renew() -> None:
-            try:
-                self._fs.credentials.maybe_refresh()
-            except Exception as error:  # noqa: BLE001 - raised below
-                raised.append(error)
-
         if self._fs.credentials.credentials is None:
             return  # anonymous requests
-        thread = threading.Thread(target=renew, name="trainckpt-login", daemon=True)
-        thread.start()
-        thread.join(CALL_S)
-        if thread.is_alive():
+        renewed = aside(self._fs.credentials.maybe_refresh)(CALL_S)
+        if renewed is None:
             raise TimeoutError(f"the login was not renewed within {CALL_S:.0f} s")
-        if raised:
-            raise no_answer_behind(raised[0]) or raised[0]
+        try:
+            renewed()
+        except Exception as error:  # noqa: BLE001 - the cause says more
+            raise no_answer_behind(error) or error from None
 
     async def _once(
         self,
@@ -238,14 +206,6 @@ class GcsClient(ObjectClient):
     def _get(self, path: str, first_byte: int, num_bytes: int) -> _Answer:
         wanted = {"Range": f"bytes={first_byte}-{first_byte + num_bytes - 1}"}
         return self.ask("GET", self._object(path), DATA_S, params={"alt": "media"}, headers=wanted)
-
-    def _look(self, path: str) -> _Answer | None:
-        try:
-            return self.ask("GET", self._object(path), params={"fields": "size,updated"})
-        except StoreError as error:
-            if error.status_code != 404 or is_missing_bucket(error):
-                raise
-            return None
 
     def _pages(self, path: str, prefix: str, at_once: int = 1000) -> Iterator[dict[str, Any]]:
         asked = {

@@ -136,12 +136,37 @@ def uploading(
         tries = tried + 1
         return client.begin(path, size)
 
+    def send(upload: Upload, number: int, data: Callable[[], bytes]) -> None:
+        held, what = data(), f"write part {number} of {key}"
+        sent[number] = len(held)
+        if upload.again:
+            calls.make(what, lambda _: upload.part(number, held))
+            return
+        try:
+            upload.part(number, held)
+        except Exception as error:
+            raise calls.translated(what, error) from error
+
+    def complete(upload: Upload, tried: int) -> None:
+        try:
+            upload.complete()
+        except Exception as error:
+            # An earlier try may have succeeded without its answer arriving.
+            num_bytes = sum(sent.values())
+            if not (tried and meaning(error) == ABSENT and client.size(path) == num_bytes):
+                raise
+
     try:
         upload = calls.make(f"write {key}", begin)
         with Workers(1 if upload.in_order else NUM_SENDERS, "trainckpt-send") as workers:
-            yield partial(_send, calls, workers, upload, key=key, sent=sent), upload.in_order
+
+            def put(number: int, data: Callable[[], bytes]) -> None:
+                workers.settle(NUM_SENDERS - 1)
+                workers.submit(partial(send, upload, number, data))
+
+            yield put, upload.in_order
             workers.settle()
-        _complete(calls, client, upload=upload, path=path, key=key, num_bytes=sum(sent.values()))
+        calls.make(f"finish {key}", partial(complete, upload))
     except BaseException:
         left.add(path)
         if upload is not None and tries == 1:
@@ -159,49 +184,5 @@ def drop_left(calls: RetryPolicy, client: ObjectClient, left: set[str]) -> None:
     """Abort uploads again that could not be aborted before, by their paths."""
     for path in list(left):
         with suppress(TrainckptError):
-            calls.make("abort an upload", partial(_drop, client, path))
+            calls.make("abort an upload", partial(lambda p, _: client.abort_uploads(p), path))
             left.discard(path)
-
-
-def _drop(client: ObjectClient, path: str, _: int) -> None:
-    client.abort_uploads(path)
-
-
-def _send(
-    calls: RetryPolicy,
-    workers: Workers,
-    upload: Upload,
-    number: int,
-    data: Callable[[], bytes],
-    *,
-    key: str,
-    sent: dict[int, int],
-) -> None:
-    def send() -> None:
-        held = data()
-        sent[number] = len(held)
-        what = f"write part {number} of {key}"
-        if upload.again:
-            calls.make(what, lambda _: upload.part(number, held))
-            return
-        try:
-            upload.part(number, held)
-        except Exception as error:
-            raise calls.translated(what, error) from error
-
-    workers.settle(NUM_SENDERS - 1)
-    workers.submit(send)
-
-
-def _complete(
-    calls: RetryPolicy, client: ObjectClient, *, upload: Upload, path: str, key: str, num_bytes: int
-) -> None:
-    def complete(tried: int) -> None:
-        try:
-            upload.complete()
-        except Exception as error:
-            # An earlier try may have succeeded without its answer arriving.
-            if not (tried and meaning(error) == ABSENT and client.size(path) == num_bytes):
-                raise
-
-    calls.make(f"finish {key}", complete)

@@ -11,13 +11,23 @@ import datetime as dt
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from fsspec.asyn import AsyncFileSystem, sync
+from fsspec.core import url_to_fs
 
 from trainckpt.errors import UnusableSnapshot
+from trainckpt.storage.store_errors import ABSENT, TAKEN, meaning
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Result = TypeVar("Result")
+
+UNCACHED = {"skip_instance_cache": True, "use_listings_cache": False}
 CALL_S, DATA_S = 60.0, 300.0  # limits of one try: a small request, and one with data
+MARK = "trainckpt"  # metadata key: random mark of the request writing the object
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -32,6 +42,22 @@ class Entry:
 
     name: str
     modified_s: float | None = None
+
+
+class Stat(NamedTuple):
+    """State of one object.
+
+    Attributes:
+        size: Bytes.
+        written_s: Time of the last write; None: unknown.
+        date: Time of the answer by the store's clock, as in an HTTP header; None: unknown.
+        mark: Mark of the request that wrote it; None: it has none.
+    """
+
+    size: int
+    written_s: float | None
+    date: str | None = None
+    mark: str | None = None
 
 
 class Upload(Protocol):
@@ -58,27 +84,51 @@ class Upload(Protocol):
 class ObjectClient:
     """An object store through fsspec. A path is `bucket/key`."""
 
+    extra = ""  # extra of this package with the needed libraries
+    example = "s3://bucket/run"
+    login = ""  # hint for errors about credentials
     # True for kinds of stores with conditional creation; each location is still probed.
     may_create_only = False
-    login = ""  # hint for errors about credentials
+    most_whole_bytes: float = float("inf")  # a failed `put` of more may leave parts behind
 
     def __init__(self, filesystem: Any) -> None:
         self._fs = filesystem
 
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write one object in one request; readers see the old one or the new one."""
-        more = {"mode": "create"} if create_only else {}
-        self._ask("pipe_file", DATA_S, path, data, **more)
+    @classmethod
+    def open(cls, url: str) -> tuple[Any, str]:
+        """Return the file system for a URL, and the path in it."""
+        # In a chain the path is the last one's: simplecache::s3://bucket/run
+        found = url_to_fs(url, **UNCACHED)
+        return found[0], found[1]
 
-    def put_leaves_parts(self, num_bytes: int) -> bool:
-        """Return True if a failed `put` of `num_bytes` may leave parts behind."""
-        del num_bytes
-        return False
+    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write one object atomically; readers see the old one or the new one."""
+        mark = secrets.token_hex(4)  # unique among concurrent writers of this object
+        try:
+            self._put(path, data, mark, create_only=create_only)
+        except Exception as error:
+            # aiohttp repeats a request on its own if the connection broke before the answer.
+            if not create_only or meaning(error) != TAKEN:
+                raise
+            found = self.stat(path)
+            if found is None or found.mark != mark:
+                raise
+
+    def _put(self, path: str, data: bytes, mark: str, *, create_only: bool) -> None:
+        del mark, create_only  # not in other protocols
+        self._ask("pipe_file", DATA_S, path, data)
+
+    def stat(self, path: str) -> Stat | None:
+        """Return the state of an object; None if it is missing."""
+        found = unless_absent(lambda: self._ask("info", CALL_S, path))
+        if found is None or found["type"] != "file":
+            return None
+        return Stat(int(found["size"]), _modified_s(found))
 
     def size(self, path: str) -> int | None:
         """Return the bytes of an object; None if it is missing."""
-        found = self._found(path)
-        return None if found is None else int(found["size"])
+        found = self.stat(path)
+        return None if found is None else found.size
 
     def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `first_byte` on, or fewer at the object's end."""
@@ -102,14 +152,12 @@ class ObjectClient:
             return []
         if [each["name"].strip("/") for each in found] == [folder] and found[0]["type"] == "file":
             raise NotADirectoryError(folder)
-        return [Entry(_last(each["name"]), _modified_s(each)) for each in found]
+        names = [each["name"].rstrip("/").rpartition("/")[2] for each in found]
+        return [Entry(n, _modified_s(each)) for n, each in zip(names, found, strict=True)]
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing one is no error."""
-        try:
-            self._ask("rm_file", CALL_S, path)
-        except FileNotFoundError:
-            pass
+        unless_absent(lambda: self._ask("rm_file", CALL_S, path))
 
     def remove_marker(self, path: str) -> None:
         """Remove the marker of an empty folder, in stores with such markers."""
@@ -119,9 +167,11 @@ class ObjectClient:
 
         This host's clock counts unless the client knows the store's.
         """
-        found = self._found(path)
-        written_s = None if found is None else _modified_s(found)
-        return None if written_s is None else max(0.0, time.time() - written_s)
+        found = self.stat(path)
+        if found is None or found.written_s is None:
+            return None
+        now_s = parsedate_to_datetime(found.date).timestamp() if found.date else time.time()
+        return max(0.0, now_s - found.written_s)
 
     def begin(self, path: str, part_bytes: int) -> Upload:
         """Begin an object sent in parts of `part_bytes`, except the last."""
@@ -135,19 +185,11 @@ class ObjectClient:
     def must_have_bucket(self, path: str) -> None:
         """Raise the store's error if the bucket of `path` is missing."""
 
-    def _found(self, path: str) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = self._ask("info", CALL_S, path)
-        except FileNotFoundError:
-            return None
-        return found if found["type"] == "file" else None
-
     def _ask(self, method: str, within_s: float, path: str, *args: Any, **keywords: Any) -> Any:
         self._fs.invalidate_cache()
         if isinstance(self._fs, AsyncFileSystem):
-            return self._wait_for(
-                getattr(self._fs, f"_{method}"), within_s, path, *args, **keywords
-            )
+            call = getattr(self._fs, f"_{method}")
+            return self._wait_for(call, within_s, path, *args, **keywords)
         return getattr(self._fs, method)(path, *args, **keywords)
 
     def _wait_for(self, call: Any, within_s: float, *args: Any, **keywords: Any) -> Any:
@@ -195,8 +237,14 @@ def must_be_small(path: str, size: int, max_bytes: int) -> None:
         raise UnusableSnapshot(f"{path} has {size} bytes, more than {max_bytes}")
 
 
-def _last(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2]
+def unless_absent(call: Callable[[], Result]) -> Result | None:
+    """Return the result; None if the object is missing, but not if the bucket is."""
+    try:
+        return call()
+    except Exception as error:
+        if meaning(error) != ABSENT:
+            raise
+    return None
 
 
 def _modified_s(found: dict[str, Any]) -> float | None:

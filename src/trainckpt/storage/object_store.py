@@ -4,7 +4,7 @@
                  request joining them comes last. A failed upload is aborted and leaves no object
     replace      one request: readers see the old bytes or the new ones
     create       a request refused by the store if the name exists. A probe tries this once; in
-                 stores without it, ranks claim names: see `create_exclusive`
+                 stores without it, ranks claim names (below)
     read_parts   ranged requests, several in flight, of just the wanted bytes
 
 An answered write is durable. There are no folders: an empty prefix does not exist. Every request
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from trainckpt.errors import TierUnavailable, UnusableSnapshot
-from trainckpt.storage import create_exclusive, multipart_upload
+from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
+from trainckpt.storage import multipart_upload
 from trainckpt.storage.client_libraries import give_own_randomness
 from trainckpt.storage.redact import redacted
-from trainckpt.storage.retry import Limits, RetryPolicy
+from trainckpt.storage.retry import Limits, RetryPolicy, draw_own
 from trainckpt.storage.store_errors import BEYOND, TAKEN, meaning
 from trainckpt.storage.worker_pool import Workers
 
@@ -41,6 +42,9 @@ PROBE = "probe"
 READ_BYTES = 16 << 20  # per request
 NUM_READERS = 8
 STALE_UPLOAD_S = 24 * 3600.0
+CLAIM = f"{TEMPORARY}claim-"
+STALE_CLAIM_S = 60.0
+CLAIM_FOR_S, CLAIM_PAUSE_S, LONGEST_CLAIM_PAUSE_S = 90.0, 0.05, 2.0
 
 
 def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier:
@@ -49,14 +53,50 @@ def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier
     Raises:
         ConfigurationError: unknown kind of store, or its package is not installed.
     """
-    from trainckpt.storage.open_store import open_client  # imports fsspec: for stores only
-
-    name, client, root = open_client(url)
+    name, client, root = _open_client(url, redacted(url))
     give_own_randomness()
-    shown = redacted(url)
-    calls = RetryPolicy(shown, limits)
+    calls = RetryPolicy(redacted(url), limits)
     calls.login = client.login
-    return ObjectStoreTier(name, shown.rstrip("/"), client, root, calls)
+    return ObjectStoreTier(name, redacted(url).rstrip("/"), client, root, calls)
+
+
+def _open_client(url: str, shown: str) -> tuple[str, ObjectClient, str]:
+    """Return the name of the kind of store, its client, and the path at `url`, as `bucket/key`."""
+    from fsspec.core import split_protocol  # here, as all of fsspec: for stores only
+
+    from trainckpt.storage.azure_client import AzureClient
+    from trainckpt.storage.gcs_client import GcsClient
+    from trainckpt.storage.object_client import ObjectClient
+    from trainckpt.storage.s3_client import S3Client
+
+    s3, google = dict.fromkeys(("s3", "s3a"), S3Client), dict.fromkeys(("gs", "gcs"), GcsClient)
+    azure = dict.fromkeys(("az", "abfs", "abfss"), AzureClient)
+    if "\0" in url:
+        raise ConfigurationError(f"the run directory is not a valid URL: {shown[:100]!r}")
+    protocol = split_protocol(url)[0] or ""
+    kind: type[ObjectClient] = {**s3, **google, **azure}.get(protocol, ObjectClient)
+    if kind in (GcsClient, AzureClient) and "?" in url:
+        raise ConfigurationError(
+            f"{shown}: a query in the URL is not supported",
+            hint=f"leave it out; credentials come from the environment: {kind.login}",
+        )
+    try:
+        filesystem, path = kind.open(url)
+        root = path.strip("/")
+    except ImportError as error:
+        hint = f'pip install "trainckpt[{kind.extra}]"'
+        raise ConfigurationError(
+            f"{shown}: the client library of this store is not installed",
+            hint=hint if kind.extra else f"install the fsspec package for {protocol}://",
+        ) from error
+    except Exception as error:  # noqa: BLE001 - libraries of others, on what a user wrote
+        what = redacted(" ".join(str(error).split())) or type(error).__name__
+        hint = f"name a directory, or {kind.example}"
+        # Not `from error`: it may quote a secret of the environment.
+        raise ConfigurationError(f"{shown}: {what[:300]}", hint=kind.login or hint) from None
+    if not root:
+        raise ConfigurationError(f"{shown} names no bucket", hint=f"name one: {kind.example}")
+    return ("s3" if protocol in s3 else protocol), kind(filesystem), root
 
 
 class ObjectStoreTier:
@@ -135,7 +175,7 @@ class ObjectStoreTier:
         """Create `key` with `data`; False, and nothing changed, if it exists."""
         path = self._path(key)
         if not self.creates_only():
-            return create_exclusive.create(self, key, data)
+            return self._create_by_claim(key, data)
 
         def ask(tried: int) -> bool:
             try:
@@ -156,6 +196,58 @@ class ObjectStoreTier:
             if self._creates_only is None:
                 self._creates_only = self._client.may_create_only and self._probe()
         return self._creates_only
+
+    # Without conditional creation:
+    #
+    #     1. check the name              exists: return False
+    #     2. write a claim               .tmp-claim-<name>-<token>, beside it
+    #     3. list the folder             other claims: remove the own one, wait a little, go to 1
+    #     4. check the name again        exists: return False
+    #     5. write it, remove the claim  return True
+    #
+    # The store's lists must show every earlier write, as with S3, Google and Azure. Of two callers
+    # with claims, the later to list sees the other's claim or finds the name. If both see both,
+    # both withdraw and wait for random times. A dead caller's claim counts for a minute, by the
+    # store's clock. So a caller suspended for longer between 3 and 5 could overwrite a name created
+    # meanwhile.
+
+    def _create_by_claim(self, key: str, data: bytes) -> bool:
+        begun_s, bound_s = time.monotonic(), CLAIM_PAUSE_S
+        while self.size(key) is None:
+            created = self._try_claim(key, data)
+            if created is not None:
+                return created
+            if time.monotonic() - begun_s > CLAIM_FOR_S:
+                why = "other processes claim it and do not create it"
+                folder = key.rpartition("/")[0]
+                raise TierUnavailable(
+                    f"{self.url}: cannot create {key}: {why}",
+                    hint=f"if no process is left, remove the objects named {CLAIM}* from {folder}/",
+                )
+            time.sleep(draw_own() * bound_s)
+            bound_s = min(2 * bound_s, LONGEST_CLAIM_PAUSE_S)
+        return False
+
+    def _try_claim(self, key: str, data: bytes) -> bool | None:
+        """Run one round; return None after a tie."""
+        folder, slash, name = key.rpartition("/")
+        prefix = f"{CLAIM}{name}-"
+        own = f"{prefix}{secrets.token_hex(8)}"
+        claim = f"{folder}{slash}{own}"
+        self.replace(claim, b"claim\n")
+        try:
+            entries = [each for each in self.entries(folder) if each.name.startswith(prefix)]
+            if self.size(key) is not None:
+                return False
+            written_s = {each.name: each.modified_s for each in entries}
+            mine_s = written_s.pop(own, None)
+            for other_s in written_s.values():
+                if mine_s is None or other_s is None or mine_s - other_s <= STALE_CLAIM_S:
+                    return None
+            self.replace(key, data)
+            return True
+        finally:
+            self.remove(claim)
 
     # ---- read
 
@@ -279,7 +371,7 @@ class ObjectStoreTier:
         try:
             self._ask(f"write {key}", lambda _: self._client.put(path, data))
         except BaseException:
-            if self._client.put_leaves_parts(len(data)):
+            if len(data) > self._client.most_whole_bytes:
                 self._left.add(path)
             raise
         if self._left:  # the store answers again

@@ -7,28 +7,31 @@ request refused as a repetition.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
+
+import fsspec.config
+from fsspec.core import split_protocol, url_to_fs
 
 from trainckpt.storage.object_client import (
     CALL_S,
     DATA_S,
+    MARK,
+    UNCACHED,
     Entry,
     ObjectClient,
+    Stat,
     Upload,
     must_be_small,
+    unless_absent,
 )
-from trainckpt.storage.store_errors import TAKEN, is_missing_bucket, meaning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONNECT_S, SILENT_S = 10.0, 60.0
 _CONNECTIONS = 16
-MARK = "trainckpt"  # metadata key: random mark of the request writing the object
 
 
 def options(configured: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,30 +51,32 @@ def options(configured: Mapping[str, Any]) -> dict[str, Any]:
 class S3Client(ObjectClient):
     """Client of S3 or a compatible store."""
 
+    extra = "s3"
     may_create_only = True
 
     def __init__(self, filesystem: Any) -> None:
         super().__init__(filesystem)
         filesystem.retries = 1
 
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write one object in one request; readers see the old one or the new one."""
-        if not create_only:
-            super().put(path, data)
-            return
-        mark = secrets.token_hex(8)
-        more = {"Metadata": {MARK: mark}, "IfNoneMatch": "*"}
-        try:
-            self._call("put_object", DATA_S, **_named(path), Body=data, **more)
-        except Exception as error:
-            # aiohttp repeats a request on its own if the connection broke before the answer.
-            if meaning(error) != TAKEN or self._mark(path) != mark:
-                raise
+    @classmethod
+    def open(cls, url: str) -> tuple[Any, str]:
+        """Return the file system for a URL, and the path in it."""
+        configured = fsspec.config.conf.get(split_protocol(url)[0], {})
+        found = url_to_fs(url, **UNCACHED, **options(configured))
+        return found[0], found[1]
 
-    def size(self, path: str) -> int | None:
-        """Return the bytes of an object; None if it is missing."""
-        found = self._head(path)
-        return None if found is None else int(found["ContentLength"])
+    def _put(self, path: str, data: bytes, mark: str, *, create_only: bool) -> None:
+        more = {"Metadata": {MARK: mark}, "IfNoneMatch": "*"} if create_only else {}
+        self._call("put_object", DATA_S, **_named(path), Body=data, **more)
+
+    def stat(self, path: str) -> Stat | None:
+        """Return the state of an object; None if it is missing."""
+        found = unless_absent(lambda: self._call("head_object", **_named(path)))
+        if found is None:
+            return None
+        date = found["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
+        mark = found.get("Metadata", {}).get(MARK)
+        return Stat(found["ContentLength"], found["LastModified"].timestamp(), date, mark)
 
     def whole(self, path: str, max_bytes: int) -> bytes:
         """Return a small object, in one request."""
@@ -102,20 +107,7 @@ class S3Client(ObjectClient):
 
     def remove(self, path: str) -> None:
         """Remove an object; a missing one is no error."""
-        try:
-            self._call("delete_object", **_named(path))
-        except FileNotFoundError as error:
-            if is_missing_bucket(error):
-                raise
-
-    def age_s(self, path: str) -> float | None:
-        """Return an object's age in seconds, by the store's clock; None if it is missing."""
-        found = self._head(path)
-        if found is None:
-            return None
-        told = found["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
-        now_s = parsedate_to_datetime(told).timestamp() if told else time.time()
-        return max(0.0, now_s - float(found["LastModified"].timestamp()))
+        unless_absent(lambda: self._call("delete_object", **_named(path)))
 
     def begin(self, path: str, part_bytes: int) -> Upload:
         """Begin an object sent in parts."""
@@ -138,27 +130,13 @@ class S3Client(ObjectClient):
 
     def abort(self, path: str, upload: str) -> None:
         """Drop the parts of an upload; a missing one is no error."""
-        try:
-            self._call("abort_multipart_upload", **_named(path), UploadId=upload)
-        except FileNotFoundError as error:
-            if is_missing_bucket(error):
-                raise
+        about = {**_named(path), "UploadId": upload}
+        unless_absent(lambda: self._call("abort_multipart_upload", **about))
 
     def must_have_bucket(self, path: str) -> None:
         """Raise the store's error if the bucket is missing."""
         bucket, _, prefix = path.partition("/")
         self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
-
-    def _mark(self, path: str) -> str | None:
-        found = self._head(path)
-        return None if found is None else found.get("Metadata", {}).get(MARK)
-
-    def _head(self, path: str) -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = self._call("head_object", **_named(path))
-        except FileNotFoundError:
-            return None
-        return found
 
     def _pages(self, method: str, **keywords: Any) -> Iterator[dict[str, Any]]:
         at: dict[str, Any] = {}
@@ -199,30 +177,20 @@ class _PartedUpload:
 
     def __init__(self, client: S3Client, path: str, upload: str) -> None:
         self._client, self._path, self._upload = client, path, upload
+        self._about = {**_named(path), "UploadId": upload}
         self._lock = threading.Lock()
         self._parts: dict[int, str] = {}
 
     def part(self, number: int, data: bytes) -> None:
-        answer = self._client._call(
-            "upload_part",
-            DATA_S,
-            **_named(self._path),
-            UploadId=self._upload,
-            PartNumber=number,
-            Body=data,
-        )
+        about = {**self._about, "PartNumber": number}
+        answer = self._client._call("upload_part", DATA_S, **about, Body=data)
         with self._lock:
             self._parts[number] = answer["ETag"]
 
     def complete(self) -> None:
         parts = [{"PartNumber": n, "ETag": self._parts[n]} for n in sorted(self._parts)]
-        self._client._call(
-            "complete_multipart_upload",
-            DATA_S,
-            **_named(self._path),
-            UploadId=self._upload,
-            MultipartUpload={"Parts": parts},
-        )
+        about = {**self._about, "MultipartUpload": {"Parts": parts}}
+        self._client._call("complete_multipart_upload", DATA_S, **about)
 
     def abort(self) -> None:
         self._client.abort(self._path, self._upload)
