@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trainckpt.attempt import heartbeat, machine_checks
+from trainckpt.attempt import heartbeat
 from trainckpt.cli import doctor
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
@@ -55,7 +55,7 @@ def small(monkeypatch):
 @pytest.fixture
 def no_machine(monkeypatch):
     """Only the place is looked at."""
-    monkeypatch.setattr(doctor, "examine", lambda size: [])
+    monkeypatch.setattr(doctor, "check_host", list)
 
 
 def told(capsys, *arguments, code=0) -> dict[str, dict]:
@@ -81,10 +81,8 @@ def test_this_machine_has_all_that_is_needed(capsys):
 
 
 def test_what_the_options_name_for_encryption_is_looked_at(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(machine_checks, "examine", lambda size: [])
-    monkeypatch.setattr(
-        doctor, "examine_dumps", lambda: machine_checks.MachineCheck("-", True, "-")
-    )
+    monkeypatch.setattr(doctor, "check_machine", list)
+    monkeypatch.setattr(doctor, "check_dumps", lambda: doctor.DoctorCheck("-", True, "-"))
     path, identity = tmp_path / "id", keys.generate()
     keys.write_identity(path, identity)
     monkeypatch.setenv("TRAINCKPT_ENCRYPT_TO", identity.recipient)
@@ -160,7 +158,7 @@ def test_a_place_that_cannot_be_written_is_refused(make_run):
         code = 70
         try:
             os.setuid(65534)
-            code = doctor.FAILED if not doctor._place(LocalTier(run))[0].ok else 0
+            code = doctor.FAILED if not next(doctor.check_place(LocalTier(run))).ok else 0
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == doctor.FAILED
@@ -212,7 +210,7 @@ def test_a_damaged_record_of_the_run_fails(make_run, capsys, no_machine):
 
 def test_off_the_main_thread_signals_are_not_heard_and_the_cure_is_named():
     found = []
-    thread = threading.Thread(target=lambda: found.append(machine_checks._signals()))
+    thread = threading.Thread(target=lambda: found.append(doctor.check_signals()))
     thread.start()
     thread.join()
     assert not found[0].ok

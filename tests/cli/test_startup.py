@@ -72,8 +72,8 @@ def test_the_front_door_names_the_checkpointer_before_it_is_loaded():
 
 
 @pytest.mark.parametrize("verb", main.VERBS)
-def test_the_help_of_a_verb_is_the_first_line_of_its_module(verb):
-    assert main.module_of(verb).__doc__.splitlines()[0] == f"{verb}: {main.VERBS[verb]}."
+def test_the_help_of_a_verb_is_a_line_of_its_modules_header(verb):
+    assert f"{verb}: {main.VERBS[verb]}." in main.module_of(verb).__doc__.splitlines()
 
 
 @pytest.mark.parametrize("columns", [200, 80, 40, 20])

@@ -76,7 +76,7 @@ def test_without_criu_with_an_old_one_or_a_broken_one_doctor_has_the_cure(tmp_pa
         monkeypatch.setenv(criu.VARIABLE, str(program))
         if os.getuid() != 0 and program.name == "broken":
             continue  # what is lacking first is named
-        item = doctor.examine_dumps()
+        item = doctor.check_dumps()
         assert not item.ok
         assert not item.needed
         assert why in item.value
@@ -210,7 +210,7 @@ def test_criu_holds_the_lock_of_a_dump_as_long_as_it_works(tmp_path):
 
 
 def test_doctor_dumps_and_restores_two_small_processes(criu_here):
-    item = doctor.examine_dumps()
+    item = doctor.check_dumps()
     assert item.ok, item
     assert "two processes were dumped in" in item.value
 

@@ -1,1 +1,1 @@
-"""The `trainckpt` command: one file a verb."""
+"""The `trainckpt` command: one file a verb, or for two that share their work."""

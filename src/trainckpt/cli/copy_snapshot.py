@@ -1,4 +1,7 @@
-"""Copy one checkpoint between tiers, for `flush` and `fetch`.
+"""Copy one checkpoint between tiers.
+
+flush: copy a checkpoint to slower tiers, or repair its copies there.
+fetch: copy a checkpoint from a slower tier to the run directory, or repair its copy there.
 
 Process dumps are not copied: they are tied to their host, and the snapshot beneath one is what
 slower tiers hold.
@@ -12,7 +15,8 @@ from typing import TYPE_CHECKING
 from trainckpt.cli import output
 from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
 from trainckpt.format.dump import DumpName
-from trainckpt.run_directory import run_tiers as tiers_of
+from trainckpt.format.names import split_target
+from trainckpt.run_directory import run_tiers
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.verify import files_of
 
@@ -21,60 +25,89 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.format.manifest import Manifest
-    from trainckpt.run_directory.run_tiers import RunMoved, RunTiers
+    from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.storage.base import Tier
 
 
-def move(
+def add_arguments_flush(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `flush`."""
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
+    parser.add_argument("--to", metavar="TIER", help="one tier, by name or URL (default: all)")
+
+
+def execute_flush(arguments: argparse.Namespace) -> int:
+    """Copy, from wherever a good copy is, to every slower tier that answers or to the one named."""
+    everywhere = run_tiers.open_everywhere(split_target(arguments.target)[0])
+    if arguments.to:
+        return _copy(arguments, everywhere, [everywhere.tier(arguments.to)], everywhere.tiers, {})
+    slower_tiers = [tier for tier in everywhere.tiers if tier is not everywhere.place]
+    targets = [*slower_tiers, *everywhere.empty]
+    if not targets and not everywhere.silent:
+        raise ConfigurationError(
+            f"{everywhere.place.url} has no slower tier",
+            hint="name one: --to URL, or the option tiers",
+        )
+    return _copy(arguments, everywhere, targets, everywhere.tiers, everywhere.silent)
+
+
+def add_arguments_fetch(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `fetch`."""
+    parser.add_argument("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="TIER",
+        help="one tier, by name or URL (default: the nearest good copy of each file)",
+    )
+
+
+def execute_fetch(arguments: argparse.Namespace) -> int:
+    """Copy to the run's place. One that holds no run becomes that of the run the tier holds."""
+    source = arguments.source
+    named_urls = [source] if source and "/" in source else []
+    everywhere = run_tiers.open_everywhere(split_target(arguments.target)[0], *named_urls)
+    sources = (everywhere.holding(source),) if source else everywhere.tiers
+    return _copy(arguments, everywhere, [everywhere.place], sources, {})
+
+
+def _copy(
     arguments: argparse.Namespace,
     everywhere: RunTiers,
-    *,
-    wanted: str | None,
     targets: Sequence[Tier],
     sources: Sequence[Tier],
     silent: Mapping[str, str],
 ) -> int:
-    """Copy what is called `wanted`, or the latest; 69 if a target did not answer."""
-    if DumpName.parse(wanted or "") is not None:
-        raise ConfigurationError(
-            f"{wanted} is a process dump, which stays in the run's directory on its host",
-            hint=f"name a snapshot of `trainckpt list {everywhere.place.url}`",
-        )
-    manifest = _manifest(everywhere, wanted, sources)
+    """Copy the snapshot and report it; 69 if a target did not answer."""
+    manifest = _manifest(everywhere, split_target(arguments.target)[1] or "latest", sources)
     total = sum(file.num_bytes for _, file in files_of(manifest))
     with output.progress() as progress:
         task = progress.add_task("copying", total=len(targets) * total)
 
-        def tell(num_bytes: int) -> None:
+        def advance(num_bytes: int) -> None:
             progress.advance(task, num_bytes)
 
-        moved = [tiers_of.move(everywhere, manifest, t, sources, tell) for t in targets]
-    _tell(arguments, everywhere, moved, silent)
+        moved = [run_tiers.move(everywhere, manifest, t, sources, advance) for t in targets]
+    if arguments.json:
+        rows = [{**asdict(row), "bytes": row.num_bytes} for row in moved]
+        document = {"run": everywhere.place.url, "snapshot": str(manifest.name), "tiers": rows}
+        output.document({**document, "silent": dict(silent)})
+    else:
+        for row in moved:
+            print(f"{row.snapshot} in {row.tier}: {row.how}, {output.size(row.num_bytes)} written")
+        for tier, reason in silent.items():
+            print(f"{manifest.name} in {tier}: it does not answer: {reason}")
     return TierUnavailable.exit_code if silent else 0
 
 
-def _tell(
-    arguments: argparse.Namespace,
-    everywhere: RunTiers,
-    moved: Sequence[RunMoved],
-    silent: Mapping[str, str],
-) -> None:
-    snapshot = moved[0].snapshot if moved else ""
-    if arguments.json:
-        rows = [{**asdict(row), "bytes": row.num_bytes} for row in moved]
-        document = {"run": everywhere.place.url, "snapshot": snapshot, "tiers": rows}
-        output.document({**document, "silent": dict(silent)})
-        return
-    for row in moved:
-        print(f"{row.snapshot} in {row.tier}: {row.how}, {output.size(row.num_bytes)} written")
-    for tier, reason in silent.items():
-        print(f"{snapshot} in {tier}: it does not answer: {reason}")
-
-
-def _manifest(everywhere: RunTiers, wanted: str | None, sources: Sequence[Tier]) -> Manifest:
+def _manifest(everywhere: RunTiers, wanted: str, sources: Sequence[Tier]) -> Manifest:
     """Return the manifest of the snapshot to copy, among those the sources hold."""
+    if DumpName.parse(wanted) is not None:
+        raise ConfigurationError(
+            f"{wanted} is a process dump, which stays in the run's directory on its host",
+            hint=f"name a snapshot of `trainckpt list {everywhere.place.url}`",
+        )
     candidates = catalog.read_copies(sources, everywhere.run, everywhere.records)
-    candidate = catalog.find(candidates, wanted or "latest", everywhere.place.url)
+    candidate = catalog.find(candidates, wanted, everywhere.place.url)
     if candidate.manifest is None or (not candidate.usable and not candidate.tiers):
         raise UnusableSnapshot(
             f"{candidate.name}: {candidate.reason}",

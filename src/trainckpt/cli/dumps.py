@@ -82,14 +82,13 @@ def dumps_of(tier: Tier) -> list[Dump]:
 
 def _inspect(tier: Tier, run: str, name: DumpName, records: Mapping[int, AttemptRecord]) -> Dump:
     is_used = any(record.parent == str(name) for record in records.values())
-    superseded = why_superseded(name, records)
-    record, reason = None, ""
+    superseded, record = why_superseded(name, records), None
     try:
         record = restore.load(tier, run, name)
-        reason = "" if superseded else _why_not(tier, record)
+        reason = superseded or _why_not(tier, record)
     except TrainckptError as error:
-        reason = error.message
-    return Dump(name, record, superseded or reason, is_used, bool(superseded))
+        reason = superseded or error.message
+    return Dump(name, record, reason, is_used, bool(superseded))
 
 
 def _why_not(tier: Tier, record: DumpRecord) -> str:
@@ -281,23 +280,22 @@ def _dumped(
     max_restarts: int,
 ) -> RestoredDump:
     key = _key(record)
-    dump_ability = dumpable(arguments, _say)
-    if dump_ability is None:
-        criu_ability = criu.examine()
-        reason = criu_ability.why_not or f"{VARIABLE} is {OFF}"
-        raise RestoreBlocked(f"{record.name} cannot be restored: {reason}", hint=criu_ability.cure)
-    argv, cwd, nproc = command
-    recorded_facts = attempt_history.read_attempts(tier)[record.name.attempt].facts
-    has_checkpointer = recorded_facts["launch"].get("by") != BY_SUPERVISOR
-    facts = {LISTENS: record.name.attempt} if has_checkpointer else {}
+    ability = dumpable(arguments, _say)
+    if ability is None:
+        here = criu.examine()
+        reason = here.why_not or f"{VARIABLE} is {OFF}"
+        raise RestoreBlocked(f"{record.name} cannot be restored: {reason}", hint=here.cure)
+    facts = attempt_history.read_attempts(tier)[record.name.attempt].facts
+    if facts["launch"].get("by") != BY_SUPERVISOR:  # it has a Checkpointer
+        facts = {LISTENS: record.name.attempt, **facts}
     return RestoredDump(
         tier,
         record,
-        NamedRun(arguments.run, argv, cwd, nproc),
-        {**facts, **recorded_facts},
-        dump_ability,
+        NamedRun(arguments.run, *command),
+        facts,
+        ability,
         output=sys.stderr if arguments.json else None,
-        has_agent=recorded_facts["launch"].get("kind") != PYTHON or nproc > 1,
+        has_agent=facts["launch"].get("kind") != PYTHON or command[2] > 1,
         max_restarts=max_restarts,
         key=key,
     )
@@ -325,10 +323,10 @@ def remind(run: str) -> None:
     """Say that a dump is there from which this launch does not go on: its script may be another."""
     with contextlib.suppress(TrainckptError):
         tier = run_url.open_place(run)
-        newest_dumps = dumps_of(tier)[:1]
-        if newest_dumps and not newest_dumps[0].reason:
+        newest = next(iter(dumps_of(tier)), None)
+        if newest is not None and not newest.reason:
             _say(
-                f"{newest_dumps[0].name} is not restored: `trainckpt resume {tier.url}` does that, "
+                f"{newest.name} is not restored: `trainckpt resume {tier.url}` does that, "
                 "`trainckpt run` launches anew"
             )
 
@@ -339,10 +337,9 @@ def _newest(tier: Place) -> DumpRecord | None:
     Raises:
         RestoreBlocked: it cannot be restored here and now.
     """
-    newest_dumps = dumps_of(tier)[:1]
-    if not newest_dumps or newest_dumps[0].is_used:
+    newest = next(iter(dumps_of(tier)), None)
+    if newest is None or newest.is_used:
         return None
-    newest = newest_dumps[0]
     if newest.is_superseded:
         _say(f"{newest.name} is not restored: {newest.reason}")
         return None

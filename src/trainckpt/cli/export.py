@@ -6,16 +6,12 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainckpt.cli import output
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs
 from trainckpt.run_directory import run_tiers
-
-if TYPE_CHECKING:
-    from trainckpt.inspect.contents import Contents
-    from trainckpt.inspect.export import ExportPlan, ExportResult
 
 DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 DEFAULT = "5GB"
@@ -73,40 +69,23 @@ def execute(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=lambda done: progress.advance(task, done),
         )
-    _tell(arguments, contents, plan, files)
-    return 0
-
-
-def _tell(
-    arguments: argparse.Namespace, contents: Contents, plan: ExportPlan, files: list[ExportResult]
-) -> None:
     notes = [*contents.source.passed_over, *plan.notes]
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    name = str(contents.manifest.name)
     if arguments.json:
-        output.document(
-            {
-                "run": contents.source.tier.url,
-                "snapshot": str(contents.manifest.name),
-                "out": str(arguments.out),
-                "files": [
-                    {"name": file.path.name, "bytes": file.num_bytes, "tensors": file.tensors}
-                    for file in files
-                ],
-                "tensors": len(plan.items),
-                "tied": plan.tied,
-                "notes": notes,
-            }
-        )
-        return
-    for file in files:
-        print(
-            f"{file.path}: {file.tensors} tensors of {contents.manifest.name}, "
-            f"{output.size(file.num_bytes)}"
-        )
+        rows = [{"name": f.path.name, "bytes": f.num_bytes, "tensors": f.tensors} for f in files]
+        url = contents.source.tier.url
+        document: dict[str, Any] = {"run": url, "snapshot": name, "out": str(out)}
+        document |= {"files": rows, "tensors": len(plan.items), "tied": plan.tied, "notes": notes}
+        output.document(document)
+        return 0
+    for f in files:
+        print(f"{f.path}: {f.tensors} tensors of {name}, {output.size(f.num_bytes)}")
     if plan.tied:
         names = ", ".join(f"{name} is {kept_name}" for name, kept_name in sorted(plan.tied.items()))
         print(f"written once: {names} (--tied copy writes each)")
+    return 0
 
 
 def _size(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat
@@ -47,14 +48,14 @@ def execute(arguments: argparse.Namespace) -> int:
     tier = run_url.open_place(arguments.run)
     everywhere = open_everywhere(arguments.run)
     candidates, dumps = everywhere.candidates(), dumps_of(tier)
-    tiers = tier_status.shown(everywhere, candidates)
+    tiers = tier_status.statuses(everywhere, candidates)
     if arguments.json:
-        rows = [to_json(c) for c in candidates]
-        rows = sorted(rows + [dump_to_json(d) for d in dumps], key=_order, reverse=True)
-        extra_fields: dict[str, Any] = {"attempts": _attempts(tier)} if arguments.attempts else {}
-        extra_fields |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
-        extra_fields["tiers"] = [tier.to_json() for tier in tiers]
-        output.document({"run": tier.url, "candidates": rows, **extra_fields})
+        rows = [*map(to_json, candidates), *map(_dump_to_json, dumps)]
+        rows.sort(key=lambda row: (row["attempt"], row["sequence"]), reverse=True)
+        document: dict[str, Any] = {"run": tier.url, "candidates": rows}
+        document |= {"attempts": _attempts(tier)} if arguments.attempts else {}
+        document |= {"silent": dict(everywhere.silent)} if everywhere.silent else {}
+        output.document({**document, "tiers": [asdict(status) for status in tiers]})
         return 0
     for name, reason in everywhere.silent.items():
         print(f"the tier {name} does not answer: {reason}", file=sys.stderr)
@@ -66,15 +67,12 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     else:
         print(f"{tier.url}: no snapshot was committed yet")
-    if len(tiers) > 1 or any(shown.trouble for shown in tiers):
-        output.table(tier_status.COLUMNS, [shown.row() for shown in tiers], title="tiers")
+    if len(tiers) > 1 or any(status.trouble for status in tiers):
+        output.table(tier_status.COLUMNS, [status.row() for status in tiers], title="tiers")
     if dumps:
         output.table(DUMP_COLUMNS, [_dump_row(d) for d in dumps], title="process dumps")
     if arguments.attempts:
-        output.table(
-            ATTEMPT_COLUMNS,
-            [_attempt_row(row) for row in _attempts(tier)],
-        )
+        output.table(ATTEMPT_COLUMNS, [_attempt_row(row) for row in _attempts(tier)])
     return 0
 
 
@@ -103,18 +101,11 @@ def to_json(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _order(row: dict[str, Any]) -> tuple[int, int]:
-    return row["attempt"], row["sequence"]
-
-
-def dump_to_json(found: Dump) -> dict[str, Any]:
-    """One dump as the command line's JSON has it; what only a snapshot has is null."""
+def _dump_to_json(found: Dump) -> dict[str, Any]:
+    """Return one dump as JSON; what only a snapshot has is null."""
     record, name = found.record, found.name
-    rows = dict.fromkeys(("epoch", "step", "micro", "world", "bytes", "created", "saved_because"))
-    if record is not None:
-        rows |= {"world": record.world, "bytes": record.num_bytes, "created": record.created}
-        rows |= {"saved_because": record.reason, "total_bytes": record.num_bytes}
-    dump_fields = {
+    row = {
+        **dict.fromkeys(("epoch", "step", "micro", "world", "bytes", "created", "saved_because")),
         "id": str(name),
         "name": str(name),
         "kind": KIND,
@@ -125,7 +116,10 @@ def dump_to_json(found: Dump) -> dict[str, Any]:
         "usable": not found.reason,
         "reason": found.reason,
     }
-    return {**rows, **dump_fields}
+    if record is not None:
+        row |= {"world": record.world, "bytes": record.num_bytes, "created": record.created}
+        row |= {"saved_because": record.reason, "total_bytes": record.num_bytes}
+    return row
 
 
 def _dump_row(found: Dump) -> tuple[str, ...]:
@@ -154,13 +148,8 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     tiers = " ".join(candidate.tiers)
     facts: tuple[str, ...] = ("?", "?", "?", tiers, "")
     if manifest is not None:
-        facts = (
-            output.when(manifest.created),
-            size(manifest),
-            str(manifest.world),
-            tiers,
-            " ".join(manifest.tags),
-        )
+        when, tags = output.when(manifest.created), " ".join(manifest.tags)
+        facts = (when, size(manifest), str(manifest.world), tiers, tags)
     exactness = "yes, not bitwise" if manifest is not None and manifest.not_bitwise else "yes"
     usable_text = exactness if candidate.usable else f"no: {candidate.reason}"
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable_text)
@@ -168,8 +157,8 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
 
 def _attempts(tier: Place) -> list[dict[str, Any]]:
     """Return the attempts' records, newest first; for those without an outcome, the live ranks."""
-    records = sorted(attempt_history.read_attempts(tier).items(), reverse=True)
-    return [_attempt(tier, record) for _, record in records]
+    records = attempt_history.read_attempts(tier)
+    return [_attempt(tier, records[number]) for number in sorted(records, reverse=True)]
 
 
 def _attempt(tier: Place, record: AttemptRecord) -> dict[str, Any]:
@@ -197,10 +186,10 @@ def _attempt_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(row["attempt"]),
         start_text,
-        _or_nothing(row["world"]),
+        output.text(row["world"]),
         output.when(started) if isinstance(started, (int, float)) else "",
         _how(row),
-        _or_nothing(row["exit_code"]),
+        output.text(row["exit_code"]),
         row["newest_commit"] or "",
     )
 
@@ -215,7 +204,3 @@ def _how(row: dict[str, Any]) -> str:
         return f"{row['state']}{reason}"
     age = row["heartbeat_age_s"]
     return "dead, without a word" if age is None else f"dead, silent for {age:.0f} s"
-
-
-def _or_nothing(value: Any) -> str:
-    return "" if value is None else str(value)

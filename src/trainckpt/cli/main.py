@@ -23,7 +23,7 @@ from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.names import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import ModuleType
 
 # verb -> what the help says; a module's own header says the same
@@ -49,7 +49,14 @@ VERBS = {
 # Those that read what a checkpoint holds, or relaunch what does.
 READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
 ONLY_TELL = ("list", "show", "config")  # what is not read of them has no say in the exit code
-_MODULES = {"list": "list_", "show": "show_"}  # where the verb's own name is taken
+# modules that have not the name of their verb: it is taken, or they have two
+_MODULES = {
+    "list": "list_",
+    "show": "show_",
+    "flush": "copy_snapshot",
+    "fetch": "copy_snapshot",
+    "demo": "prove",
+}
 INTERRUPTED, READER_GONE = 130, 141  # as shells say SIGINT and SIGPIPE
 RUNS = ("run", "resume")
 UNWRITABLE = 74  # as sysexits.h says of output
@@ -67,6 +74,13 @@ class Parser(argparse.ArgumentParser):
 def module_of(verb: str) -> ModuleType:
     """Import and return the module of a verb."""
     return import_module(f"trainckpt.cli.{_MODULES.get(verb, verb)}")
+
+
+def function_of(verb: str, name: str) -> Callable[..., int]:
+    """Return a function of the verb's module; with several verbs it is `<name>_<verb>` there."""
+    module = module_of(verb)
+    function: Callable[..., int] = getattr(module, f"{name}_{verb}", None) or getattr(module, name)
+    return function
 
 
 def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
@@ -89,7 +103,7 @@ def build_parser(whole: Iterable[str] = VERBS) -> argparse.ArgumentParser:
                 "--identity", metavar="FILE", help="private key for encrypted checkpoints"
             )
         if name in whole:
-            module_of(name).add_arguments(sub)
+            function_of(name, "add_arguments")(sub)
     return parser
 
 
@@ -112,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         verb = arguments.verb
         with _identity(getattr(arguments, "identity", None)):
-            code: int = module_of(verb).execute(arguments)
-        return code
+            return function_of(verb, "execute")(arguments)
     except TrainckptError as error:
         if "--json" in itertools.takewhile(lambda word: word != "--", argv):
             body = {"error": error.message, "code": error.exit_code, "hint": error.hint}

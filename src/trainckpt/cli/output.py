@@ -29,11 +29,11 @@ LITTLE = 1.1  # what is wider by so little fits if some words go to a second lin
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def count(text: str) -> int:
+def count(word: str) -> int:
     """Parse an option's value as a number from 1 on."""
-    number = int(text) if text.isdecimal() else 0
+    number = int(word) if word.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 1 on")
     return number
 
 
@@ -98,6 +98,11 @@ def size(num_bytes: int) -> str:
 def when(created: float) -> str:
     """Format a time in the local style."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+
+
+def text(value: object) -> str:
+    """Format a value that may be missing; "" for None."""
+    return "" if value is None else str(value)
 
 
 def tell(line: str) -> None:

@@ -32,6 +32,7 @@ from trainckpt.cli.dumps import (
     wait_for_dump,
 )
 from trainckpt.cli.output import tell
+from trainckpt.cli.run import KEYS
 from trainckpt.dumping.dump_choice import DUMP
 from trainckpt.errors import (
     NoAgreement,
@@ -45,6 +46,7 @@ from trainckpt.format import names
 from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.launcher import dumps
+from trainckpt.launcher.signals import INTERRUPTED
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import no_run_at
 from trainckpt.snapshot import attempt_history
@@ -56,22 +58,11 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Place
 
 REASON = "trainckpt pause"
-KEYS = (
-    "outcome",
-    "snapshot",
-    "kind",
-    "exactness",
-    "lost_micro_batches",
-    "tiers",
-    "seconds",
-    "exit_code",
-)
 LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
 LISTEN_EVERY_S = 1.0  # to the heartbeat
 LEAVE_WITHIN_S = 5.0
 SILENT_FOR_S = 2.0  # a heartbeat that is gone: how long until the outcome must be there
 NAMED_ATTEMPTS = 3
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +99,12 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         record = _wait(tier, live, arguments.deadline)
     except KeyboardInterrupt:
-        return _interrupted(live.attempt, as_json=arguments.json)
+        sentence = f"interrupted; the notice stands, so attempt {live.attempt} may still stop"
+        if arguments.json:
+            output.document({"error": sentence, "code": INTERRUPTED, "hint": ""})
+        else:
+            tell(f"error: {sentence}")
+        return INTERRUPTED
     with contextlib.suppress(TrainckptError):
         tier.remove(notice)
     return report(tier, record, as_json=arguments.json)
@@ -140,14 +136,9 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
     sentence, code, hint = _verdict(tier, record.attempt, outcome)
     if as_json:
         error = {"error": sentence, "code": code, "hint": hint} if code else {}
-        facts = {key: outcome.get(key) for key in KEYS}
-        report_fields = {
-            "run": tier.url,
-            "attempt": record.attempt,
-            "reason": outcome.get("reason"),
-        }
-        report_fields |= {"no_dump": outcome["no_dump"]} if "no_dump" in outcome else {}
-        output.document({**facts, **report_fields, **error})
+        facts = {key: outcome.get(key) for key in (*KEYS, "exit_code", "reason")}
+        facts |= {"no_dump": outcome["no_dump"]} if "no_dump" in outcome else {}
+        output.document({"run": tier.url, "attempt": record.attempt, **facts, **error})
     elif code:
         tell(f"error: {sentence}\nnext: {hint}")
     else:
@@ -233,12 +224,11 @@ def _tell(
 ) -> str:
     """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
-    attempt = live.attempt
-    number = attempt if suffix == dumps.ASK else listens_as(live)
+    number = live.attempt if suffix == dumps.ASK else listens_as(live)
     key = f"{names.NOTICES}/{number}-{secrets.token_hex(8)}{suffix}"
     data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):
-        _write(tier, attempt, tier.root / key, data)
+        _write(tier, live.attempt, tier.root / key, data)
     else:
         tier.replace(key, data)
     return key
@@ -298,7 +288,7 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         if now - last_listened >= LISTEN_EVERY_S:
             last_listened = now
             if not heartbeat.attempt_is_alive(tier, live.attempt):
-                return _crash_marker(tier, live)
+                return _late_outcome(tier, live)
         if now - last_said >= SAY_EVERY_S:
             last_said = now
             newest = f"; newest snapshot: {record.newest_commit}" if record.newest_commit else ""
@@ -306,16 +296,13 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         time.sleep(LOOK_EVERY_S if isinstance(tier, LocalTier) else LISTEN_EVERY_S)
 
 
-def _crash_marker(tier: Place, live: AttemptRecord) -> AttemptRecord:
-    """Return the outcome of an attempt without heartbeat: written just before, or never."""
+def _late_outcome(tier: Place, live: AttemptRecord) -> AttemptRecord:
+    """Return the record of an attempt without heartbeat: its outcome came just before, or never."""
     deadline = time.monotonic() + SILENT_FOR_S
     while (record := _read(tier, live)).outcome is None:
         if time.monotonic() >= deadline:
-            advice = (
-                f"newest snapshot: {record.newest_commit}"
-                if record.newest_commit
-                else "nothing saved"
-            )
+            newest = record.newest_commit
+            advice = f"newest snapshot: {newest}" if newest else "nothing saved"
             raise NothingToResume(
                 f"attempt {live.attempt} died before it could stop, for an unknown reason; "
                 f"{advice}",
@@ -347,15 +334,6 @@ def _why_not(record: AttemptRecord, age: float | None) -> str:
     if age is not None:
         return f"{subject} left no outcome, and its last sign of life is {age:.0f} s old"
     return f"{subject} left no outcome, and gives no sign of life"
-
-
-def _interrupted(attempt: int, *, as_json: bool) -> int:
-    sentence = f"interrupted; the notice stands, so attempt {attempt} may still stop"
-    if as_json:
-        output.document({"error": sentence, "code": INTERRUPTED, "hint": ""})
-    else:
-        tell(f"error: {sentence}")
-    return INTERRUPTED
 
 
 def _duration(text: str) -> float:

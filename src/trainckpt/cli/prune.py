@@ -20,15 +20,13 @@ from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.format.names import SnapshotName
 from trainckpt.process_dump import restore
 from trainckpt.resume.candidate_order import KEEP_LAST, READING
-from trainckpt.run_directory import run_url as places
-from trainckpt.run_directory.run_tiers import open_everywhere
+from trainckpt.run_directory import run_tiers, run_url
 from trainckpt.snapshot import attempt_history, catalog, prune
-from trainckpt.snapshot import prune as prune_module
 from trainckpt.storage import shared_memory
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.run_directory.run_tiers import RunTiers
@@ -57,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, delete, and say what went, where, why, and how many bytes that freed."""
-    place = places.open_place(arguments.run)
+    place = run_url.open_place(arguments.run)
     newest = attempt_history.newest(place)
-    everywhere = open_everywhere(arguments.run)
+    everywhere = run_tiers.open_everywhere(arguments.run)
     live = _live(place, everywhere.records)
     policy = _Policy(
         arguments.keep_last or _keep_last(everywhere.records),
@@ -69,7 +67,8 @@ def execute(arguments: argparse.Namespace) -> int:
     notes = [_WAITS] if arguments.abandoned and not policy.abandoned else []
     rows: list[dict[str, Any]] = []
     kept: dict[str, None] = {}
-    for tier in _tiers(everywhere, arguments.tier):
+    tiers = [everywhere.holding(arguments.tier)] if arguments.tier else everywhere.tiers
+    for tier in tiers:
         tier_rows, kept_here, is_whole = _prune(
             everywhere, tier, policy, newest, dry_run=arguments.dry_run
         )
@@ -77,16 +76,24 @@ def execute(arguments: argparse.Namespace) -> int:
         kept |= dict.fromkeys(kept_here)
         notes += [] if is_whole else [_INTERRUPTED]
     if not arguments.dry_run and not live and everywhere.place in everywhere.tiers:
-        place.remove_folder(_OLD_SPARES)
         notes += _give_back_memory(place, everywhere)
     silent = {} if arguments.tier else everywhere.silent
     notes += [f"tier {name} was not pruned: {reason}" for name, reason in silent.items()]
-    _tell(arguments, place, keep_last=policy.keep_last, rows=rows, kept=list(kept), notes=notes)
+    freed = sum(row["bytes"] for row in rows)
+    if arguments.json:
+        document = {"run": place.url, "keep_last": policy.keep_last, "dry_run": arguments.dry_run}
+        document |= {"pruned": rows, "kept": list(kept), "bytes": freed, "notes": notes}
+        output.document(document)
+    else:
+        if rows:
+            cells = [(r["name"], r["tier"], output.size(r["bytes"]), r["reason"]) for r in rows]
+            output.table(("snapshot", "tier", "size", "why"), cells, title=place.url)
+        verb = "would go" if arguments.dry_run else "deleted"
+        print(f"{len(rows)} {verb}, {len(kept)} stay; {output.size(freed)} freed", *notes, sep="\n")
     return TierUnavailable.exit_code if silent else 0
 
 
 _WAITS = "abandoned branches stay: a live attempt has not chosen its snapshot yet"
-_OLD_SPARES = "spares"  # earlier versions kept files of pruned checkpoints there
 _INTERRUPTED = "a new attempt began meanwhile, so the rest stays; run the same command again"
 
 
@@ -99,17 +106,12 @@ class _Policy:
     abandoned: bool
 
 
-def _tiers(everywhere: RunTiers, wanted: str | None) -> Sequence[Tier]:
-    """Those that hold the run, or the one that is named."""
-    return everywhere.tiers if wanted is None else [everywhere.holding(wanted)]
-
-
 def _prune(
     everywhere: RunTiers, tier: Tier, policy: _Policy, newest: int, *, dry_run: bool
 ) -> tuple[list[dict[str, Any]], list[str], bool]:
     """One tier: what went, what stays, and whether that is all of it."""
     candidates = catalog.read_catalog(tier, everywhere.run, everywhere.records)
-    doomed = prune_module.plan_sweep(
+    doomed = prune.plan_sweep(
         candidates,
         keep_last=policy.keep_last,
         live=policy.live,
@@ -117,37 +119,26 @@ def _prune(
         abandoned=policy.abandoned,
     )
     if policy.live and tier is not everywhere.place:  # it may be copying what another one has left
-        doomed = tuple(
-            candidate for candidate in doomed if candidate.reason != prune_module.GARBAGE
-        )
+        doomed = tuple(one for one in doomed if one.reason != prune.GARBAGE)
     kept_files = prune.kept_files(tier, candidates, [candidate.name for candidate in doomed])
-    leftovers = [
-        prune_module.SweepCandidates(name, prune_module.UNREACHED)
-        for name in prune.left_folders(candidates)
-    ]
     rows = [_row(tier, candidate, kept_files) for candidate in doomed]
-    rows += [
-        row
-        for row in (_row(tier, candidate, kept_files) for candidate in leftovers)
-        if row["bytes"]
-    ]
-    num_deleted = len(rows)
-    if not dry_run:
-        num_deleted = _delete(everywhere.place, tier, rows, kept_files, newest)
-    deleted_names = {row["name"] for row in rows[:num_deleted]}
+    left_folders = prune.left_folders(candidates)
+    leftovers = [prune.SweepCandidates(name, prune.UNREACHED) for name in left_folders]
+    rows += [row for one in leftovers if (row := _row(tier, one, kept_files))["bytes"]]
+    deleted = rows if dry_run else _delete(everywhere.place, tier, rows, kept_files, newest)
+    deleted_names = {row["name"] for row in deleted}
     kept = [str(c.name) for c in candidates if str(c.name) not in deleted_names]
-    is_whole, rows = num_deleted == len(rows), rows[:num_deleted]
+    is_whole, rows = len(deleted) == len(rows), deleted
     if is_whole:
-        rows += _prune_dumps(everywhere, tier, dry_run=dry_run)
+        rows += _prune_dumps(everywhere, tier, dry_run=dry_run) if tier is everywhere.place else []
     return rows, kept, is_whole
 
 
 def _prune_dumps(everywhere: RunTiers, tier: Tier, *, dry_run: bool) -> list[dict[str, Any]]:
-    """Delete images that no resume restores, and copies of dumps in slower tiers."""
-    is_place = tier is everywhere.place
-    outdated = old_dumps.old_dumps(tier, everywhere.records) if is_place else old_dumps.copies(tier)
+    """Delete images that no resume restores."""
+    outdated = old_dumps.old_dumps(tier, everywhere.records)
     for dump in outdated if not dry_run else ():
-        (old_dumps.remove if is_place else old_dumps.remove_copy)(tier, dump)
+        old_dumps.remove(tier, dump)
     return [
         {"name": str(d.name), "tier": tier.name, "reason": d.reason, "bytes": d.num_bytes}
         for d in outdated
@@ -156,17 +147,16 @@ def _prune_dumps(everywhere: RunTiers, tier: Tier, *, dry_run: bool) -> list[dic
 
 def _live(tier: Place, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
     """Attempts that gave a sign of life in the last 15 s; most have no heartbeat to look at."""
-    attempt_files = set(tier.list(names.ATTEMPTS))
-    with_heartbeat = {n: r for n, r in records.items() if f"{n}{heartbeat.SUFFIX}" in attempt_files}
+    files = set(tier.list(names.ATTEMPTS))
     return {
-        n: record for n, record in with_heartbeat.items() if heartbeat.attempt_is_alive(tier, n)
+        number: record
+        for number, record in records.items()
+        if f"{number}{heartbeat.SUFFIX}" in files and heartbeat.attempt_is_alive(tier, number)
     }
 
 
 def _keep_last(records: Mapping[int, AttemptRecord]) -> int:
-    """Return the retention of the newest attempt with a recorded one; otherwise the option's value
-    here.
-    """
+    """Return the retention that the newest attempt recorded, else the option's value here."""
     for _, record in sorted(records.items(), reverse=True):
         recorded = record.facts.get(KEEP_LAST)
         if type(recorded) is int and recorded > 0:
@@ -180,7 +170,7 @@ def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
     return {name for pair in name_pairs for name in pair if isinstance(name, str)}
 
 
-def _row(tier: Tier, doomed: prune_module.SweepCandidates, kept: frozenset[str]) -> dict[str, Any]:
+def _row(tier: Tier, doomed: prune.SweepCandidates, kept: frozenset[str]) -> dict[str, Any]:
     """Return the files to delete; files that another checkpoint refers to stay."""
     folder, kept_names = doomed.name.folder, prune.files_in(doomed.name, kept)
     sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in kept_names)
@@ -194,14 +184,14 @@ def _row(tier: Tier, doomed: prune_module.SweepCandidates, kept: frozenset[str])
 
 def _delete(
     place: Tier, tier: Tier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int
-) -> int:
-    """One by one, until a new attempt begins: it decides anew what is needed. How many went."""
+) -> list[dict[str, Any]]:
+    """Delete one by one until a new attempt begins, which decides anew; return what went."""
     for num_deleted, row in enumerate(rows):
         name = SnapshotName.parse(row["name"])
         if name is None or attempt_history.newest(place) != newest:
-            return num_deleted
+            return rows[:num_deleted]
         prune.prune(tier, [name], kept)
-    return len(rows)
+    return rows
 
 
 def _give_back_memory(tier: Place, everywhere: RunTiers) -> list[str]:
@@ -227,35 +217,3 @@ def _dump_in(held: shared_memory.SharedMemoryDir, tier: Place, everywhere: RunTi
             if any(Path(file.path).is_relative_to(held.root) for file in written_files):
                 return str(name)
     return ""
-
-
-def _tell(
-    arguments: argparse.Namespace,
-    tier: Place,
-    *,
-    keep_last: int,
-    rows: list[dict[str, Any]],
-    kept: list[str],
-    notes: list[str],
-) -> None:
-    freed = sum(row["bytes"] for row in rows)
-    if arguments.json:
-        output.document(
-            {
-                "run": tier.url,
-                "keep_last": keep_last,
-                "dry_run": arguments.dry_run,
-                "pruned": rows,
-                "kept": kept,
-                "bytes": freed,
-                "notes": notes,
-            }
-        )
-        return
-    if rows:
-        table_rows = [(r["name"], r["tier"], output.size(r["bytes"]), r["reason"]) for r in rows]
-        output.table(("snapshot", "tier", "size", "why"), table_rows, title=tier.url)
-    verb = "would go" if arguments.dry_run else "deleted"
-    print(f"{len(rows)} {verb}, {len(kept)} stay; {output.size(freed)} freed")
-    for note in notes:
-        print(note)

@@ -134,60 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dumps.add_arguments(parser)
 
 
-def execute(arguments: argparse.Namespace) -> int:
-    """Launch the newest attempt's command, where and as it was launched."""
-    with heard() as inbox:
-        relaunch = unless_signalled(partial(_looked, arguments), inbox)
-        result = before_launch(inbox) if relaunch is None else _resumed(relaunch, arguments, inbox)
-        ask_to_be_queued_again(
-            result, inbox, facts=relaunch.facts if relaunch is not None else None
-        )
-    return report(result, as_json=arguments.json)
-
-
-def _looked(arguments: argparse.Namespace) -> _Again:
-    """Return the launch to make, without starting anything."""
-    tier = run_url.open_place(arguments.run)
-    tier_urls = dumps.named_tiers(arguments)
-    facts, elsewhere = _recorded(tier, arguments.run, tier_urls)
-    if arguments.at and not elsewhere:  # else the script's own place may hold more
-        must_be_there(tier, arguments.run, tier_urls, arguments.at)
-    command, kind, nproc = launch.recorded_command(facts)
-    command = _here(command) if elsewhere else command
-    nproc = arguments.nproc or nproc
-    with_torchrun = kind != launch.PYTHON or nproc > 1
-    prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
-    say(prefix + shlex.join(launch.redact_arguments(command)))
-    restarts, cwd = _max_restarts(arguments), _folder(facts, elsewhere)
-    environment = _variables(facts, arguments, tier_urls, elsewhere)
-    environment |= _place_for_script(tier, facts, arguments.run in elsewhere)
-    run = None if elsewhere else tier.url
-    return _Again(
-        tier=tier,
-        facts=facts,
-        command=command,
-        cwd=cwd,
-        nproc=nproc,
-        environment=environment,
-        with_torchrun=with_torchrun,
-        restarts=restarts,
-        run=run,
-    )
-
-
-def _resumed(again: _Again, arguments: argparse.Namespace, inbox: Inbox) -> RunResult:
-    """Resume from a dump, if there is one; else from a snapshot."""
-    dumped = None
-    if again.run is not None:
-        launched, restarts = (again.command, again.cwd, again.nproc), again.restarts
-        dumped = dumps.restored(again.tier, arguments, launched, inbox, restarts)
-    if dumped is not None and not dumped.again:
-        return dumped
-    return _launched(again, arguments, inbox, dumped)
-
-
-@dataclass(frozen=True)
-class _Again:
+@dataclass(frozen=True, kw_only=True)
+class _Relaunch:
     """The launch command and the run directory it resumes, if known."""
 
     tier: Place
@@ -201,52 +149,83 @@ class _Again:
     run: str | None
 
 
-def _launched(
-    again: _Again,
-    arguments: argparse.Namespace,
-    inbox: Inbox,
-    dumped: RunResult | None,
-) -> RunResult:
-    """Launch from a snapshot; `dumped`: the end of the processes restored before."""
-    command, environment, restarts, restarts_done = (
-        again.command,
-        again.environment,
-        again.restarts,
-        0,
+def execute(arguments: argparse.Namespace) -> int:
+    """Launch the newest attempt's command, where and as it was launched."""
+    with heard() as inbox:
+        relaunch = unless_signalled(partial(_planned, arguments), inbox)
+        result = before_launch(inbox) if relaunch is None else _resumed(relaunch, arguments, inbox)
+        facts = relaunch.facts if relaunch is not None else None
+        ask_to_be_queued_again(result, inbox, facts=facts)
+    return report(result, as_json=arguments.json)
+
+
+def _planned(arguments: argparse.Namespace) -> _Relaunch:
+    """Return the launch to make, without starting anything."""
+    tier = run_url.open_place(arguments.run)
+    tier_urls = dumps.named_tiers(arguments)
+    facts, elsewhere = _recorded(tier, arguments.run, tier_urls)
+    if arguments.at and not elsewhere:  # else the script's own place may hold more
+        must_be_there(tier, arguments.run, tier_urls, arguments.at)
+    command, kind, nproc = launch.recorded_command(facts)
+    command = _here(command) if elsewhere else command
+    nproc = arguments.nproc or nproc
+    with_torchrun = kind != launch.PYTHON or nproc > 1
+    prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
+    say(prefix + shlex.join(launch.redact_arguments(command)))
+    limit = arguments.max_restarts
+    _, restarts = take_max_restarts([] if limit is None else [f"--max-restarts={limit}"])
+    environment = _variables(facts, arguments, tier_urls, elsewhere)
+    # for a script that names no run directory itself
+    place_url = facts.get(tier_config.WHERE) if arguments.run in elsewhere else tier.url
+    if isinstance(place_url, str) and launch.REDACTED not in place_url:
+        environment[run_url.NAME_VARIABLE] = place_url
+    return _Relaunch(
+        tier=tier,
+        facts=facts,
+        command=command,
+        cwd=_folder(facts, elsewhere),
+        nproc=nproc,
+        environment=environment,
+        with_torchrun=with_torchrun,
+        restarts=restarts,
+        run=None if elsewhere else tier.url,
     )
-    by_us = again.facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
+
+
+def _resumed(relaunch: _Relaunch, arguments: argparse.Namespace, inbox: Inbox) -> RunResult:
+    """Resume from a dump, if there is one; else, or if that failed, from a snapshot."""
+    launched = (relaunch.command, relaunch.cwd, relaunch.nproc)
+    command, environment, restarts = relaunch.command, relaunch.environment, relaunch.restarts
+    dumped = None
+    if relaunch.run is not None:
+        dumped = dumps.restored(relaunch.tier, arguments, launched, inbox, restarts)
+    if dumped is not None and not dumped.again:
+        return dumped
+    by_us = relaunch.facts["launch"].get("by") == BY_SUPERVISOR  # a command without a Checkpointer
     name = None
     if by_us:
         variables = {**os.environ, **environment}
-        name = partial(
-            NamedRun, again.tier.url, command, again.cwd, again.nproc, environment=variables
-        )
-    if again.with_torchrun:
-        command = torchrun_command(again.nproc, ["--no-python"], command)
+        name = partial(NamedRun, relaunch.tier.url, *launched, environment=variables)
+    if relaunch.with_torchrun:
+        command = torchrun_command(relaunch.nproc, ["--no-python"], command)
     if dumped is not None:
-        restarts_done, restarts = 1, restarts - 1
         environment = {**environment, RESTART_VARIABLE: "1"}
         say(f"{dumped.why}; started again, not from the dump: that is used up")
     result = supervise(
         command,
         environment=environment,
-        cwd=again.cwd,
+        cwd=relaunch.cwd,
         output=sys.stderr if arguments.json else None,
-        max_restarts=restarts,
+        max_restarts=restarts - (dumped is not None),
         ours=not by_us,
         name=name,
         say=say,
         inbox=inbox,
-        run=again.run,
+        run=relaunch.run,
         dumpable=dumps.dumpable(arguments, say),
         before=dumped.record if dumped is not None else None,
     )
-    return replace(result, restarts=result.restarts + restarts_done)
-
-
-def _max_restarts(arguments: argparse.Namespace) -> int:
-    max_restarts = arguments.max_restarts
-    return take_max_restarts([] if max_restarts is None else [f"--max-restarts={max_restarts}"])[1]
+    return replace(result, restarts=result.restarts + (dumped is not None))
 
 
 def _recorded(
@@ -296,13 +275,6 @@ def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:
         f"the recorded working directory {cwd} is missing",
         hint="start the script again as before, from its present directory",
     )
-
-
-def _place_for_script(tier: Place, facts: Mapping[str, Any], is_copy: bool) -> dict[str, str]:
-    """Return variables with the run directory, for a script that names none itself."""
-    place_url = facts.get(tier_config.WHERE) if is_copy else tier.url
-    is_known = isinstance(place_url, str) and launch.REDACTED not in place_url
-    return {run_url.NAME_VARIABLE: str(place_url)} if is_known else {}
 
 
 def _variables(

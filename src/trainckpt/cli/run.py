@@ -68,15 +68,17 @@ def execute(arguments: argparse.Namespace) -> int:
         if not command:
             raise ConfigurationError("no script was given", hint="trainckpt run -- train.py")
         _must_be_there(command, options)
-        name = None
+        argv, name = recorded_form(options, command), None
         if arguments.run is not None:
             nproc = processes(arguments.nproc, options)
             dumps.remind(arguments.run)
-            name = partial(NamedRun, arguments.run, recorded_form(options, command), None, nproc)
-        first_launch = _first_launch(recorded_form(options, command), arguments.run)
+            name = partial(NamedRun, arguments.run, argv, None, nproc)
+        run = arguments.run or os.environ.get(NAME_VARIABLE)
+        word = command_hash(argv, str(Path.cwd()), run, os.environ)
+        first_launch = FirstLaunch(word, argv, run)
         result = supervise(
             torchrun_command(arguments.nproc, options, command),
-            environment={COMMAND_VARIABLE: first_launch.word},
+            environment={COMMAND_VARIABLE: word},
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
             name=name,
@@ -108,11 +110,6 @@ def _must_be_there(command: Sequence[str], options: Sequence[str]) -> None:
     )
 
 
-def _first_launch(argv: list[str], run: str | None) -> FirstLaunch:
-    run = run or os.environ.get(NAME_VARIABLE)
-    return FirstLaunch(command_hash(argv, str(Path.cwd()), run, os.environ), argv, run)
-
-
 def processes(nproc: int, options: list[str]) -> int:
     """Return the number of processes that torchrun will start here; 1 if only torchrun knows
     ("gpu").
@@ -135,13 +132,10 @@ def report(ended: RunResult, *, as_json: bool) -> int:
     outcome = dict(ended.record.outcome or {}) if ended.record else {}
     attempt = ended.record.attempt if ended.record else None
     if as_json:
-        extra_fields = {
-            "attempt": attempt,
-            "restarts": ended.restarts,
-            "exit_code": ended.exit_code,
-        }
+        document = {**dict.fromkeys(KEYS), "reason": ended.why, **outcome, "attempt": attempt}
+        document |= {"restarts": ended.restarts, "exit_code": ended.exit_code}
         with contextlib.suppress(OSError):  # what the run came to is its exit code too
-            output.document({**dict.fromkeys(KEYS), "reason": ended.why, **outcome, **extra_fields})
+            output.document(document)
     elif outcome:
         advice = f", newest snapshot {outcome['snapshot']}" if outcome.get("snapshot") else ""
         say(f"attempt {attempt} {outcome['outcome']}{advice}; exit code {ended.exit_code}")

@@ -48,7 +48,20 @@ def execute(arguments: argparse.Namespace) -> int:
         _tensor(name, entry, shards.get(name, [])) for name, entry in manifest.tensors.items()
     ]
     if arguments.json:
-        output.document(_to_json(tier, candidate, manifest, tensors, unread))
+        output.document(
+            {
+                "run": tier.url,
+                **list_.to_json(candidate),
+                "cursor": manifest.cursor.to_json(),
+                "parent": manifest.parent,
+                "writer": manifest.writer,
+                "fingerprint": manifest.fingerprint,
+                "files": [_file_to_json(file) for file in manifest.files],
+                "refers_to": [_file_to_json(file) for file in manifest.reached],
+                "tensors": tensors,
+                "unread": unread,
+            }
+        )
         return 0
     _print_facts(tier, candidate, manifest)
     output.table(
@@ -102,27 +115,6 @@ def _tensor(name: str, entry: TensorEntry, shards: list[tuple[str, Region]]) -> 
             }
             for file, region in shards
         ],
-    }
-
-
-def _to_json(
-    tier: Tier,
-    candidate: Candidate,
-    manifest: Manifest,
-    tensors: list[dict[str, Any]],
-    unread: list[str],
-) -> dict[str, Any]:
-    return {
-        "run": tier.url,
-        **list_.to_json(candidate),
-        "cursor": manifest.cursor.to_json(),
-        "parent": manifest.parent,
-        "writer": manifest.writer,
-        "fingerprint": manifest.fingerprint,
-        "files": [_file_to_json(file) for file in manifest.files],
-        "refers_to": [_file_to_json(file) for file in manifest.reached],
-        "tensors": tensors,
-        "unread": unread,
     }
 
 

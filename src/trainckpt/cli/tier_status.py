@@ -6,7 +6,7 @@ write into their records what their copies meet.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import launch
@@ -26,31 +26,27 @@ COLUMNS = ("tier", "url", "newest there", "now", "in the run")
 
 
 @dataclass(frozen=True)
-class Shown:
+class TierStatus:
     """One tier.
 
     Attributes:
         name: Its.
         url: Without secrets; None: it is not known.
-        answers: Whether it did just now.
-        why_not: Why it did not.
         breaker: Whether calls of this command went through; None: it is no store.
         newest: Full name of the newest usable snapshot that it holds.
         trouble: What the newest attempt that used it has met: `{"attempt", "breaker", "lags",
             "since"}`; None: nothing, or it is over.
+        answers: Whether it did just now.
+        why_not: Why it did not.
     """
 
     name: str
     url: str | None
-    answers: bool
-    why_not: str
     breaker: str | None
     newest: str | None
     trouble: dict[str, Any] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it for the JSON output."""
-        return asdict(self)
+    answers: bool = True
+    why_not: str = ""
 
     def row(self) -> tuple[str, ...]:
         """Return its row of the table."""
@@ -69,43 +65,32 @@ def in_words(trouble: Mapping[str, Any] | None) -> str:
     return f"attempt {trouble['attempt']}, since {output.when(trouble['since'])}{state}{lags}"
 
 
-def shown(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[Shown]:
+def statuses(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[TierStatus]:
     """Return every tier's status, the run's place first."""
-    urls = _urls(everywhere.records)
-    rows = [
-        Shown(
-            tier.name,
-            launch.redact_text(tier.url),
-            answers=True,
-            why_not="",
-            breaker=health.state if (health := health_of(tier)) is not None else None,
-            newest=_newest(candidates, tier.name),
-            trouble=trouble_of(everywhere.records, tier.name),
-        )
-        for tier in (*everywhere.tiers, *everywhere.empty)
-    ]
-    rows += [
-        Shown(
-            name,
-            urls.get(name),
-            answers=False,
-            why_not=reason,
-            breaker=None,
-            newest=None,
-            trouble=trouble_of(everywhere.records, name),
-        )
-        for name, reason in everywhere.silent.items()
-    ]
+    records = everywhere.records
+    urls = {
+        str(tier.get("name")): launch.redact_text(tier["url"])
+        for _, record in sorted(records.items())
+        for tier in _recorded_tiers(record)
+        if isinstance(tier.get("url"), str)
+    }
+    rows = []
+    for tier in (*everywhere.tiers, *everywhere.empty):
+        name, health = tier.name, health_of(tier)
+        breaker = health.state if health is not None else None
+        newest = next((str(c.name) for c in candidates if c.usable and name in c.tiers), None)
+        url, trouble = launch.redact_text(tier.url), trouble_of(records, name)
+        rows.append(TierStatus(name, url, breaker, newest, trouble))
+    for name, reason in everywhere.silent.items():
+        status = TierStatus(name, urls.get(name), None, None, trouble_of(records, name))
+        rows.append(replace(status, answers=False, why_not=reason))
     return rows
 
 
 def trouble_of(records: Mapping[int, AttemptRecord], name: str) -> dict[str, Any] | None:
     """Return the trouble recorded by the newest attempt with this tier, or None."""
     for number, record in sorted(records.items(), reverse=True):
-        tier_facts = record.facts.get(TIERS)
-        if not isinstance(tier_facts, list) or all(
-            t.get("name") != name for t in tier_facts if _is_table(t)
-        ):
+        if all(tier.get("name") != name for tier in _recorded_tiers(record)):
             continue
         table = record.facts.get(TROUBLE)
         trouble = table.get(name) if isinstance(table, dict) else None
@@ -118,20 +103,6 @@ def trouble_of(records: Mapping[int, AttemptRecord], name: str) -> dict[str, Any
     return None
 
 
-def _newest(candidates: Sequence[Candidate], tier: str) -> str | None:
-    return next((str(c.name) for c in candidates if c.usable and tier in c.tiers), None)
-
-
-def _urls(records: Mapping[int, AttemptRecord]) -> dict[str, str]:
-    """Tier -> its URL, as attempts have recorded it."""
-    urls: dict[str, str] = {}
-    for _, record in sorted(records.items()):
-        tier_facts = record.facts.get(TIERS)
-        for tier in tier_facts if isinstance(tier_facts, list) else ():
-            if _is_table(tier) and isinstance(tier.get("url"), str):
-                urls[str(tier.get("name"))] = launch.redact_text(tier["url"])
-    return urls
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
+def _recorded_tiers(record: AttemptRecord) -> list[dict[str, Any]]:
+    facts = record.facts.get(TIERS)
+    return [tier for tier in facts if isinstance(tier, dict)] if isinstance(facts, list) else []

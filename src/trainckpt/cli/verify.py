@@ -15,15 +15,13 @@ from trainckpt.format.names import MANIFEST, SnapshotName, split_target
 from trainckpt.process_dump import restore
 from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.snapshot import catalog, verify
-from trainckpt.snapshot import verify as verifying
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.snapshot.verify import VerifiedCopy
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
-    from trainckpt.format.manifest import FileEntry
     from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.storage.base import Tier
@@ -47,15 +45,15 @@ def execute(arguments: argparse.Namespace) -> int:
         VerifiedCopy("", tier, "", ok=False, reason=f"does not answer: {reason}")
         for tier, reason in everywhere.silent.items()
     ]
-    ok = all(copy.ok for copy in [*copies, *silent])
+    reported, num_bad = [*copies, *silent], sum(not copy.ok for copy in copies)
     if arguments.json:
-        output.document({"ok": ok, "copies": [asdict(copy) for copy in [*copies, *silent]]})
+        ok = all(copy.ok for copy in reported)
+        output.document({"ok": ok, "copies": [asdict(copy) for copy in reported]})
     else:
-        reported = [*copies, *silent]
         rows = [(c.snapshot, c.tier, c.file, "ok" if c.ok else c.reason) for c in reported]
         output.table(("snapshot", "tier", "file", "found"), rows, title=everywhere.place.url)
-        print(f"{len(copies)} files checked, {sum(not c.ok for c in copies)} bad")
-    if not all(copy.ok for copy in copies):
+        print(f"{len(copies)} files checked, {num_bad} bad")
+    if num_bad:
         return UnusableSnapshot.exit_code
     return TierUnavailable.exit_code if silent else 0
 
@@ -113,24 +111,23 @@ def _check(everywhere: RunTiers, names: Collection[str]) -> list[VerifiedCopy]:
         for candidate in catalog.read_catalog(tier, everywhere.run, everywhere.records)
         if str(candidate.name) in names and candidate.reason != catalog.NOT_COMMITTED
     ]
-    total = sum(
-        {
-            (tier.name, key): file.num_bytes
-            for tier, candidate in listed
-            for key, file in _files(candidate)
-        }.values()
-    )
+    num_bytes = {
+        (tier.name, key): file.num_bytes
+        for tier, candidate in listed
+        if candidate.manifest is not None
+        for key, file in verify.files_of(candidate.manifest)
+    }
     copies: list[VerifiedCopy] = []
     results_by_tier: dict[str, dict[tuple[str, int, str, str], str]] = {}
     opener = KeyRing(read_options({}).identity)
     with output.progress() as progress:
-        task = progress.add_task("reading", total=total)
+        task = progress.add_task("reading", total=sum(num_bytes.values()))
         for tier, candidate in listed:
             if candidate.manifest is None:
                 name, reason = str(candidate.name), candidate.reason
                 copies.append(VerifiedCopy(name, tier.name, MANIFEST, ok=False, reason=reason))
                 continue
-            copies += verifying.verify(
+            copies += verify.verify(
                 tier,
                 candidate.manifest,
                 lambda n: progress.advance(task, n),
@@ -141,7 +138,3 @@ def _check(everywhere: RunTiers, names: Collection[str]) -> list[VerifiedCopy]:
         for manifest in manifests.values():
             copies += verify.verify_memory(everywhere.place.url, manifest)
     return copies
-
-
-def _files(candidate: Candidate) -> Iterator[tuple[str, FileEntry]]:
-    return verifying.files_of(candidate.manifest) if candidate.manifest is not None else iter(())

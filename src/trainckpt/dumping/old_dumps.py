@@ -57,17 +57,11 @@ def old_dumps(tier: Readable, records: Mapping[int, AttemptRecord]) -> list[OldD
     newest = records.get(max(records, default=0))
     at_work = newest.parent if newest is not None and newest.outcome is None else None
     found = []
-    for name in _names(tier):
+    for name in sorted(n for n in map(DumpName.parse, tier.list(DUMPS)) if n is not None):
         reason = why_superseded(name, records)
         if reason and str(name) != at_work and (size := _num_bytes(tier, name)):
             found.append(OldDump(name, reason, size))
     return found
-
-
-def copies(tier: Readable) -> list[OldDump]:
-    """Return the dumps that an earlier version copied to a slower tier; no resume restores them."""
-    reason = "a copy of a process dump, which only the run's directory keeps"
-    return [OldDump(name, reason, _num_bytes(tier, name)) for name in _names(tier)]
 
 
 def remove(tier: Tier, old: OldDump) -> None:
@@ -75,17 +69,6 @@ def remove(tier: Tier, old: OldDump) -> None:
     with contextlib.suppress(TrainckptError):
         tier.remove_folder(f"{old.name.folder}/{IMAGES}")
         tier.remove_folder(f"{old.name.folder}/{OPENED}")  # left by a killed resume
-
-
-def remove_copy(tier: Tier, old: OldDump) -> None:
-    """Delete a copy, its record too."""
-    remove(tier, old)
-    with contextlib.suppress(TrainckptError):
-        tier.remove_folder(old.name.folder)
-
-
-def _names(tier: Readable) -> list[DumpName]:
-    return sorted(n for n in map(DumpName.parse, tier.list(DUMPS)) if n is not None)
 
 
 def _num_bytes(tier: Readable, name: DumpName) -> int:
