@@ -49,6 +49,7 @@ _SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
     for pattern, said, blame in (
         (r"(.+), which is not tracked", "{0}, which is not tracked", UNTRACKED),
         (r"plain attributes\.(.+)", "{0}, an attribute that is in no state_dict", ATTRIBUTE),
+        (r"plain tensors[/.](.+)", "{0}, a tensor in an attribute", BUFFER),
         (r"(?:own|script) generators\.(.+)", "generator {0}", RNG),
         (r"ddp\.(.+)\.bucket_order", "DDP bucket order of {0}", DDP),
         (r"ddp\.(.+)\.forward_sync", "DDP forward-sync flag of {0}", DDP),

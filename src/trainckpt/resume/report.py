@@ -21,7 +21,7 @@ from trainckpt.errors import NoAgreement
 from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
 from trainckpt.inspect.contents import models_in
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
-from trainckpt.state import apply, attributes
+from trainckpt.state import apply, attributes, plain_tensors
 from trainckpt.state.capture import LOADERS
 
 if TYPE_CHECKING:
@@ -68,6 +68,9 @@ def said_by_objects(registry: Registry, beginning: ResumePoint) -> list[Restored
             f"({attributes.HINT}, or let the script set them)"
         )
         found.append(Restored("attributes", How.NOT_KEPT, why))
+    if names := registry.plain_tensors.differing(saved):
+        why = f"too large to be kept, and not as when it was saved: {_some(names)}"
+        found.append(Restored("attributes", How.NOT_KEPT, f"{why} ({plain_tensors.HINT})"))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import StateMismatch, TrainckptError
 from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
-from trainckpt.state import attributes, epoch_head, script_generators
+from trainckpt.state import attributes, epoch_head, plain_tensors, script_generators
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import Captured
@@ -38,7 +38,7 @@ OBJECT = "an object of another kind"
 OWN = frozenset(
     (
         *(DDP, FSDP, LOADERS, attributes.PART, attributes.GENERATORS),
-        script_generators.PART,
+        *(script_generators.PART, plain_tensors.PART),
         epoch_head.PART,
         *(gradients.PART, rng.PART, tracked_file.PART),
     )
@@ -256,6 +256,10 @@ def _used_parameters(registry: Registry, saved: Saved) -> None:
         ddp.apply_used_parameters(model.reducing, saved.values[DDP].get(model.name), used)
 
 
+def _plain_tensors(registry: Registry, saved: Saved) -> None:
+    registry.plain_tensors.apply(registry, saved)
+
+
 def _gradients(registry: Registry, saved: Saved) -> None:
     gradients.apply(saved, registry.trained_parameters())
 
@@ -284,6 +288,7 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     ("DDP forward sync", _forward_sync),
     ("objects", _generics),  # some load their own optimizer, and so cast its moments
     ("optimizers", _optimizers),
+    (plain_tensors.PART, _plain_tensors),
     ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),
     ("FSDP2's gradients", _outside_gradients),

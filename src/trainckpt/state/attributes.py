@@ -241,6 +241,14 @@ class Watched:
         hides = isinstance(value, nn.Module) and any("__init__" in vars(k) for k in frameworks)
         return _Owner(name, value, numbers_only, frozenset(skipped), hides)
 
+    def modules(self) -> list[tuple[str, nn.Module, frozenset[str]]]:
+        """Return name, module, and the attributes that are not the script's to change."""
+        return [
+            (each.name, each.value, each.skipped)
+            for each in self._modules
+            if isinstance(each.value, nn.Module)
+        ]
+
     def watch(self, name: str, value: object, *, has_state: bool) -> None:
         """Watch a tracked object from now on, as long as its state_dict is empty."""
         if has_state:

@@ -14,7 +14,7 @@ from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
-from trainckpt.state import attributes, epoch_head, script_generators
+from trainckpt.state import attributes, epoch_head, plain_tensors, script_generators
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
 from trainckpt.state.adapters.loader import LoaderState
@@ -32,6 +32,7 @@ from trainckpt.state.adapters.tracked_file import TrackedFile
 from trainckpt.state.adapters.unsupported import refuse
 from trainckpt.state.attributes import Watched
 from trainckpt.state.dtensor import training_device
+from trainckpt.state.plain_tensors import PlainTensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ RESERVED = frozenset(
     (
         *("gradients", "rng", "ddp", "fsdp", "loaders", "values.json"),
         *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART, epoch_head.PART),
+        plain_tensors.PART,
     )
 )
 
@@ -124,6 +126,11 @@ class Registry:
         """Return the watch on attributes missing from every state_dict, since its first use."""
         objects = [generic.target for generic in self.generics]
         return Watched(((model.name, model.module) for model in self.models), objects)
+
+    @cached_property
+    def plain_tensors(self) -> PlainTensors:
+        """Return the tensors in plain attributes of modules; the first use is at the start."""
+        return PlainTensors(self.watched.modules())
 
     def _add_inner_optimizers(self) -> None:
         """Track the optimizers inside tracked objects, as `<name>.<attribute>`.
