@@ -137,14 +137,14 @@ def measure(tier, gigabytes, rounds):
             seconds.setdefault(f"raw_write_{threads}_s", []).append(raw_write(raw, pages, threads))
         name = SnapshotName(1, number, number, 0)
         begun = time.perf_counter()
-        receipt = write_shard(tier, name, 0, shard)
+        file = write_shard(tier, name, 0, shard)
         seconds.setdefault("write_s", []).append(time.perf_counter() - begun)
         for threads in THREADS:
             seconds.setdefault(f"raw_read_{threads}_s", []).append(
                 raw_read(raw, len(pages), threads)
             )
         tensors = {r.tensor: TensorEntry("F32", r.of, replicated(1)) for r in regions}
-        manifest = Manifest("run", name, None, Cursor(), 1, (receipt.file,), tensors, 0.0)
+        manifest = Manifest("run", name, None, Cursor(), 1, (file,), tensors, 0.0)
         wanted = dict.fromkeys(tensors)
         begun = time.perf_counter()
         destination = Destination(wanted)

@@ -133,7 +133,7 @@ def save(tier, world, name, version, older=None):
             reached.append(replace(older.files[rank], name=file))
         planned = [region for region in planned if region.key not in references]
         shard = staging.stage(one, planned, rank=rank, world=world, references=references)
-        file = write_shard(tier, name, rank, shard, seal=seal).file
+        file = write_shard(tier, name, rank, shard, seal=seal)
         if version < names.ENCRYPTED:
             file = replace(file, digest=digest(shard.memory))
         files.append(file)

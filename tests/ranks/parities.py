@@ -11,8 +11,8 @@ from trainckpt.ranks.exchange import Exchange
 from trainckpt.ranks.store import connect
 from trainckpt.ranks.world import current_world
 from trainckpt.snapshot import replicate
-from trainckpt.snapshot.rebuild import LocalParts, SetState, recover
 from trainckpt.snapshot.redundancy import CodedSet
+from trainckpt.snapshot.replicate import LocalParts, SetState, recover
 
 LENGTHS = (70_001, 50_000, 3, 64_000, 0)
 
@@ -61,14 +61,10 @@ def check(coded, rank, lost, mine, kept, group):
     assert left.is_enough
     into = {place: memoryview(bytearray(LENGTHS[place])) for place in left.lost}
     is_there = rank in there
-    stock = LocalParts(
-        rank,
-        {rank: mine} if is_there else {},
-        {rank: kept} if is_there else {},
-        into if rank == lost[0] else {},
-    )
-    recover(left, stock, lost[0], group)
-    for place, memory in stock.into.items():
+    stock = LocalParts(rank, {rank: mine} if is_there else {}, {rank: kept} if is_there else {})
+    into = into if rank == lost[0] else {}
+    recover(left, stock, rebuilder=lost[0], group=group, into=into)
+    for place, memory in into.items():
         assert memory == file_of(place), (lost, place)
 
 

@@ -54,8 +54,8 @@ def place(tmp_path):
 def manifest(place):
     """Of a snapshot of two ranks, committed in the run's place."""
     of_one = written(place, NAME)
-    receipt = write_shard(place, of_one.name, 1, shard_of(registry(model=nn.Linear(2, 2))))
-    found = replace(of_one, world=2, files=(*of_one.files, receipt.file))
+    file = write_shard(place, of_one.name, 1, shard_of(registry(model=nn.Linear(2, 2))))
+    found = replace(of_one, world=2, files=(*of_one.files, file))
     commit(place, found)
     return found
 

@@ -72,7 +72,7 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
         split = replicas.split_layouts(one, equal, world)
         regions = staging.describe(one, split)
         shard = staging.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
-        files.append(write_shard(tier, parsed, rank, shard).file)
+        files.append(write_shard(tier, parsed, rank, shard))
         table = {r.tensor: TensorEntry(r.dtype, r.of, split.get(r.tensor)) for r in regions}
         tables.append(table_from_json(table_to_json(table), world))
     manifest = Manifest(

@@ -9,7 +9,7 @@ import pytest
 from tests.snapshot.written import committed, referring
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
-from trainckpt.snapshot.catalog import ManifestCache, read_catalog
+from trainckpt.snapshot.catalog import cached_parse, read_catalog
 from trainckpt.storage.local import LocalTier
 
 
@@ -31,31 +31,20 @@ def loads(monkeypatch):
 def test_the_catalog_is_the_same_but_for_the_tensors_and_nothing_is_parsed_twice(tier, loads):
     first = committed(tier, "s1~1.1", tags=("mine",))
     referring(tier, "s2~1.2", {"model/weight": first})
-    parsed, plain = ManifestCache(), read_catalog(tier, "run", {})
+    parsed, plain = cached_parse(), read_catalog(tier, "run", {})
     loads.clear()
     for _ in range(3):
         found = read_catalog(tier, "run", {}, parsed)
-        parsed.forget()
         assert found == tuple(replace(c, manifest=replace(c.manifest, tensors={})) for c in plain)
     assert len(loads) == 2
 
 
 def test_a_manifest_that_is_not_what_it_was_is_refused(tier):
     manifest = committed(tier, "s1~1.1")
-    parsed = ManifestCache()
+    parsed = cached_parse()
     assert [c.usable for c in read_catalog(tier, "run", {}, parsed)] == [True]
     path = tier.root / manifest.name.folder / MANIFEST
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert [c.usable for c in read_catalog(tier, "run", {}, parsed)] == [False]
-
-
-def test_what_is_not_there_any_more_is_forgotten(tier, loads):
-    data, parsed = manifests.dump(committed(tier, "s1~1.1")), ManifestCache()
-    for times in (0, 1, 2):
-        parsed(data, f"forgotten {times} times")
-        for _ in range(times):
-            parsed.forget()
-    parsed(data, "forgotten twice in a row")
-    assert loads == ["forgotten 0 times", "forgotten twice in a row"]

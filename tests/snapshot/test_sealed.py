@@ -244,7 +244,7 @@ def test_a_file_that_passes_by_is_the_same_as_one_in_memory(tier, piece):
         0,
         head=data[:HEAD],
         num_bytes=len(data),
-        blocks=blocks,
+        blocks=blocks(),
         seal=SnapshotKey("run", KEY),
     )
     assert read_all(tier, entry) == data

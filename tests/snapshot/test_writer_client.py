@@ -24,7 +24,7 @@ from trainckpt.format import names
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import shard_writer, writer_client
 from trainckpt.snapshot.shard_writer import write_shard
-from trainckpt.snapshot.writer_client import File, WriterClient, WriterDied
+from trainckpt.snapshot.writer_client import WriterClient, WriterDied
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.storage.file_io import address
@@ -79,7 +79,7 @@ def kept(tmp_path, width=300, value=0.5, *, digests=False):
 
 
 def write(beside, tier, name, one, copied=()):
-    return beside.write(File(tier, name, 0, one.shard, one.descriptor), copied)
+    return beside.write(tier, name, 0, one.shard, descriptor=one.descriptor, copied=copied)
 
 
 def content(tier, name):
@@ -93,9 +93,9 @@ def test_the_file_and_its_receipt_are_those_of_the_rank(tmp_path, tier, beside):
         assert content(tier, name) == bytes(one.shard.memory)
         other = LocalTier(tmp_path / "other")
         other.replace(names.RUN_RECORD, b"{}")
-        assert write_shard(other, name, 0, one.shard) == written.receipt
+        assert write_shard(other, name, 0, one.shard) == written[0]
         assert content(other, name) == content(tier, name)
-        assert [r.key for r in written.header.regions] == [r.key for r in one.shard.header.regions]
+        assert [r.key for r in written[1].regions] == [r.key for r in one.shard.header.regions]
 
 
 def undigested(shard):
@@ -108,13 +108,13 @@ def test_what_the_rank_has_digested_is_not_digested_again(tmp_path, tier, beside
     one = kept(tmp_path, digests=True)
     assert one.shard.digests.keys() == {"model/weight"}
     written = write(beside, tier, NAMES[0], one)
-    assert write_shard(tier, NAMES[1], 0, undigested(one.shard)) == written.receipt
+    assert write_shard(tier, NAMES[1], 0, undigested(one.shard)) == written[0]
     assert content(tier, NAMES[0]) == content(tier, NAMES[1])
     told = "ab" * (len(one.shard.digests["model/weight"]) // 2)
     one.shard.digests["model/weight"] = told
     again = write(beside, tier, NAMES[2], one)
     assert told in content(tier, NAMES[2]).decode(errors="replace")
-    assert again.receipt != written.receipt
+    assert again[0] != written[0]
 
 
 def test_what_is_said_to_be_complete_is_written_before_the_rest_is(tmp_path, tier, beside):

@@ -26,10 +26,10 @@ def written(tier, text, tags=()):
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, name.step)
     shard = shard_of(registry(model=model))
-    receipt = write_shard(tier, name, 0, shard)
+    file = write_shard(tier, name, 0, shard)
     tensors = {r.tensor: TensorEntry(r.dtype, r.of) for r in shard.header.regions}
     cursor = Cursor(step=name.step, micro=name.micro)
-    manifest = Manifest("run", name, None, cursor, 1, (receipt.file,), tensors, 0.0, tags=tags)
+    manifest = Manifest("run", name, None, cursor, 1, (file,), tensors, 0.0, tags=tags)
     return replace(manifest, reason="test")
 
 
@@ -52,7 +52,7 @@ def referring(tier, text, to, tags=(), **changes):
     planned = [r for r in staging.describe(captured, {}) if r.key not in to]
     files = {key: f"{older.name}/{names.shard_file_name(0)}" for key, older in to.items()}
     shard = staging.stage(captured, planned, rank=0, world=1, references=files)
-    receipt = write_shard(tier, name, 0, shard)
+    file = write_shard(tier, name, 0, shard)
     reached = [
         replace(older.files[0], name=f"{older.name}/{older.files[0].name}")
         for older in {str(older.name): older for older in to.values()}.values()
@@ -63,7 +63,7 @@ def referring(tier, text, to, tags=(), **changes):
         None,
         Cursor(step=name.step, micro=name.micro),
         1,
-        (receipt.file,),
+        (file,),
         next(iter(to.values())).tensors,
         0.0,
         tags=tags,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable
 
 ALGORITHM = "xxh3_128"
 NUM_HEX = 32
@@ -39,30 +39,20 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 def digest_blocks(blocks: Iterable[bytes | bytearray | memoryview]) -> str:
     """Return the digest of the concatenated `blocks`, without joining them."""
-    state = xxhash.xxh3_128()
+    running = Running()
     for block in blocks:
-        state.update(block)
-    return state.hexdigest()
+        running.update(block)
+    return running.hexdigest()
 
 
 class Running:
-    """Incremental digest of blocks; each may be reused afterwards.
-
-    Attributes:
-        num_bytes: Bytes digested so far.
-    """
+    """Incremental digest, and the number of bytes digested."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._state = xxhash.xxh3_128()
 
-    def over(self, blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the same blocks, digesting each."""
-        for block in blocks:
-            self.update(block)
-            yield block
-
-    def update(self, block: memoryview) -> None:
+    def update(self, block: bytes | bytearray | memoryview) -> None:
         """Digest the next bytes."""
         self._state.update(block)
         self.num_bytes += len(block)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,18 @@ class FileEntry:
     def content(self) -> Plain:
         """Return the length and header digest of the bytes as read, after decryption."""
         return self.plain or Plain(self.num_bytes, self.header_digest)
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON, to send between ranks."""
+        plain = astuple(self.plain) if self.plain else ()
+        return [self.name, self.num_bytes, self.digest, self.header_digest, *plain]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> FileEntry:
+        """Return the entry from `to_json`."""
+        name, num_bytes, whole, header, *rest = data
+        plain = Plain(*rest) if rest else None
+        return cls(name, num_bytes, whole, header, sealed=plain is not None, plain=plain)
 
 
 def columns(files: Sequence[FileEntry | Plain]) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from trainckpt.run_directory.validate import RANKS_TIMEOUT_S, RankLocation, lead
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.commit import commit
-from trainckpt.snapshot.rebuild import LocalParts, SetState, recover
 from trainckpt.snapshot.redundancy import CodedSet
+from trainckpt.snapshot.replicate import LocalParts, SetState, recover
 from trainckpt.snapshot.verify import read_parity
 from trainckpt.storage import replica_slots
 from trainckpt.storage.shared_memory import ArenaInUse, SharedMemoryDir
@@ -375,10 +375,11 @@ def _rebuild(
             {p: mine.files[r] for p, r in enumerate(coded.members) if r in mine.files},
             {h.place: data for h, data in mine.parities if h.members == coded.members},
         )
+        into = {}
         if rank == where.rebuilder:
-            stock.into = {p: _room(place, manifest, coded.members[p], mine) for p in left.lost}
-        recover(left, stock, places[where.rebuilder], group)
-        for p, data in stock.into.items():
+            into = {p: _room(place, manifest, coded.members[p], mine) for p in left.lost}
+        recover(left, stock, rebuilder=places[where.rebuilder], group=group, into=into)
+        for p, data in into.items():
             number = coded.members[p]
             if not is_file(data, manifest.files[number]):
                 raise UnusableSnapshot(

@@ -16,7 +16,6 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempt_history import newest, read_attempts
-from trainckpt.snapshot.catalog import ManifestCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -43,7 +42,7 @@ class RetentionWorker:
         self._newest_commit: SnapshotName | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
-        self._parsed = ManifestCache()
+        self._parse = catalog.cached_parse()
         self._may_have_survivor_files = True  # older attempts may have left survivors' files
 
     def schedule(self, name: SnapshotName) -> None:
@@ -86,9 +85,7 @@ class RetentionWorker:
         attempts = read_attempts(self._tier)
         for old in old_dumps(self._tier, attempts):
             remove(self._tier, old)
-        run, parsed = self._defaults.run, self._parsed
-        candidates = catalog.read_catalog(self._tier, run, attempts, parsed)
-        parsed.forget()
+        candidates = catalog.read_catalog(self._tier, self._defaults.run, attempts, self._parse)
         prune.prune_by_policy(
             self._tier,
             candidates,

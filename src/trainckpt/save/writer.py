@@ -21,6 +21,7 @@ from trainckpt.errors import NoAgreement, SaveFailed, TierUnavailable, Trainckpt
 from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
+from trainckpt.format.manifest import FileEntry
 from trainckpt.save.retention import RetentionWorker
 from trainckpt.snapshot import prune
 from trainckpt.snapshot.commit import (
@@ -31,14 +32,8 @@ from trainckpt.snapshot.commit import (
     table_to_json,
 )
 from trainckpt.snapshot.encrypted_writer import stored_bytes
-from trainckpt.snapshot.shard_writer import (
-    Receipt,
-    only_digested,
-    only_sealed,
-    write_shard,
-    write_stream,
-)
-from trainckpt.snapshot.writer_client import File, WriterClient, WriterDied
+from trainckpt.snapshot.shard_writer import write_shard, write_stream
+from trainckpt.snapshot.writer_client import WriterClient, WriterDied
 from trainckpt.state import staging
 from trainckpt.state.captured import VALUES
 from trainckpt.state.staging import TensorsChanged
@@ -49,7 +44,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.record_log import AttemptId, AttemptLog
     from trainckpt.attempt.save_handle import Committed
-    from trainckpt.format.manifest import FileEntry, Manifest, TensorEntry
+    from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.encryption import SnapshotEncryption
@@ -248,18 +243,16 @@ class SnapshotWriter:
         rank, sequence = self._rank, manifest.name.sequence
         report: dict[str, Any] = {}
         try:
-            for file in self._files:  # the lengths recorded must really be there
-                file.sync()
+            for tracked in self._files:  # the lengths recorded must really be there
+                tracked.sync()
             reached = self._references.referenced_files(shard.header)
             seal = self._sealing.begin(manifest.name) if self._sealing else None
             copied = finish()
-            if in_memory:
-                receipt = self._in_memory(manifest.name, shard, copied, seal)
-            else:
-                receipt = self._write_file(manifest.name, shard, copied, seal)
-            receipt = replace(receipt, reached=reached)
+            keep = self._in_memory if in_memory else self._write_file
+            file = keep(manifest.name, shard, copied, seal)
             self._check_not_abandoned()
-            report["receipt"] = receipt.to_json()
+            older = [referenced.to_json() for referenced in reached]
+            report["receipt"] = {"file": file.to_json(), "reached": older}
             report["table"] = self._publish(entries)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
             report.update(to_error_message(error, rank, self._tier.url))
@@ -278,7 +271,7 @@ class SnapshotWriter:
             raise error_from_message(verdict)
         if in_memory:
             self._keys.delete_read(sequence)
-        return receipt.file
+        return file
 
     def _write_file(
         self,
@@ -286,7 +279,7 @@ class SnapshotWriter:
         shard: staging.Shard | staging.StreamedShard,
         copied: Iterator[int],
         seal: SnapshotKey | None,
-    ) -> Receipt:
+    ) -> FileEntry:
         """Write this rank's file to stable storage; `shard.header` has digests afterwards."""
         if isinstance(shard, staging.StreamedShard):
             size = shard.header.header_bytes + shard.header.data_bytes
@@ -296,7 +289,7 @@ class SnapshotWriter:
                 self._rank,
                 head=shard.head,
                 num_bytes=size,
-                blocks=shard.blocks,
+                blocks=shard.blocks(),
                 seal=seal,
             )
             shard.is_read.set()
@@ -320,7 +313,7 @@ class SnapshotWriter:
         shard: staging.Shard | staging.StreamedShard,
         copied: Iterator[int],
         seal: SnapshotKey | None,
-    ) -> Receipt:
+    ) -> FileEntry:
         """Keep the file in memory, encrypted or plain, in place of `_write_file`."""
         if isinstance(shard, staging.StreamedShard):
             raise SaveFailed(
@@ -329,7 +322,8 @@ class SnapshotWriter:
         if seal is None:
             for _ in copied:  # nobody reads it before it is complete
                 pass
-            return only_digested(self._rank, shard)
+            file_name = names.shard_file_name(self._rank)
+            return FileEntry(file_name, len(shard.memory), "", digest(shard.head))
         arena = self._room(stored_bytes(shard), in_memory=True)
         if arena is None:
             raise SaveFailed("too little shared memory is free for the encrypted final save")
@@ -338,8 +332,8 @@ class SnapshotWriter:
             receipt = self._write_by_client(
                 None, name, shard, copied=copied, seal=seal, arena=arena
             )
-        return receipt or only_sealed(
-            name, self._rank, shard, copied=copied, seal=seal, into=arena.memory
+        return receipt or write_shard(
+            None, name, self._rank, shard, copied=copied, seal=seal, into=arena.memory
         )
 
     def _write_by_client(
@@ -351,7 +345,7 @@ class SnapshotWriter:
         copied: Iterator[int],
         seal: SnapshotKey | None,
         arena: Arena | None,
-    ) -> Receipt | None:
+    ) -> FileEntry | None:
         """Have the writer process write the file; None if it does not take such a file.
 
         Raises:
@@ -361,20 +355,17 @@ class SnapshotWriter:
         if file is None or not self._client.takes(tier, len(shard.memory)):
             return None
         into = (arena.descriptor, len(arena.memory)) if arena is not None else None
-        written = self._client.write(
-            File(
-                tier=tier,
-                name=name,
-                rank=self._rank,
-                shard=shard,
-                descriptor=file,
-                seal=seal,
-                into=into,
-            ),
-            copied,
+        entry, shard.header = self._client.write(
+            tier,
+            name,
+            self._rank,
+            shard,
+            descriptor=file,
+            copied=copied,
+            seal=seal,
+            into=into,
         )
-        shard.header = written.header
-        return written.receipt
+        return entry
 
     def prepare(self, num_bytes: int) -> None:
         """Start the writer process if it takes files of about this size."""
@@ -429,9 +420,12 @@ class SnapshotWriter:
             if failed:
                 self._discard(manifest.name)
                 return combine_errors(failed)
-            receipts = [Receipt.from_json(report["receipt"]) for report in reports]
-            files = tuple(receipt.file for receipt in receipts)
-            older = {file.name: file for receipt in receipts for file in receipt.reached}
+            receipts = [report["receipt"] for report in reports]
+            files = tuple(FileEntry.from_json(receipt["file"]) for receipt in receipts)
+            referenced = [
+                FileEntry.from_json(f) for receipt in receipts for f in receipt["reached"]
+            ]
+            older = {file.name: file for file in referenced}
             reached = tuple(older[name] for name in sorted(older))
             self.manifest = replace(manifest, files=files, tensors=tensors, reached=reached)
             if self._sealing is not None:

@@ -24,7 +24,7 @@ from trainckpt.storage.file_io import address, copy_bytes, memory
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
 
     from trainckpt.format.names import SnapshotName
@@ -39,12 +39,7 @@ NUM_BUFFERS = NUM_AHEAD + NUM_WRITTEN - 1
 
 
 class SnapshotKey(NamedTuple):
-    """The key of a snapshot's files.
-
-    Attributes:
-        run: Id of the run.
-        key: The key.
-    """
+    """The key of a snapshot's files, and the id of the run."""
 
     run: str
     key: bytes
@@ -105,19 +100,17 @@ def stream_sealed(
     *,
     head: bytes,
     num_bytes: int,
-    blocks: Callable[[], Iterator[memoryview]],
+    blocks: Iterator[memoryview],
     seal: SnapshotKey,
 ) -> FileEntry:
     """Encrypt and write as `shard_writer.write_stream`: `num_bytes` in all, head first."""
     file = _SealedFile(name, rank, len(head), num_bytes, seal)
-    passing = file.passing(head, blocks())
+    passing = file.passing(head, blocks)
     tier.write(f"{name.folder}/{file.name}", passing, file.layout.stored_bytes)
     return file.entry(digest.digest(head))
 
 
 class _SealedFile:
-    """One file while it is encrypted."""
-
     def __init__(
         self, name: SnapshotName, rank: int, head_bytes: int, num_bytes: int, seal: SnapshotKey
     ) -> None:
@@ -173,7 +166,6 @@ class _SealedFile:
     def _body(
         self, data: memoryview, complete: threading.Event, into: memoryview | None
     ) -> Iterator[memoryview]:
-        """Yield the encrypted data without the head."""
         body = data[self.layout.head_bytes :]
         size = min(BLOCK_BYTES, len(body))
         buffers = file_io.buffers(NUM_BUFFERS, size) if into is None else []
@@ -201,15 +193,16 @@ class _SealedFile:
     def parts(self, blocks: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
         """Yield (offset in the file, block) and digest the blocks; they must stay valid."""
         at = 0
-        for block in self._whole.over(blocks):
+        for block in blocks:
+            self._whole.update(block)
             yield at, block
             at += len(block)
 
     def _seal(self, body: memoryview, at: int, into: memoryview) -> memoryview:
-        """Encrypt one block of the body, from `at` to its end.
+        """Encrypt one block of the body.
 
-        The next chunk overwrites each chunk's tag. A tag past the block's end would land in a block
-        of another thread, so that chunk goes through its own memory.
+        Each chunk's tag is overwritten by the next chunk. A tag past the block's end would land in
+        a block of another thread, so that chunk goes through its own memory.
         """
         end, each = len(body), self.layout.chunk_bytes
         for first in range(at, end, each):
@@ -224,7 +217,9 @@ class _SealedFile:
 
     def passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         """Yield encrypted blocks of a stream: its head comes first and is emitted last."""
-        return self._whole.over(self._passing(head, blocks))
+        for block in self._passing(head, blocks):
+            self._whole.update(block)
+            yield block
 
     def _passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         layout, number, filled = self.layout, 0, 0
@@ -252,7 +247,6 @@ class _SealedFile:
         yield self._end(head)
 
     def _end(self, head: bytes) -> memoryview:
-        """Return head, tags and footer, encrypted."""
         layout, plain = self.layout, memoryview(head)
         found = memoryview(bytearray(layout.head_bytes + layout.tail_bytes))
         for number in range(layout.num_body_chunks, layout.num_chunks):

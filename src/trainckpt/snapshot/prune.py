@@ -28,7 +28,7 @@ from trainckpt.format import names, shard_file
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, reached_folders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.storage.base import Tier
@@ -37,44 +37,11 @@ if TYPE_CHECKING:
 def plan_prune(
     candidates: Iterable[Candidate], *, keep_last: int, attempt: int, keep: Collection[str] = ()
 ) -> tuple[SnapshotName, ...]:
-    """Return the snapshots to delete. Pure.
-
-    Args:
-        candidates: The catalog, newest first.
-        keep_last: Usable snapshots to keep, at least 1.
-        attempt: The newest attempt, which prunes. Its uncommitted folders are skipped, as one may
-            be a save in flight.
-        keep: Full names to keep whatever the policy says.
-    """
-    kept, doomed, candidates = 0, [], tuple(candidates)
-    committed = last_committed(candidates)
-    for candidate in candidates:
-        tagged = candidate.manifest is not None and bool(candidate.manifest.tags)
-        if str(candidate.name) in keep or tagged:
-            continue
-        if candidate.usable and kept < max(keep_last, 1):
-            kept += 1
-        elif candidate.usable or (
-            candidate.reason == NOT_COMMITTED
-            and (candidate.name.attempt < attempt or is_over(candidate.name, committed))
-        ):
-            doomed.append(candidate.name)
-    return tuple(doomed)
-
-
-def last_committed(candidates: Iterable[Candidate]) -> dict[int, int]:
-    """Return attempt -> its newest committed sequence number."""
-    found: dict[int, int] = {}
-    for candidate in candidates:
-        if candidate.manifest is not None:
-            at = candidate.name.attempt
-            found[at] = max(found.get(at, 0), candidate.name.sequence)
-    return found
-
-
-def is_over(name: SnapshotName, committed: Mapping[int, int]) -> bool:
-    """Return True if a later save of the attempt was committed: an attempt saves one at a time."""
-    return name.sequence < committed.get(name.attempt, 0)
+    """Return the snapshots that the newest attempt deletes; arguments as for `plan_sweep`. Pure."""
+    candidates = tuple(candidates)
+    live = {c.name.attempt for c in candidates if c.name.attempt >= attempt}
+    doomed = plan_sweep(candidates, keep_last=keep_last, live=live, keep=keep)
+    return tuple(each.name for each in doomed)
 
 
 def left_folders(candidates: Collection[Candidate]) -> tuple[SnapshotName, ...]:
@@ -100,7 +67,7 @@ def kept_files(
             if candidate.manifest is not None:
                 found.update(file.name for file in candidate.manifest.reached)
             else:
-                found.update(_told_by_headers(tier, candidate.name.folder))
+                found.update(_references_in(tier, candidate.name.folder))
     return frozenset(found)
 
 
@@ -153,7 +120,7 @@ def files_in(name: SnapshotName, kept: Iterable[str]) -> frozenset[str]:
     return frozenset(file.partition("/")[2] for file in kept if file.startswith(f"{name}/"))
 
 
-def _told_by_headers(tier: Tier, folder: str) -> set[str]:
+def _references_in(tier: Tier, folder: str) -> set[str]:
     found: set[str] = set()
     for name in tier.list(folder):
         key = f"{folder}/{name}"
@@ -199,9 +166,12 @@ def plan_sweep(
         keep: Full names to keep whatever the policy says.
         abandoned: Delete abandoned branches too.
     """
-    kept, doomed, candidates = 0, [], tuple(candidates)
-    committed = last_committed(candidates)
-    number = max(keep_last, 1)
+    kept, number, doomed, candidates = 0, max(keep_last, 1), [], tuple(candidates)
+    committed: dict[int, int] = {}  # attempt -> its newest commit
+    for candidate in candidates:
+        at = candidate.name
+        if candidate.manifest is not None:
+            committed[at.attempt] = max(committed.get(at.attempt, 0), at.sequence)
     for candidate in candidates:
         name = candidate.name
         if str(name) in keep or (candidate.manifest is not None and candidate.manifest.tags):
@@ -211,7 +181,8 @@ def plan_sweep(
         elif candidate.usable:
             doomed.append(SweepCandidates(name, OLD.format(number)))
         elif candidate.reason == NOT_COMMITTED and (
-            name.attempt not in live or is_over(name, committed)
+            # An attempt saves one at a time, so an older save of a live one has ended too.
+            name.attempt not in live or name.sequence < committed.get(name.attempt, 0)
         ):
             doomed.append(SweepCandidates(name, GARBAGE))
         elif candidate.reason == ABANDONED and abandoned:

@@ -1,4 +1,4 @@
-"""Send shard files, or parities of them, to the ranks that store them. The mirror of `rebuild`.
+"""Send shard files, or parities of them, to the ranks that store them, and rebuild lost ones.
 
 Data passes in blocks, so only a few megabytes are in flight, and all members of a group do the
 same rounds. `may_go_on` may end the transfer before any round, to free the network. Received data
@@ -9,9 +9,12 @@ Threads: one, and not the training thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trainckpt.snapshot.parity import encode
+from trainckpt.errors import UnusableSnapshot
+from trainckpt.snapshot.parity import encode, rebuild
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -89,28 +92,21 @@ def make_parities(
     for at in range(0, chunk_bytes, SET_BLOCK_BYTES):
         may_go_on()
         end = min(at + SET_BLOCK_BYTES, chunk_bytes)
-        came = {
-            stripe: _parts(
-                coded,
-                stripe,
-                sizes=sizes,
-                chunk_bytes=chunk_bytes,
-                at=at,
-                end=end,
-                scratch=scratch[stripe],
-            )
-            for stripe in held
-        }
-        receives = [
-            (source, stripe, part)
-            for stripe, parts in came.items()
-            for source, part in parts.items()
-        ]
-        group.settle(
-            group.begin(
-                receives, _sends(coded, place, mine=mine, chunk_bytes=chunk_bytes, at=at, end=end)
-            )
-        )
+        came: dict[int, dict[int, memoryview]] = {}
+        for stripe in held:
+            came[stripe] = {}
+            for chunk, source in enumerate(data_places(coded, stripe)):
+                first, last = chunk_part(sizes[source], chunk, chunk_bytes, at, end)
+                came[stripe][source] = memoryview(scratch[stripe][chunk])[: last - first]
+        receives = [(s, stripe, part) for stripe in held for s, part in came[stripe].items()]
+        sends = []  # to each member with a parity of the stripe
+        for stripe in range(number):
+            chunk = coded.element(place, stripe) - num_parity
+            if chunk >= 0:
+                first, last = chunk_part(len(mine), chunk, chunk_bytes, at, end)
+                rows = range(num_parity)
+                sends += [((stripe + row) % number, stripe, mine[first:last]) for row in rows]
+        group.settle(group.begin(receives, sends))
         for stripe, row in held.items():
             data = [came[stripe][source] for source in data_places(coded, stripe)]
             first = row * chunk_bytes
@@ -129,35 +125,150 @@ def chunk_part(num_bytes: int, chunk: int, chunk_bytes: int, at: int, end: int) 
     return min(first + at, num_bytes), min(first + end, num_bytes)
 
 
-def _parts(
-    coded: CodedSet,
-    stripe: int,
+# ---- rebuilding lost files
+#
+# One process rebuilds; the others send it their files and parities, block by block. Nothing is
+# verified here: the caller compares each file with its digest in the manifest.
+
+
+@dataclass(frozen=True)
+class SetState:
+    """The files and parities left of a set.
+
+    Attributes:
+        coded: The set.
+        sizes: Bytes of each member's file; 0 for members without one.
+        files: Place of a member -> participant that has its file.
+        parities: Place of a member -> participant that has its parities.
+    """
+
+    coded: CodedSet
+    sizes: Sequence[int]
+    files: Mapping[int, int]
+    parities: Mapping[int, int]
+
+    @cached_property
+    def lost(self) -> list[int]:
+        """Return the places of members whose files are lost."""
+        return [p for p, size in enumerate(self.sizes) if size and p not in self.files]
+
+    @property
+    def is_enough(self) -> bool:
+        """Return True if every lost file can be computed."""
+        stripes = range(len(self.coded.members))
+        return all(len(self.rows(stripe)) >= len(self._lost_of(stripe)) for stripe in stripes)
+
+    def rows(self, stripe: int) -> list[int]:
+        """Return the parities left of a stripe, no more than needed."""
+        number = len(self.coded.members)
+        rows = range(self.coded.num_parity)
+        left = [row for row in rows if (stripe + row) % number in self.parities]
+        return left[: len(self._lost_of(stripe))]
+
+    def elements(self, stripe: int) -> dict[int, tuple[int, int]]:
+        """Return the needed elements of a stripe: number in the code -> (place, participant)."""
+        number, num_chunks = len(self.coded.members), self.coded.num_chunks
+        found = {
+            chunk: (place, self.files[place])
+            for chunk, place in enumerate(data_places(self.coded, stripe))
+            if place in self.files
+        }
+        for row in self.rows(stripe):
+            place = (stripe + row) % number
+            found[num_chunks + row] = (place, self.parities[place])
+        return found
+
+    def _lost_of(self, stripe: int) -> list[int]:
+        return [place for place in data_places(self.coded, stripe) if place in self.lost]
+
+
+@dataclass(frozen=True)
+class LocalParts:
+    """The bytes one participant contributes.
+
+    Attributes:
+        me: Its number among the participants.
+        files, parities: Place of a member -> its bytes, if present here.
+    """
+
+    me: int
+    files: Mapping[int, memoryview]
+    parities: Mapping[int, memoryview]
+
+
+def recover(
+    left: SetState,
+    stock: LocalParts,
     *,
-    sizes: Sequence[int],
-    chunk_bytes: int,
+    rebuilder: int,
+    group: Exchange | None,
+    into: Mapping[int, memoryview],
+) -> None:
+    """Rebuild all lost files of a set. Every participant calls it with the same `left`.
+
+    Args:
+        left: The elements left; they must be enough.
+        stock: This participant's bytes.
+        rebuilder: The participant that receives the files.
+        group: The participants' exchange; None: there is only one.
+        into: On the rebuilder: place of a lost member -> memory for its file.
+
+    Raises:
+        NoAgreement: a participant is gone.
+        UnusableSnapshot: too much is lost.
+    """
+    coded = left.coded
+    if not left.is_enough:
+        raise UnusableSnapshot(f"too many files of ranks {list(coded.members)} are lost")
+    chunk_bytes = coded.chunk_bytes(max(left.sizes))
+    for stripe in range(len(coded.members)):
+        places = dict(enumerate(data_places(coded, stripe)))
+        lost = {chunk: place for chunk, place in places.items() if place in left.lost}
+        for at in range(0, chunk_bytes if lost else 0, SET_BLOCK_BYTES):
+            end = min(at + SET_BLOCK_BYTES, chunk_bytes)
+            present = _collect(
+                left, stock, rebuilder=rebuilder, group=group, stripe=stripe, at=at, end=end
+            )
+            if rebuilder != stock.me:
+                continue
+            for chunk in places.keys() - lost.keys():  # a member without a file counts as zeros
+                present.setdefault(chunk, memoryview(b""))
+            made = {chunk: memoryview(bytearray(end - at)) for chunk in lost}
+            rebuild(present, made, coded.num_chunks, coded.num_parity)
+            for chunk, block in made.items():
+                first, last = chunk_part(left.sizes[lost[chunk]], chunk, chunk_bytes, at, end)
+                into[lost[chunk]][first:last] = block[: last - first]
+
+
+def _collect(
+    left: SetState,
+    stock: LocalParts,
+    *,
+    rebuilder: int,
+    group: Exchange | None,
+    stripe: int,
     at: int,
     end: int,
-    scratch: Sequence[bytearray],
-) -> Mapping[int, memoryview]:
-    """Return memory for each member's part of a stripe."""
-    found = {}
-    for number, source in enumerate(data_places(coded, stripe)):
-        first, last = chunk_part(sizes[source], number, chunk_bytes, at, end)
-        found[source] = memoryview(scratch[number])[: last - first]
-    return found
-
-
-def _sends(
-    coded: CodedSet, place: int, *, mine: memoryview, chunk_bytes: int, at: int, end: int
-) -> list[tuple[int, int, memoryview]]:
-    """Return this member's parts: (member with a parity of the stripe, stripe, bytes)."""
-    found = []
-    for stripe in range(len(coded.members)):
-        chunk = coded.element(place, stripe) - coded.num_parity
-        if chunk >= 0:
-            first, last = chunk_part(len(mine), chunk, chunk_bytes, at, end)
-            found += [
-                ((stripe + row) % len(coded.members), stripe, mine[first:last])
-                for row in range(coded.num_parity)
-            ]
-    return found
+) -> dict[int, memoryview]:
+    """Exchange one block of a stripe; return its elements on the rebuilder."""
+    num_chunks, chunk_bytes = left.coded.num_chunks, left.coded.chunk_bytes(max(left.sizes))
+    present: dict[int, memoryview] = {}
+    receives, sends = [], []
+    for number, (place, who) in left.elements(stripe).items():
+        is_parity = number >= num_chunks
+        if is_parity:
+            first = (number - num_chunks) * chunk_bytes
+            begin, last = first + at, first + end
+        else:
+            begin, last = chunk_part(left.sizes[place], number, chunk_bytes, at, end)
+        if who == stock.me:
+            part = (stock.parities if is_parity else stock.files)[place][begin:last]
+            if rebuilder != stock.me:
+                sends.append((rebuilder, number, part))
+        else:
+            part = memoryview(bytearray(last - begin if rebuilder == stock.me else 0))
+            receives.append((who, number, part))
+        present[number] = part
+    if group is not None:
+        group.settle(group.begin(receives, sends))
+    return present

@@ -1,7 +1,7 @@
-"""Write one rank's shard file and report it. The mirror of `restore`.
+"""Write one rank's shard file. The mirror of `restore`.
 
 Write order (docs/format.md): 1. shard files, every rank; 2. receipts; 3. manifest; 4. commit.
-This module does 1 and makes the receipt for 2. Nothing refers to the file yet, so a crash leaves
+This module does 1 and returns the entry for 2. Nothing refers to the file yet, so a crash leaves
 garbage.
 """
 
@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
-from trainckpt.format.manifest import FileEntry, Plain
+from trainckpt.format.manifest import FileEntry
 from trainckpt.snapshot.encrypted_writer import stream_sealed, write_sealed
 from trainckpt.storage.file_io import address
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from trainckpt.format.names import SnapshotName
     from trainckpt.format.shard_file import ShardHeader
@@ -28,46 +27,6 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 AT_ONCE_BYTES = 8 << 20  # whole pages: a part is written while more is copied
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """A rank's report after its shard file reached stable storage.
-
-    Attributes:
-        file: Its file.
-        reached: Older files it refers to.
-    """
-
-    file: FileEntry
-    reached: tuple[FileEntry, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON, to send between ranks."""
-        return {"file": _to_json(self.file), "reached": [_to_json(file) for file in self.reached]}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Receipt:
-        """Return the receipt from `to_json`."""
-        return cls(_from_json(data["file"]), tuple(_from_json(each) for each in data["reached"]))
-
-
-def _to_json(file: FileEntry) -> list[Any]:
-    plain = [file.plain.num_bytes, file.plain.header_digest] if file.plain else []
-    return [file.name, file.num_bytes, file.digest, file.header_digest, *plain]
-
-
-def _from_json(data: list[Any]) -> FileEntry:
-    name, num_bytes, found, header, *rest = data
-    plain = Plain(*rest) if rest else None
-    return FileEntry(
-        name=name,
-        num_bytes=num_bytes,
-        digest=found,
-        header_digest=header,
-        sealed=plain is not None,
-        plain=plain,
-    )
 
 
 class InMemory(Protocol):
@@ -95,7 +54,7 @@ class InMemory(Protocol):
 
 
 def write_shard(
-    tier: Tier,
+    tier: Tier | None,
     name: SnapshotName,
     rank: int,
     shard: InMemory,
@@ -103,13 +62,13 @@ def write_shard(
     copied: Iterable[int] = (),
     seal: SnapshotKey | None = None,
     into: memoryview | None = None,
-) -> Receipt:
+) -> FileEntry:
     """Write one shard file from memory into the snapshot's folder; durable on return.
 
     Data is written as it is copied. Then a thread digests it by block for the head, written last.
 
     Args:
-        tier, name, rank: The destination.
+        tier, name, rank: The destination; tier None: only encrypt the file to `into`.
         shard: Complete once `copied` has ended.
         copied: Yields addresses in its memory; all bytes below are complete.
         seal: The key to encrypt with; None: not encrypted.
@@ -121,9 +80,8 @@ def write_shard(
     """
     if seal is not None:
         with _in_place(tier):
-            return Receipt(
-                write_sealed(tier, name, rank, shard, copied=copied, seal=seal, into=into)
-            )
+            return write_sealed(tier, name, rank, shard, copied=copied, seal=seal, into=into)
+    assert tier is not None
     file_name, head_bytes = names.shard_file_name(rank), shard.header.header_bytes
     num_bytes = len(shard.memory)
     complete = threading.Event()
@@ -151,27 +109,7 @@ def write_shard(
             tier.write_parts(f"{name.folder}/{file_name}", num_bytes, parts())
         finally:
             complete.set()  # also after an error, so the digest thread ends
-        entry = FileEntry(file_name, num_bytes, "", head.result())
-    return Receipt(entry)
-
-
-def only_sealed(
-    name: SnapshotName,
-    rank: int,
-    shard: InMemory,
-    *,
-    copied: Iterable[int],
-    seal: SnapshotKey,
-    into: memoryview,
-) -> Receipt:
-    """Encrypt a file into memory without writing it; otherwise as `write_shard`."""
-    return Receipt(write_sealed(None, name, rank, shard, copied=copied, seal=seal, into=into))
-
-
-def only_digested(rank: int, shard: InMemory) -> Receipt:
-    """Return the receipt of a file that stays in memory and is not written."""
-    head = digest.digest(shard.head)
-    return Receipt(FileEntry(names.shard_file_name(rank), len(shard.memory), "", head))
+        return FileEntry(file_name, num_bytes, "", head.result())
 
 
 def write_stream(
@@ -181,27 +119,24 @@ def write_stream(
     *,
     head: bytes,
     num_bytes: int,
-    blocks: Callable[[], Iterator[memoryview]],
+    blocks: Iterator[memoryview],
     seal: SnapshotKey | None = None,
-) -> Receipt:
+) -> FileEntry:
     """Write a file from a stream of blocks, each valid only until the next; as `write_shard`."""
-    if seal is not None:
-        with _in_place(tier):
-            return Receipt(
-                stream_sealed(
-                    tier, name, rank, head=head, num_bytes=num_bytes, blocks=blocks, seal=seal
-                )
-            )
-    file_name = names.shard_file_name(rank)
     with _in_place(tier):
-        tier.write(f"{name.folder}/{file_name}", blocks())
-    return Receipt(FileEntry(file_name, num_bytes, "", digest.digest(head)))
+        if seal is not None:
+            return stream_sealed(
+                tier, name, rank, head=head, num_bytes=num_bytes, blocks=blocks, seal=seal
+            )
+        file_name = names.shard_file_name(rank)
+        tier.write(f"{name.folder}/{file_name}", blocks)
+    return FileEntry(file_name, num_bytes, "", digest.digest(head))
 
 
 @contextmanager
-def _in_place(tier: Tier) -> Iterator[None]:
+def _in_place(tier: Tier | None) -> Iterator[None]:
     """Check before a write that the run's record exists; translate errors of a vanished folder."""
-    if tier.size(names.RUN_RECORD) is None:
+    if tier is not None and tier.size(names.RUN_RECORD) is None:
         raise SaveFailed(
             f"the run directory {tier.url} is gone", hint="restore it, or stop the run"
         )

@@ -12,12 +12,12 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format import digest, shard_file
+from trainckpt.format.manifest import FileEntry
 from trainckpt.snapshot import writer_process
-from trainckpt.snapshot.shard_writer import Receipt
 from trainckpt.storage.file_io import address
 from trainckpt.storage.local import Disk, LocalTier
 
@@ -41,37 +41,6 @@ logger = logging.getLogger("trainckpt")
 
 class WriterDied(Exception):
     """The writer process does not exist, or has died."""
-
-
-class File(NamedTuple):
-    """A shard file in shared memory and its destination: the arguments of `write_shard`.
-
-    Attributes:
-        tier: None: only encrypt it to `into`.
-        descriptor: Of the memory file behind `shard`.
-        seal: The key to encrypt with; None: not encrypted.
-        into: Descriptor and length of memory to keep the encrypted file in.
-    """
-
-    tier: Tier | None
-    name: SnapshotName
-    rank: int
-    shard: InMemory
-    descriptor: int
-    seal: SnapshotKey | None = None
-    into: tuple[int, int] | None = None
-
-
-class WriterResult(NamedTuple):
-    """A file on stable storage.
-
-    Attributes:
-        receipt: This rank's.
-        header: With one digest for each region (`digest.compact`).
-    """
-
-    receipt: Receipt
-    header: ShardHeader
 
 
 class WriterClient:
@@ -103,8 +72,27 @@ class WriterClient:
                 finally:
                     theirs.close()
 
-    def write(self, file: File, copied: Iterable[int]) -> WriterResult:
+    def write(
+        self,
+        tier: Tier | None,
+        name: SnapshotName,
+        rank: int,
+        shard: InMemory,
+        *,
+        descriptor: int,
+        copied: Iterable[int],
+        seal: SnapshotKey | None = None,
+        into: tuple[int, int] | None = None,
+    ) -> tuple[FileEntry, ShardHeader]:
         """Write as `write_shard`; the head is in the shard's memory too on return.
+
+        Args:
+            tier, name, rank, shard, copied, seal: As there.
+            descriptor: Of the memory file behind `shard`.
+            into: Descriptor and length of memory to keep the encrypted file in.
+
+        Returns:
+            The file's entry, and its header with one digest a region (`digest.compact`).
 
         Raises:
             WriterDied: the file was not written; `copied` may be partly consumed.
@@ -114,32 +102,31 @@ class WriterClient:
         end = self._end
         if end is None:
             raise WriterDied
+        header = shard.header
+        body: dict[str, Any] = {
+            "root": tier and tier.url,
+            "name": str(name),
+            "rank": rank,
+            "num_bytes": len(shard.memory),
+            "seal": seal and [seal.run, seal.key.hex()],
+            "into": into[1] if into is not None else 0,
+        }
         try:
-            return self._write(end, file, copied)
+            layout = b"" if header is self._layout else shard_file.build(header)
+            self._layout = None  # after a failure the process may not have read it
+            writer_process.send(end, body, layout, descriptor)
+            if into is not None:
+                writer_process.send(end, {}, descriptor=into[0])
+            self._tell(end, shard.memory, copied)
+            known = [(n, shard.digests.get(r.key)) for n, r in enumerate(header.regions)]
+            numbers = [number for number, digests in known if digests]
+            found = "".join(digests for _, digests in known if digests)
+            writer_process.send(end, {"complete": True, "digested": numbers}, found.encode())
+            reply = self._reply(end, shard.memory[: header.header_bytes])
         except (EOFError, OSError) as error:
             self.close()
             self._give_up(str(error) or "the process has ended")
             raise WriterDied from error
-
-    def _write(self, end: socket.socket, file: File, copied: Iterable[int]) -> WriterResult:
-        header, memory = file.shard.header, file.shard.memory
-        layout = b"" if header is self._layout else shard_file.build(header)
-        self._layout = None  # after a failure the process may not have read it
-        body: dict[str, Any] = {
-            "root": file.tier and file.tier.url,
-            "name": str(file.name),
-            "rank": file.rank,
-            "num_bytes": len(memory),
-        }
-        if file.seal is not None:
-            body["seal"] = [file.seal.run, file.seal.key.hex()]
-        body["into"] = 0 if file.into is None else file.into[1]
-        writer_process.send(end, body, layout, file.descriptor)
-        if file.into is not None:
-            writer_process.send(end, {}, descriptor=file.into[0])
-        self._tell(end, memory, copied)
-        self._complete(end, file.shard)
-        reply = self._reply(end, memory[: header.header_bytes])
         for line in reply["said"]:
             logger.debug("%s", line)
         if "error" in reply:
@@ -153,9 +140,7 @@ class WriterClient:
             region.key: found[number * each : (number + 1) * each]
             for number, region in enumerate(header.regions)
         }
-        return WriterResult(
-            Receipt.from_json(reply["receipt"]), shard_file.with_digests(header, digests)
-        )
+        return FileEntry.from_json(reply["file"]), shard_file.with_digests(header, digests)
 
     def _tell(self, end: socket.socket, memory: memoryview, copied: Iterable[int]) -> None:
         """Report progress of the copies until the file is complete."""
@@ -171,14 +156,6 @@ class WriterClient:
                 writer_process.send(end, {"abandon": True})
                 self._reply(end, memoryview(b""))
             raise
-
-    @staticmethod
-    def _complete(end: socket.socket, shard: InMemory) -> None:
-        """Report the file as complete, with the digests known already."""
-        known = [(n, shard.digests.get(r.key)) for n, r in enumerate(shard.header.regions)]
-        numbers = [number for number, found in known if found]
-        found = "".join(each for _, each in known if each)
-        writer_process.send(end, {"complete": True, "digested": numbers}, found.encode())
 
     @staticmethod
     def _reply(end: socket.socket, head: memoryview) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,7 @@ from trainckpt.errors import SaveFailed, TierUnavailable, TrainckptError
 from trainckpt.format import digest, shard_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
-from trainckpt.snapshot.shard_writer import only_sealed, write_shard
+from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.storage.file_io import address, memory
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.store_errors import number_behind
@@ -211,8 +212,8 @@ class WriteProcess:
         except EOFError:
             raise
         except Exception as error:  # noqa: BLE001 - the rank handles the error
-            for _ in _until_it_ends(progress):
-                pass  # drain the rank's messages about this file
+            with contextlib.suppress(Abandoned):
+                deque(progress, 0)  # drain the rank's messages about this file
             body, payload = _told(error), memoryview(b"")
         send(self._end, {**body, "said": list(self._said)}, payload)
 
@@ -233,18 +234,13 @@ class WriteProcess:
         shard, begin = MappedShardFile(self._header, data, self._digested), address(data) or 0
         copied = (begin + behind for behind in progress)
         seal = (
-            SnapshotKey(body["seal"][0], bytes.fromhex(body["seal"][1])) if "seal" in body else None
+            SnapshotKey(body["seal"][0], bytes.fromhex(body["seal"][1])) if body["seal"] else None
         )
-        if body["root"] is None:
-            assert seal is not None
-            assert into is not None
-            receipt = only_sealed(name, rank, shard, copied=copied, seal=seal, into=into)
-        else:
-            receipt = write_shard(
-                self._tier(body["root"]), name, rank, shard, copied=copied, seal=seal, into=into
-            )
+        root = body["root"]
+        tier = self._tiers.setdefault(root, LocalTier(root)) if root is not None else None
+        file = write_shard(tier, name, rank, shard, copied=copied, seal=seal, into=into)
         found = "".join(digest.compact(region.digest) for region in shard.header.regions)
-        return {"receipt": receipt.to_json(), "digests": found}, shard.top
+        return {"file": file.to_json(), "digests": found}, shard.top
 
     def _progress(self) -> Iterator[int]:
         """Yield the number of complete bytes at the file's start, as the rank reports it.
@@ -264,9 +260,6 @@ class WriteProcess:
                 return
             yield message.body["behind"]
 
-    def _tier(self, root: str) -> LocalTier:
-        return self._tiers.setdefault(root, LocalTier(root))
-
     def _take(self, message: Message, num_bytes: int) -> memoryview:
         """Map the memory whose descriptor came with a message."""
         assert message.descriptor is not None
@@ -285,11 +278,6 @@ class WriteProcess:
         for old in list(self._mapped)[:-MAPPED]:
             del self._mapped[old]
         return memoryview(found)[:num_bytes]
-
-
-def _until_it_ends(progress: Iterator[int]) -> Iterator[int]:
-    with contextlib.suppress(Abandoned):
-        yield from progress
 
 
 def _told(error: Exception) -> dict[str, Any]:

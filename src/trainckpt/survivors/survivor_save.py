@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.log import logger
 from trainckpt.errors import SaveFailed
 from trainckpt.format import json_io, names
-from trainckpt.format.manifest import Manifest
+from trainckpt.format.manifest import FileEntry, Manifest
 from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.snapshot.attempt_history import newest
 from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, table_to_json
-from trainckpt.snapshot.shard_writer import Receipt, write_shard
+from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.snapshot.survivor_plan import SurvivorDecision, SurvivorHoldings, decide
 
 if TYPE_CHECKING:
@@ -229,9 +229,9 @@ class SurvivorSave:
                 _ = moment.small.head
                 small = moment.small.memory
             shard, entries = moment.file_of(owner, self._world, alike.share(owner), small)
-            receipt = write_shard(self._tier, name, owner, shard, copied=(), seal=seal)
+            file = write_shard(self._tier, name, owner, shard, copied=(), seal=seal)
             wrote[str(owner)] = {
-                "receipt": self._to_json(name, receipt),
+                "receipt": self._to_json(name, file),
                 "table": table_to_json(entries),
             }
         self._publish(f"wrote-{self._rank}.json", wrote)
@@ -240,14 +240,14 @@ class SurvivorSave:
         self, name: SnapshotName, decision: SurvivorDecision, cursor: Cursor, present: list[int]
     ) -> None:
         """Commit on the first writer, when all have written."""
-        receipts: dict[int, Receipt] = {}
+        files: dict[int, FileEntry] = {}
         tables: dict[int, dict[str, TensorEntry]] = {}
         for writer in sorted(set(decision.writers)):
             wrote = self._await(partial(self._read, f"wrote-{writer}.json"), WRITTEN_WITHIN_S)
             if not wrote:
                 raise SaveFailed(f"rank {writer} did not write its files")
             for owner, each in wrote.items():
-                receipts[int(owner)] = self._from_json(name, each["receipt"])
+                files[int(owner)] = self._from_json(name, each["receipt"])
                 tables[int(owner)] = table_from_json(each["table"], self._world)
         ranks = range(self._world)
         gone = [rank for rank in ranks if rank not in present]
@@ -258,7 +258,7 @@ class SurvivorSave:
             parent=self._facts.parent,
             cursor=cursor,
             world=self._world,
-            files=tuple(receipts[rank].file for rank in ranks),
+            files=tuple(files[rank] for rank in ranks),
             tensors=merge_tables([tables[rank] for rank in ranks]),
             created=time.time(),
             reason=f"survivors of {whose}",
@@ -278,16 +278,13 @@ class SurvivorSave:
 
     # The files that ranks exchange.
 
-    def _to_json(self, name: SnapshotName, receipt: Receipt) -> Any:
-        """Encrypt the receipt if the snapshot is encrypted: it contains a digest of the content."""
-        return (
-            self._encryption.encrypt_message(name, receipt.to_json())
-            if self._encryption
-            else receipt.to_json()
-        )
+    def _to_json(self, name: SnapshotName, file: FileEntry) -> Any:
+        """Encrypt the entry if the snapshot is encrypted: it contains a digest of the content."""
+        told = file.to_json()
+        return self._encryption.encrypt_message(name, told) if self._encryption else told
 
-    def _from_json(self, name: SnapshotName, value: Any) -> Receipt:
-        return Receipt.from_json(
+    def _from_json(self, name: SnapshotName, value: Any) -> FileEntry:
+        return FileEntry.from_json(
             self._encryption.decrypt_message(name, value) if self._encryption else value
         )
 
