@@ -97,7 +97,8 @@ def test_those_of_a_module_are_named_at_the_save_and_at_the_resume(tmp_path, cap
     assert "model.1.initialized, model.1.seen: changed since the run began" in caplog.text
     assert (
         "not bitwise: in no state_dict, so not as when it was saved: model.1.initialized (True, "
-        "now False), model.1.seen (4, now 0) (track them: Checkpointer(..., counts="
+        "now False), model.1.seen (4, now 0) (track them: pass counts=trainckpt.Attributes("
+        'model, "1.initialized", "1.seen") to the Checkpointer or TrainckptCallback, or '
     ) in caplog.text
     assert "limit" not in caplog.text
     assert ": bitwise" not in caplog.text

@@ -65,7 +65,7 @@ def said_by_objects(registry: Registry, beginning: ResumePoint) -> list[Restored
     if names := attributes.not_restored(registry.watched, saved, of_callbacks=False):
         why = (
             f"in no state_dict, so not as when it was saved: {_some(names)} "
-            f"({attributes.HINT}, or let the script set them)"
+            f"({attributes.hint(names)}, or let the script set them)"
         )
         found.append(Restored("attributes", How.NOT_KEPT, why))
     if names := registry.plain_tensors.differing(saved):
@@ -145,9 +145,10 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
         )
         found += _not_kept("DDP", [why])
     if otherwise.attributes:
+        hint = attributes.hint(otherwise.attributes, of_callbacks=True)
         why = (
             "of callbacks, in no state_dict, so not as when it was saved: "
-            f"{_some(otherwise.attributes)} ({attributes.HINT_OF_CALLBACKS})"
+            f"{_some(otherwise.attributes)} ({hint})"
         )
         found += _not_kept("attributes", [why])
     if otherwise.generators:

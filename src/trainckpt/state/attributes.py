@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Saved
 
 PART, GENERATORS = "plain attributes", "own generators"  # no keyword can be spelled so
-HINT = 'track them: Checkpointer(..., counts=trainckpt.Attributes(model, "name", "part.name"))'
-HINT_OF_CALLBACKS = (
-    'track them: TrainckptCallback(..., kept=trainckpt.Attributes(callback, "name")), or give the '
-    "callback state_dict and load_state_dict"
-)
 _FRAMEWORKS = frozenset(
     {
         "accelerate",
@@ -135,6 +130,24 @@ class Attributes:
                 setattr(part, name, value)
             elif hasattr(part, name):
                 delattr(part, name)
+
+
+def hint(names: Iterable[str], *, of_callbacks: bool = False) -> str:
+    """Return the line that tracks these attributes: the first three of the first object.
+
+    Args:
+        names: Object, path of the attribute, and possibly its values in brackets.
+        of_callbacks: The objects are callbacks, named by their classes.
+    """
+    paths = [name.partition(" (")[0].partition(".") for name in sorted(names)]
+    owner = paths[0][0]
+    own = [f'"{path}"' for name, _, path in paths if name == owner][:3]
+    target = "callback" if of_callbacks else owner
+    own_state = ", or give the callback state_dict and load_state_dict" if of_callbacks else ""
+    return (
+        f"track them: pass counts=trainckpt.Attributes({', '.join([target, *own])}) to the "
+        f"Checkpointer or TrainckptCallback{own_state}"
+    )
 
 
 def not_restored(watched: Watched, saved: Saved, *, of_callbacks: bool) -> list[str]:
@@ -298,9 +311,9 @@ class Watched:
         )
 
     def hint(self, names: Iterable[str]) -> str:
-        """Return what to do about these."""
+        """Return the line that tracks these attributes."""
         of_callbacks = self._values_of_callbacks()
-        return HINT_OF_CALLBACKS if all(name in of_callbacks for name in names) else HINT
+        return hint(names, of_callbacks=all(name in of_callbacks for name in names))
 
     def not_restored(self, saved: dict[str, Any], *, of_callbacks: bool = False) -> list[str]:
         """Return which of the changed ones of a snapshot are otherwise now, each with its values.
