@@ -25,7 +25,7 @@ from trainckpt.process_dump.gpu_state import CallFailed, Device, GpusLost, GpuUs
 
 
 class Direct:
-    """The state machine as `gpus.Driver`, in this process."""
+    """The state machine in place of `CudaDriver`, in this process."""
 
     def __init__(self, machine: StateMachine) -> None:
         self.machine = machine

@@ -179,6 +179,6 @@ def test_files_that_cannot_be_made_durable_refuse_no_dump(tmp_path):
     """Some kinds have no fsync; where the disk fails, or a file has gone, it is refused."""
     written = tmp_path / "log"
     written.touch()
-    dump._keep_written(SimpleNamespace(written=lambda: ["/proc/self/comm", str(written)]))
+    dump._sync_written(SimpleNamespace(written=lambda: ["/proc/self/comm", str(written)]))
     with pytest.raises(FileNotFoundError):
-        dump._keep_written(SimpleNamespace(written=lambda: [str(tmp_path / "gone")]))
+        dump._sync_written(SimpleNamespace(written=lambda: [str(tmp_path / "gone")]))

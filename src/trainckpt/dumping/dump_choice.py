@@ -19,31 +19,19 @@ SNAPSHOT, DUMP, BOTH, NOTHING = "snapshot", "dump", "both", "nothing"
 
 @dataclass(frozen=True)
 class DumpFacts:
-    """Facts known at a stop.
+    """Facts known at a stop."""
 
-    Attributes:
-        instrumented: The ranks have a Checkpointer.
-        asked: A dump was requested.
-        seconds_left: Until the deadline; None: there is none.
-        boundary_s: Until a boundary is reached and its snapshot committed; None: not known.
-        dump_s: Seconds that a dump would take.
-        hosts: Number of hosts with ranks.
-        host_returns: The host will be there again.
-        changes: Changes expected on resume, in words, or "".
-        why_no_dump: Reason that forbids a dump here, or "".
-        why_not_now: Reason that forbids a dump of processes not paused at a boundary, or "".
-    """
-
-    instrumented: bool
-    asked: bool = False
-    seconds_left: float | None = None
+    instrumented: bool  # the ranks have a Checkpointer
+    asked: bool = False  # a dump was requested
+    seconds_left: float | None = None  # until the deadline; None: there is none
+    # until a boundary is reached and its snapshot committed; None: not known
     boundary_s: float | None = None
-    dump_s: float = 0.0
-    hosts: int = 1
-    host_returns: bool = True
-    changes: str = ""
-    why_no_dump: str = ""
-    why_not_now: str = ""
+    dump_s: float = 0.0  # seconds that a dump would take
+    hosts: int = 1  # number of hosts with ranks
+    host_returns: bool = True  # the host will be there again
+    changes: str = ""  # changes expected on resume, in words, or ""
+    why_no_dump: str = ""  # reason that forbids a dump here, or ""
+    why_not_now: str = ""  # reason that forbids a dump of processes not paused at a boundary, or ""
 
 
 @dataclass(frozen=True)

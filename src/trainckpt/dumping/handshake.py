@@ -24,17 +24,11 @@ ORDER = "rest.json"
 
 @dataclass(frozen=True)
 class DumpRequest:
-    """Request that the ranks pause at the next stop and are dumped there.
+    """Request that the ranks pause at the next stop and are dumped there."""
 
-    Attributes:
-        id: Id of this request; each is obeyed once.
-        pid: Process id of the requesting supervisor.
-        refused: Reason that no dump follows after all, or "".
-    """
-
-    id: str
-    pid: Pid
-    refused: str = ""
+    id: str  # id of this request; each is obeyed once
+    pid: Pid  # process id of the requesting supervisor
+    refused: str = ""  # reason that no dump follows after all, or ""
 
     @property
     def is_alone(self) -> bool:
@@ -60,17 +54,11 @@ def given(folder: Path) -> DumpRequest | None:
 
 @dataclass(frozen=True)
 class RankQuiesced:
-    """One rank's pause: it changes nothing before it is restored, or may leave.
+    """One rank's pause: it changes nothing before it is restored, or may leave."""
 
-    Attributes:
-        id: Id of the request it obeys.
-        snapshot: The snapshot of the dropped memory, or "".
-        dropped: Number of bytes dropped.
-    """
-
-    id: str
-    snapshot: str = ""
-    dropped: ByteCount = 0
+    id: str  # id of the request it obeys
+    snapshot: str = ""  # the snapshot of the dropped memory, or ""
+    dropped: ByteCount = 0  # number of bytes dropped
 
 
 def rests(folder: Path, rank: int, told: RankQuiesced) -> None:

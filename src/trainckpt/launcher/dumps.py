@@ -68,17 +68,11 @@ FILTER = str(Path(no_io_uring.__file__))
 
 @dataclass(frozen=True)
 class Dumpable:
-    """Facts for a supervisor that may dump its processes.
+    """Facts for a supervisor that may dump its processes."""
 
-    Attributes:
-        ability: What CRIU can do here, and why it cannot.
-        say: Told what happens, a line at a time.
-        keep_io_uring: Launch without the filter, and most likely without a dump.
-    """
-
-    ability: Ability
-    say: Callable[[str], object]
-    keep_io_uring: bool = False
+    ability: Ability  # what CRIU can do here, and why it cannot
+    say: Callable[[str], object]  # told what happens, a line at a time
+    keep_io_uring: bool = False  # launch without the filter, and most likely without a dump
 
     def command(self, command: Sequence[str], cwd: str | None, path: str | None) -> list[str]:
         """Return the command under the filter; unchanged if it cannot start, for its own error.
@@ -145,7 +139,7 @@ def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[st
     previous_recipients = _before(tier, record)
     if texts or previous_recipients:
         must_be_there()
-    # A file of recipients lies where the command was launched, as the command has it.
+    # a file of recipients lies where the command was launched, as the command has it.
     resolved = (text if text.startswith(RECIPIENT) else str(cwd / text) for text in texts)
     return tuple(dict.fromkeys([*parse_recipients(resolved), *previous_recipients]))
 
@@ -195,19 +189,14 @@ LOOKING = "looking"  # a first answer: GPUs may take their time until there is a
 
 @dataclass(frozen=True)
 class DumpCall:
-    """One request.
+    """One request."""
 
-    Attributes:
-        key: Where it lies.
-        reason, seconds_left, mode: As of a notice.
-        dump: A dump was asked for.
-    """
-
-    key: str
+    key: str  # where it lies
+    # reason, seconds_left, mode: as of a notice
     reason: str
     seconds_left: float | None = None
     mode: str | None = None
-    dump: bool = False
+    dump: bool = False  # a dump was asked for
 
 
 @dataclass(frozen=True)
@@ -282,36 +271,23 @@ LOCK_SHARE = 0.25  # of the time that is left: GPUs that are still busy then are
 
 @dataclass(frozen=True)
 class DumpTarget:
-    """Processes that can be dumped.
+    """Processes that can be dumped."""
 
-    Attributes:
-        process: The tree's root.
-        folder: The supervisor's.
-        logs: What the tree appends its output to.
-        named: Its run, where the command has no Checkpointer, or did not begin it here.
-    """
-
-    process: Process
-    folder: Path
-    logs: tuple[Path, ...]
+    process: Process  # the tree's root
+    folder: Path  # the supervisor's
+    logs: tuple[Path, ...]  # what the tree appends its output to
+    # its run, where the command has no Checkpointer, or did not begin it here
     named: NamedRun | None
 
 
 @dataclass(frozen=True)
 class DumpReason:
-    """Somebody wants the command to stop.
+    """Somebody wants the command to stop."""
 
-    Attributes:
-        reason: Who.
-        seconds_left: Until it will be ended; None: nobody said.
-        asked: For a dump.
-        host_returns: The host will be there again, for all that is known.
-    """
-
-    reason: str
-    seconds_left: float | None = None
-    asked: bool = False
-    host_returns: bool = True
+    reason: str  # who
+    seconds_left: float | None = None  # until it will be ended; None: nobody said
+    asked: bool = False  # for a dump
+    host_returns: bool = True  # the host will be there again, for all that is known
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,11 @@ LOOK_S = 1.0  # Slurm's KillWait runs, and the requeue is still to be asked for
 
 @dataclass(frozen=True)
 class FirstLaunch:
-    """A command that begins its run, if there is none.
+    """A command that begins its run, if there is none."""
 
-    Attributes:
-        word: Stands for it, see `attempt.launch`.
-        argv: What was launched.
-        run: Its run's place, where the launcher names it.
-    """
-
-    word: str
-    argv: Sequence[str]
-    run: str | None
+    word: str  # stands for it, see `attempt.launch`
+    argv: Sequence[str]  # what was launched
+    run: str | None  # its run's place, where the launcher names it
 
 
 def unless_signalled(look: Callable[[], Result], inbox: Inbox) -> Result | None:

@@ -190,17 +190,12 @@ NOT_ALL = 3  # its exit code where something could not be copied; 1 is the inter
 
 @dataclass(frozen=True)
 class PendingUploads:
-    """Uploads left undone by an attempt.
+    """Uploads left undone by an attempt."""
 
-    Attributes:
-        snapshot: Its newest, full name.
-        tiers: Names of those that lack it, `LOCAL` among them if it is in memory alone.
-        why: How the attempt ended.
-    """
-
-    snapshot: str
+    snapshot: str  # its newest, full name
+    # names of those that lack it, `LOCAL` among them if it is in memory alone
     tiers: tuple[str, ...]
-    why: str
+    why: str  # how the attempt ended
 
 
 def left_by(record: AttemptRecord | None) -> PendingUploads | None:

@@ -34,24 +34,18 @@ LONGEST_WHY = 500
 
 @dataclass(frozen=True)
 class Nested:
-    """Status of an inner supervisor, as it reported it.
+    """Status of an inner supervisor, as it reported it."""
 
-    Attributes:
-        pid, namespace: Its process, as of `attempt.rank_status.RankStatus`.
-        folder: Where the ranks of its present launch tell it; "": there was none yet.
-        exit_code: What it returns; None while it is at work.
-        how, why, on_purpose: As of its last launch's `outcome.Outcome`.
-        at: When it said that (`time.time`).
-    """
-
+    # pid, namespace: its process, as of `attempt.rank_status.RankStatus`
     pid: Pid
     namespace: str
-    folder: str = ""
-    exit_code: ExitCode | None = None
+    folder: str = ""  # where the ranks of its present launch tell it; "": there was none yet
+    exit_code: ExitCode | None = None  # what it returns; None while it is at work
+    # how, why, on_purpose: as of its last launch's `outcome.Outcome`
     how: str = ""
     why: str = ""
     on_purpose: bool = False
-    at: float = 0.0
+    at: float = 0.0  # when it said that (`time.time`)
 
 
 class ParentReporter:

@@ -55,57 +55,36 @@ NOTICES = frozenset(
 
 @dataclass(frozen=True)
 class LaunchHistory:
-    """Events of one launch, as far as this host knows.
+    """Events of one launch, as far as this host knows."""
 
-    Attributes:
-        code: The launched process's own exit code, 128 + n after a signal.
-        told: Last word of each rank of this host, and when it was said (`time.time`).
-        ends: How processes ended, first ones first.
-        ours: Whether the command uses trainckpt.
-        signalled: Whether a signal came to us that the ranks were to hear.
-        cause: Why we ended it, or "".
-        ended_at: When we did.
-        why: What there is to say about that.
-        script: Id of the launched process where that is the script itself.
-        dump: Name of the dump that it was ended with, or "".
-        within: Last word of each supervisor that it has launched, the oldest first.
-        passed_on: Name of the signal that its script got once its ranks were done, or "".
-        start_again: The option `exit_code`, as far as the command's environment says.
-    """
-
-    code: int
+    code: int  # the launched process's own exit code, 128 + n after a signal
+    # last word of each rank of this host, and when it was said (`time.time`)
     told: Sequence[tuple[RankStatus, float]] = ()
-    ends: Sequence[RankExit] = ()
-    ours: bool = False
-    signalled: bool = False
-    cause: str = ""
-    ended_at: float = math.inf
-    why: str = ""
-    script: int | None = None
-    dump: str = ""
+    ends: Sequence[RankExit] = ()  # how processes ended, first ones first
+    ours: bool = False  # whether the command uses trainckpt
+    signalled: bool = False  # whether a signal came to us that the ranks were to hear
+    cause: str = ""  # why we ended it, or ""
+    ended_at: float = math.inf  # when we did
+    why: str = ""  # what there is to say about that
+    script: int | None = None  # id of the launched process where that is the script itself
+    dump: str = ""  # name of the dump that it was ended with, or ""
+    # last word of each supervisor that it has launched, the oldest first
     within: Sequence[Nested] = ()
-    passed_on: str = ""
+    passed_on: str = ""  # name of the signal that its script got once its ranks were done, or ""
+    # the option `exit_code`, as far as the command's environment says
     start_again: int = START_AGAIN
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Classified end of a launch.
+    """Classified end of a launch."""
 
-    Attributes:
-        exit_code: What to return.
-        how: `FINISHED`, `STOPPED`, `FAILED`, `KILLED`, `REFUSED` or `NOTICE`.
-        why: What died of what; for people.
-        on_purpose: Somebody wanted it to end: it is not to be started again.
-        dump: As of `LaunchHistory`.
-        within: It is the word of a supervisor within, who has done what there is to do about it.
-    """
-
-    exit_code: int
-    how: str
-    why: str
-    on_purpose: bool = False
-    dump: str = ""
+    exit_code: int  # what to return
+    how: str  # `FINISHED`, `STOPPED`, `FAILED`, `KILLED`, `REFUSED` or `NOTICE`
+    why: str  # what died of what; for people
+    on_purpose: bool = False  # somebody wanted it to end: it is not to be started again
+    dump: str = ""  # as of `LaunchHistory`
+    # it is the word of a supervisor within, who has done what there is to do about it
     within: bool = False
 
 

@@ -60,29 +60,17 @@ class AlreadyResumed(UnusableSnapshot):
 
 @dataclass(frozen=True)
 class RestoredDump:
-    """A dump to restore and the launch it becomes.
+    """A dump to restore and the launch it becomes."""
 
-    Attributes:
-        tier: The run's place.
-        record: The dump.
-        named: The run, of which nothing is claimed yet.
-        facts: Of the attempt that was dumped.
-        dumpable: So that it can be dumped again.
-        output: As `supervise` has it.
-        has_agent: The tree's root is torchrun under our agent.
-        max_restarts: How often the command is started again where it fails.
-        key: Of its images, if they are encrypted.
-    """
-
-    tier: LocalTier
-    record: DumpRecord
-    named: NamedRun
-    facts: Mapping[str, Any]
-    dumpable: Dumpable
-    output: Any = None
-    has_agent: bool = True
-    max_restarts: int = 0
-    key: bytes = b""
+    tier: LocalTier  # the run's place
+    record: DumpRecord  # the dump
+    named: NamedRun  # the run, of which nothing is claimed yet
+    facts: Mapping[str, Any]  # of the attempt that was dumped
+    dumpable: Dumpable  # so that it can be dumped again
+    output: Any = None  # as `supervise` has it
+    has_agent: bool = True  # the tree's root is torchrun under our agent
+    max_restarts: int = 0  # how often the command is started again where it fails
+    key: bytes = b""  # of its images, if they are encrypted
 
 
 def supervise_restored(dumped: RestoredDump, inbox: Inbox) -> RunResult:

@@ -138,18 +138,12 @@ IN_ORDER = (STOPPED, FINISHED)
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank of this host that has told us of itself.
+    """One rank of this host that has told us of itself."""
 
-    Attributes:
-        told: Its last word.
-        at: When it said that (`time.time`).
-        alive: Whether its process lives.
-        code: What the process ended with, negative for a signal; None while that is not known.
-    """
-
-    told: RankStatus
-    at: float
-    alive: bool
+    told: RankStatus  # its last word
+    at: float  # when it said that (`time.time`)
+    alive: bool  # whether its process lives
+    # what the process ended with, negative for a signal; None while that is not known
     code: int | None = None
 
     @property
@@ -170,13 +164,10 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class SignalAction:
-    """The supervisor's action on a signal.
-
-    Attributes:
-        pids, number: For `DELIVER` and `HAND_ON`: send this signal to these.
-    """
+    """The supervisor's action on a signal."""
 
     what: str
+    # pids, number: for `DELIVER` and `HAND_ON`: send this signal to these
     pids: tuple[int, ...] = ()
     number: int = 0
 

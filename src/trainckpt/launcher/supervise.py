@@ -73,27 +73,16 @@ TORCHRUN_GRACE_S = "600"  # torchrun's own 30 s would cut a save short; the dead
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of a supervised command.
+    """Result of a supervised command."""
 
-    Attributes:
-        exit_code: What to return to whoever launched us.
-        record: The newest attempt's record, or None if the command claimed none.
-        restarts: How often it was started again.
-        why: What it ended of, one sentence for people.
-        again: It was not launched here, and may be started again.
-        begun: A rank has spoken, in any of its launches: there may be a run.
-        within: A supervisor that it launched has answered for it, to Slurm too.
-        start_again: The exit code that says so.
-    """
-
-    exit_code: int
-    record: AttemptRecord | None
-    restarts: int = 0
-    why: str = ""
-    again: bool = False
-    begun: bool = False
-    within: bool = False
-    start_again: int = START_AGAIN
+    exit_code: int  # what to return to whoever launched us
+    record: AttemptRecord | None  # the newest attempt's record, or None if the command claimed none
+    restarts: int = 0  # how often it was started again
+    why: str = ""  # what it ended of, one sentence for people
+    again: bool = False  # it was not launched here, and may be started again
+    begun: bool = False  # a rank has spoken, in any of its launches: there may be a run
+    within: bool = False  # a supervisor that it launched has answered for it, to Slurm too
+    start_again: int = START_AGAIN  # the exit code that says so
 
 
 @dataclass(frozen=True)
@@ -186,17 +175,11 @@ def supervise(
 
 @dataclass
 class _Newest:
-    """The newest attempt of all launches.
+    """The newest attempt of all launches."""
 
-    Attributes:
-        record: Its own; None: none was claimed.
-        ranks: What its ranks told.
-        url: Its run's place, where no rank has told.
-    """
-
-    record: AttemptRecord | None = None
-    ranks: Sequence[RankStatus] = ()
-    url: str | None = None
+    record: AttemptRecord | None = None  # its own; None: none was claimed
+    ranks: Sequence[RankStatus] = ()  # what its ranks told
+    url: str | None = None  # its run's place, where no rank has told
 
     def note(
         self, found: AttemptRecord | None, ranks: Sequence[RankStatus], named: NamedRun | None

@@ -52,18 +52,12 @@ ENDS, FAILURES = "ends.jsonl", "failures.json"
 
 @dataclass(frozen=True)
 class RankExit:
-    """One process that ended.
-
-    Attributes:
-        code: Exit code; negative for a signal.
-        at: When (`time.time`); infinite where that was not seen.
-        rank: Which rank it was, where that is known.
-    """
+    """One process that ended."""
 
     pid: int
-    code: int
-    at: float = math.inf
-    rank: int | None = None
+    code: int  # exit code; negative for a signal
+    at: float = math.inf  # when (`time.time`); infinite where that was not seen
+    rank: int | None = None  # which rank it was, where that is known
 
 
 def write_end(folder: Path, end: RankExit) -> None:

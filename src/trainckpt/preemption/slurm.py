@@ -55,19 +55,14 @@ _ID = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Job:
-    """A job's state in Slurm's controller.
+    """A job's state in Slurm's controller."""
 
-    Attributes:
-        state: "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`.
-        comment: The job's comment, by people or by us; None: not separable from the rest.
-        is_preempted: A grace time runs, or has run out.
-        starts_at, ends_at: Seconds since the epoch; None: not known, or unlimited.
-    """
-
-    state: str
-    is_preempted: bool = False
+    state: str  # "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`
+    is_preempted: bool = False  # a grace time runs, or has run out
+    # starts_at, ends_at: seconds since the epoch; None: not known, or unlimited
     starts_at: float | None = None
     ends_at: float | None = None
+    # the job's comment, by people or by us; None: not separable from the rest
     comment: str | None = ""
 
 

@@ -42,16 +42,12 @@ _AZURE_STOPS = ("Preempt", "Terminate", "Redeploy", "Reboot")
 
 @dataclass(frozen=True)
 class MetadataReply:
-    """Reply of a metadata server.
-
-    Attributes:
-        now_s: Its clock, in seconds since the epoch; ours if it states none.
-    """
+    """Reply of a metadata server."""
 
     status: int
     text: str
     etag: str
-    now_s: float
+    now_s: float  # its clock, in seconds since the epoch; ours if it states none
 
 
 class Metadata:

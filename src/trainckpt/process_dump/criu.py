@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from trainckpt.process_dump import restore_gate
-from trainckpt.process_dump.restore_gate import RestoreGate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -65,19 +63,12 @@ MOST_ERRORS, MOST_CHARACTERS = 3, 300
 
 @dataclass(frozen=True)
 class Ability:
-    """This process's ability to dump and restore here.
+    """This process's ability to dump and restore here."""
 
-    Attributes:
-        program: CRIU's path, or None without one.
-        version: CRIU's version, "4.2.1"; "" if unknown.
-        why_not: Reason against any dump, or "".
-        cure: Command or setting to cure it.
-    """
-
-    program: Path | None = None
-    version: str = ""
-    why_not: str = ""
-    cure: str = ""
+    program: Path | None = None  # CRIU's path, or None without one
+    version: str = ""  # CRIU's version, "4.2.1"; "" if unknown
+    why_not: str = ""  # reason against any dump, or ""
+    cure: str = ""  # command or setting to cure it
 
 
 def find() -> Path | None:
@@ -115,36 +106,24 @@ def examine() -> Ability:
         return Ability(why_not="processes can be dumped on Linux only", cure="use snapshots")
     program = find()
     if program is None:
-        configured = os.environ.get(VARIABLE)
-        reason_no_program = (
-            f"{VARIABLE} names {configured}, which is no program"
-            if configured
-            else "there is no CRIU"
-        )
-        return Ability(why_not=reason_no_program, cure=INSTALL)
+        named = os.environ.get(VARIABLE)
+        reason = f"{VARIABLE} names {named}, which is no program" if named else "there is no CRIU"
+        return Ability(why_not=reason, cure=INSTALL)
     version = version_of(program)
     if version is None:
         return Ability(program, "", f"{program} does not run", INSTALL)
-    text = ".".join(map(str, version))
+    text, reason, cure = ".".join(map(str, version)), "", ""
     if version < LEAST:
-        least_version = ".".join(map(str, LEAST))
-        return Ability(
-            program, text, f"{program} is CRIU {text}, {least_version} is needed", INSTALL
-        )
-    if not is_privileged():
-        return Ability(
-            program, text, "to dump processes takes CAP_SYS_ADMIN", "run `trainckpt run` as root"
-        )
-    check_result = _ask(program, "check")
-    if check_result.returncode != 0:
-        return Ability(
-            program,
-            text,
-            f"`{program} check` says {said(check_result.stderr + check_result.stdout)}",
-            f"{INSTALL}, or a container that may use ptrace and clone3",
-        )
-    reason = restore_gate.why_not()
-    return Ability(program, text, reason, "vm.memfd_noexec below 2, and /bin/sh" if reason else "")
+        least = ".".join(map(str, LEAST))
+        reason, cure = f"{program} is CRIU {text}, {least} is needed", INSTALL
+    elif not is_privileged():
+        reason, cure = "to dump processes takes CAP_SYS_ADMIN", "run `trainckpt run` as root"
+    elif (check := _ask(program, "check")).returncode != 0:
+        reason = f"`{program} check` says {said(check.stderr + check.stdout)}"
+        cure = f"{INSTALL}, or a container that may use ptrace and clone3"
+    elif reason := why_no_gate():
+        cure = "vm.memfd_noexec below 2, and /bin/sh"
+    return Ability(program, text, reason, cure)
 
 
 def is_privileged() -> bool:
@@ -177,8 +156,7 @@ def restore(
     Args:
         program, images: CRIU, and the folder of its images.
         may_go: Called once the whole tree exists, before any of it runs. If it raises, CRIU ends
-            the
-            tree, and the error is raised here.
+            the tree, and the error is raised here.
         held: Descriptors for CRIU to keep open while it works.
 
     Returns:
@@ -273,3 +251,113 @@ def _ask(
         )
     except (OSError, subprocess.SubprocessError) as error:
         return subprocess.CompletedProcess([str(program)], 1, "", str(error))
+
+
+# ---- the gate: a restored tree waits until this process lets it run
+#
+# CRIU runs a script once every process of the tree exists, each stopped where it was dumped. If the
+# script fails, CRIU ends them all. The script asks this process through a pipe and waits for the
+# answer on another pipe. If this process dies, the answer is no.
+#
+# The script is a file in memory, so no folder with executable files is needed and nothing remains.
+
+
+LOOK_EVERY_S = 1.0
+TRY_WITHIN_S = 10.0
+_CLOSED_ON_EXEC, _MAY_RUN = 0x1, 0x10  # MFD_CLOEXEC; MFD_EXEC, since Linux 6.3
+# CRIU inherits the pipes but closes them in the script, so the script opens them through /proc.
+_SCRIPT = """#!/bin/sh
+test "$CRTOOLS_SCRIPT_ACTION" = post-restore || exit 0
+echo >/proc/$PPID/fd/{asked} || exit 1
+read -r answer </proc/$PPID/fd/{answer}
+test "$answer" = go
+"""
+
+
+class RestoreGate:
+    """Gate for one call of CRIU, as a context.
+
+    Attributes:
+        theirs: Descriptors for CRIU to inherit.
+        script: Path for `--action-script`; valid while this process lives.
+    """
+
+    def __enter__(self) -> RestoreGate:
+        """Make pipes and script; raise OSError if the system cannot."""
+        with contextlib.ExitStack() as stack:
+            self._open = set[int]()
+            stack.callback(lambda: self._close(*self._open))
+            self._asked, asked_end = self._opened(*os.pipe())
+            answer, self._answer = self._opened(*os.pipe())
+            self.theirs = (asked_end, answer)
+            text = _SCRIPT.format(asked=asked_end, answer=answer)
+            (script,) = self._opened(_program("trainckpt-gate", text.encode()))
+            self.script = f"/proc/{os.getpid()}/fd/{script}"
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def attend(self, process: subprocess.Popen[bytes], may_go: Callable[[], object]) -> bool:
+        """Wait until CRIU asks, and let the tree run unless `may_go` raises.
+
+        Returns:
+            True if CRIU asked; False if it ended before.
+        """
+        self._close(*self.theirs)
+        try:
+            is_asked = self._is_asked(process)
+            if is_asked:
+                may_go()
+                with contextlib.suppress(BrokenPipeError):  # CRIU has ended
+                    os.write(self._answer, b"go\n")
+        finally:
+            self._close(self._answer)
+        return is_asked
+
+    def _is_asked(self, process: subprocess.Popen[bytes]) -> bool:
+        poller = select.poll()
+        poller.register(self._asked, select.POLLIN)
+        while not poller.poll(1000 * LOOK_EVERY_S):
+            # Partly restored processes may have the other end open, and outlive CRIU.
+            if process.poll() is not None:
+                return False
+        return bool(os.read(self._asked, 1))
+
+    def _opened(self, *descriptors: int) -> tuple[int, ...]:
+        self._open.update(descriptors)
+        return descriptors
+
+    def _close(self, *descriptors: int) -> None:
+        for descriptor in descriptors:
+            if descriptor in self._open:
+                self._open.remove(descriptor)
+                os.close(descriptor)
+
+
+def why_no_gate() -> str:
+    """Return the reason against a gate here, or "", after a trial."""
+    try:
+        with RestoreGate() as gate:
+            completed = subprocess.run(
+                [gate.script], capture_output=True, text=True, timeout=TRY_WITHIN_S, check=False
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"CRIU could ask nothing: {error}"
+    return f"CRIU could ask nothing: {completed.stderr.strip()}" if completed.returncode else ""
+
+
+def _program(name: str, text: bytes) -> int:
+    """Return a read-only descriptor of a program in memory; executing it requires no writers."""
+    try:
+        descriptor = os.memfd_create(name, _CLOSED_ON_EXEC | _MAY_RUN)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.memfd_create(name, _CLOSED_ON_EXEC)
+    try:
+        os.write(descriptor, text)
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(descriptor)

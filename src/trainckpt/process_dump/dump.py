@@ -38,11 +38,12 @@ from trainckpt.format.dump import (
     WrittenFile,
 )
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
-from trainckpt.process_dump import criu, encrypted_images, pid_reservation, ports, process_tree
+from trainckpt.process_dump import criu, encrypted_images, ids_and_ports, process_tree
+from trainckpt.process_dump.process_tree import send
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from trainckpt.format.manifest import Wrapped
     from trainckpt.process_dump.gpu_state import GpuTree
@@ -56,35 +57,22 @@ SNAPSHOT_STANDS = "`trainckpt doctor` says what this machine can do"
 
 @dataclass(frozen=True)
 class DumpOrder:
-    """A request for one dump.
+    """A request for one dump."""
 
-    Attributes:
-        program, version: CRIU.
-        root: Process id of the tree's root.
-        name, run: Name of the dump, and its run.
-        world: Number of ranks in the tree.
-        folder: The supervisor's folder; its files are stored in the record.
-        logs: Files the tree appends to and only the supervisor reads: not cut back on restore.
-        reason: Reason for the dump.
-        gpus: GPU state of the tree, if any.
-        snapshot, dropped: Snapshot with the memory left out of the dump, and its bytes; as in the
-            record.
-        recipients: Recipients of encrypted images; empty: no encryption.
-    """
-
-    program: Path
+    program: Path  # CRIU
     version: str
-    root: int
+    root: int  # process id of the tree's root
     name: DumpName
     run: str
-    world: int
-    folder: Path
+    world: int  # number of ranks in the tree
+    folder: Path  # the supervisor's folder; its files are stored in the record
+    # files the tree appends to and only the supervisor reads: not cut back on restore
     logs: tuple[Path, ...] = ()
     reason: str = ""
     gpus: GpuTree | None = None
-    snapshot: str = ""
-    dropped: int = 0
-    recipients: tuple[str, ...] = ()
+    snapshot: str = ""  # it has the memory left out of the dump
+    dropped: int = 0  # bytes left out
+    recipients: tuple[str, ...] = ()  # of encrypted images; empty: no encryption
 
 
 def next_name(tier: LocalTier, attempt: int) -> DumpName:
@@ -108,10 +96,7 @@ def estimate_s(num_bytes: int, *, encrypts: bool = False) -> float:
 def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
     """Dump the tree and end it.
 
-    Args:
-        tier: The run directory.
-        order: The request.
-        variable: Environment variable set to `order.folder` in all processes of the launch.
+    `variable` is set to `order.folder` in the environment of all processes of the launch.
 
     Raises:
         SaveFailed: the dump failed; the tree runs on.
@@ -128,21 +113,21 @@ def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
         with _as_refusal("the dump could not be written"), _without_gpus(order, pids):
             images.mkdir(mode=0o700)
             _freeze(order, images)
-            pids = process_tree.processes(
-                order.root
-            )  # some may have come and gone until they were stopped
+            pids = process_tree.processes(order.root)  # some came and went before they were stopped
             tree_state, tasks = _look(order, pids, variable), process_tree.tasks(pids)
-            keys = _seal(order, images)
-            _keep_written(tree_state)
+            keys: tuple[Wrapped, ...] = ()
+            if order.recipients:
+                keys = encrypted_images.seal(images, order.run, order.name, order.recipients)
+            _sync_written(tree_state)
             record = _record(order, tasks, tree_state, _settle(images), keys)
             tier.replace(order.name.record, record.dump())
     except BaseException:
-        _send(process_tree.processes(order.root), signal.SIGCONT)
+        send(process_tree.processes(order.root), signal.SIGCONT)
         with contextlib.suppress(OSError):
             shutil.rmtree(tier.root / order.name.folder)
         raise
-    _send(pids, signal.SIGKILL)
-    pid_reservation.pass_over(tasks)
+    send(pids, signal.SIGKILL)
+    ids_and_ports.pass_over(tasks)
     return record
 
 
@@ -192,9 +177,16 @@ def _without_gpus(order: DumpOrder, pids: list[int]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _send(pids, signal.SIGCONT)  # the driver restores it on a thread of the process
+        send(pids, signal.SIGCONT)  # the driver restores it on a thread of the process
         order.gpus.put_back()
         raise
+
+
+def _freeze(order: DumpOrder, images: Path) -> None:
+    if reason := criu.dump(order.program, order.root, images):
+        raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
+    if order.gpus is not None:
+        order.gpus.must_live()
 
 
 def _must_have_room(tier: LocalTier, pids: list[int], more: int) -> None:
@@ -207,19 +199,6 @@ def _must_have_room(tier: LocalTier, pids: list[int], more: int) -> None:
             f"{free_bytes >> 20} MB are free at {tier.url}",
             hint="free space there",
         )
-
-
-def _freeze(order: DumpOrder, images: Path) -> None:
-    if reason := criu.dump(order.program, order.root, images):
-        raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
-    if order.gpus is not None:
-        order.gpus.must_live()
-
-
-def _seal(order: DumpOrder, images: Path) -> tuple[Wrapped, ...]:
-    if not order.recipients:
-        return ()
-    return encrypted_images.seal(images, order.run, order.name, order.recipients)
 
 
 def _settle(images: Path) -> tuple[Image, ...]:
@@ -235,14 +214,14 @@ def _settle(images: Path) -> tuple[Image, ...]:
         finally:
             os.close(descriptor)
     for folder in (images, images.parent):
-        _sync(folder)
+        sync(folder)
     return tuple(settled)
 
 
 _CANNOT_SYNC = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EROFS})
 
 
-def _keep_written(held: process_tree.TreeState) -> None:
+def _sync_written(held: process_tree.TreeState) -> None:
     """Sync all files the tree has written.
 
     A file shorter after a power cut than in the processes' memory would make the dump useless.
@@ -250,14 +229,15 @@ def _keep_written(held: process_tree.TreeState) -> None:
     files = [Path(path) for path in held.written()]
     for path in [*files, *dict.fromkeys(file.parent for file in files)]:
         try:
-            _sync(path)
+            sync(path)
         except OSError as error:
             # No permission, or a kind of file without durability: as safe as without a dump.
             if error.errno not in _CANNOT_SYNC:
                 raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file or folder to stable storage."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -300,13 +280,12 @@ def _record(
     keys: tuple[Wrapped, ...],
 ) -> DumpRecord:
     logs = {str(path) for path in order.logs}
-    written_files = [
-        WrittenFile(p, Path(p).stat().st_size) for p in held.written() if p not in logs
-    ]
-    file_texts = {}
-    for path in order.folder.iterdir():
-        if path.is_file() and path not in order.logs:
-            file_texts[path.name] = path.read_text(encoding="utf-8", errors="replace")
+    written = [WrittenFile(p, Path(p).stat().st_size) for p in held.written() if p not in logs]
+    mapped = []
+    for name in process_tree.mapped_files(process_tree.processes(order.root)):
+        with contextlib.suppress(OSError):
+            status = Path(name).stat()
+            mapped.append(MappedFile(name, status.st_size, status.st_mtime_ns))
     return DumpRecord(
         name=order.name,
         run=order.run,
@@ -317,27 +296,18 @@ def _record(
         tasks=tuple(tasks),
         world=order.world,
         folder=str(order.folder),
-        told=file_texts,
+        told={
+            path.name: path.read_text(encoding="utf-8", errors="replace")
+            for path in order.folder.iterdir()
+            if path.is_file() and path not in order.logs
+        },
         images=images,
-        written=tuple(written_files),
+        written=tuple(written),
         reason=order.reason,
         gpus=order.gpus.state if order.gpus is not None else None,
-        mapped=tuple(_mapped(process_tree.processes(order.root))),
+        mapped=tuple(mapped),
         snapshot=order.snapshot,
         dropped=order.dropped,
-        ports=tuple(ports.bound(order.root, held.sockets())),
+        ports=tuple(ids_and_ports.bound(order.root, held.sockets())),
         keys=keys,
     )
-
-
-def _mapped(pids: Iterable[int]) -> Iterator[MappedFile]:
-    for path in process_tree.mapped_files(pids):
-        with contextlib.suppress(OSError):
-            status = Path(path).stat()
-            yield MappedFile(path, status.st_size, status.st_mtime_ns)
-
-
-def _send(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -1,6 +1,6 @@
 """GPU state of a process tree: set aside in host memory before CRIU, put back afterwards.
 
-    of_tree      before a dump: returns None without GPU use; refuses if GPU state cannot be saved
+    of_tree      before a dump: None without GPU use; refuses if GPU state cannot be saved
     set_aside    before CRIU: afterwards no process holds a GPU; on failure all run on
     put_back     after CRIU, and after a restore
 
@@ -31,7 +31,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.dump import Gpu, GpuState
@@ -45,11 +45,20 @@ if TYPE_CHECKING:
 
 
 PROC = Path("/proc")
-DEVICES = GPU_FILES
 # torch runs such a thread for the lifetime of each NCCL process group.
 NCCL_THREADS = ("pt_nccl_watchdg", "pt_nccl_heartbt")
 NVLS = "NCCL_NVLS_ENABLE"  # a dump cannot be restored with the NVLink switch in use
 STOPPED, GONE = "Tt", "ZX"
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """GPU signs of one process in /proc."""
+
+    pid: int
+    holds: bool = False  # it has a device file of NVIDIA's open or mapped
+    nccl: bool = False  # it has an NCCL communicator made by torch
+    stopped: bool = False  # a signal has stopped it; the driver would wait for ever
 
 
 def look(pids: Iterable[int]) -> list[GpuUsage]:
@@ -61,7 +70,7 @@ def of(pid: int) -> GpuUsage:
     """Return the GPU signs of one process."""
     return GpuUsage(
         pid,
-        holds=_has_mapped(pid) or _has_open(pid),
+        holds=_holds(pid),
         nccl=any(name in NCCL_THREADS for name in _threads(pid)),
         stopped=_process_state(pid) in STOPPED,
     )
@@ -69,7 +78,7 @@ def of(pid: int) -> GpuUsage:
 
 def holders(pids: Iterable[int]) -> list[int]:
     """Return the processes with a GPU's device file open or mapped."""
-    return [pid for pid in pids if _has_open(pid) or _has_mapped(pid)]
+    return [pid for pid in pids if _holds(pid)]
 
 
 def gone(pids: Iterable[int]) -> list[int]:
@@ -77,21 +86,16 @@ def gone(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if _process_state(pid) in GONE]
 
 
-def _has_open(pid: int) -> bool:
+def _holds(pid: int) -> bool:
     folder = PROC / str(pid) / "fd"
     with contextlib.suppress(OSError):
         for number in os.listdir(folder):  # noqa: PTH208 - thousands of them
             with contextlib.suppress(OSError):
-                if os.readlink(folder / number).startswith(DEVICES):  # noqa: PTH115 - a text
+                if os.readlink(folder / number).startswith(GPU_FILES):  # noqa: PTH115 - a text
                     return True
-    return False
-
-
-def _has_mapped(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        lines = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
-        paths = (line[line.find("/") :] for line in lines.splitlines())
-        return any(path.startswith(DEVICES) for path in paths)
+        maps = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="replace")
+        return any(line[line.find("/") :].startswith(GPU_FILES) for line in maps.splitlines())
     return False
 
 
@@ -114,13 +118,7 @@ def _process_state(pid: int) -> str:
     return "X"
 
 
-RUNNING, LOCKED, CHECKPOINTED, FAILED, UNKNOWN = (
-    "RUNNING",
-    "LOCKED",
-    "CHECKPOINTED",
-    "FAILED",
-    "not known",
-)
+RUNNING, LOCKED, CHECKPOINTED, UNKNOWN = "RUNNING", "LOCKED", "CHECKPOINTED", "not known"
 TRIES = 2  # per undo call: the second one gets past a passing failure
 LEAST_LOCK_MS = 1  # 0 means no limit to the driver
 LEAST_DRIVER = 570  # first version with these calls
@@ -142,25 +140,6 @@ class CallFailed(Exception):
         self.code = code
 
 
-class Driver(Protocol):
-    """NVIDIA's driver; each call raises `CallFailed`."""
-
-    def state(self, pid: int) -> str:
-        """Return `RUNNING`, `LOCKED`, `CHECKPOINTED` or `FAILED`."""
-
-    def lock(self, pid: int, timeout_ms: int) -> None:
-        """Wait for the process's GPU work and block new work; after a timeout it is RUNNING."""
-
-    def checkpoint(self, pid: int) -> None:
-        """Move the process's GPU state into its host memory, and release the GPUs."""
-
-    def restore(self, pid: int) -> None:
-        """Move the state back to the GPUs."""
-
-    def unlock(self, pid: int) -> None:
-        """Let the process run on."""
-
-
 class GpusLost(SaveFailed):
     """Processes with GPU state set aside that cannot be put back; they cannot run on.
 
@@ -175,27 +154,20 @@ class GpusLost(SaveFailed):
 
 @dataclass(frozen=True)
 class UnrestoredProcesses:
-    """Processes an undo left in another state than RUNNING.
+    """Processes an undo left in another state than RUNNING."""
 
-    Attributes:
-        states: Process -> its state.
-        problems: Failures on the way, in words.
-    """
-
-    states: dict[int, str]
-    problems: tuple[str, ...]
+    states: dict[int, str]  # process -> its state
+    problems: tuple[str, ...]  # failures on the way, in words
 
     def __str__(self) -> str:
         sentences = [f"process {pid} is {state}" for pid, state in self.states.items()]
         return "; ".join([*sentences, *self.problems[:MOST_NAMED]])
 
 
-def set_aside(driver: Driver, pids: Sequence[int], lock_within_s: float) -> None:
+def set_aside(driver: CudaDriver, pids: Sequence[int], lock_within_s: float) -> None:
     """Bring all processes to CHECKPOINTED, or leave all as they were.
 
-    Args:
-        driver, pids: The driver and the processes.
-        lock_within_s: Limit in seconds for all locks together.
+    `lock_within_s` limits all locks together.
 
     Raises:
         SaveFailed: it failed, and all processes run on.
@@ -212,8 +184,13 @@ def set_aside(driver: Driver, pids: Sequence[int], lock_within_s: float) -> None
                 driver.lock(pid, max(left_ms, LEAST_LOCK_MS))
             for pid in pids:
                 driver.checkpoint(pid)
-        except BaseException:
-            _undo(driver, pids)
+        except BaseException as error:
+            unrestored = put_back(driver, pids)
+            if unrestored.states:
+                raise GpusLost(
+                    f"GPU state that was set aside cannot be put back: {unrestored}",
+                    unrestored.states,
+                ) from error
             raise
     except CallFailed as error:
         message = f"the GPU state could not be set aside: {error}"
@@ -225,23 +202,12 @@ def set_aside(driver: Driver, pids: Sequence[int], lock_within_s: float) -> None
         raise SaveFailed(message, hint=ONLY_SNAPSHOTS) from error
 
 
-def _undo(driver: Driver, pids: Sequence[int]) -> None:
-    unrestored = put_back(driver, pids)
-    if unrestored.states:
-        raise GpusLost(
-            f"GPU state that was set aside cannot be put back: {unrestored}", unrestored.states
-        )
+def put_back(
+    driver: CudaDriver, pids: Sequence[int], *, together: bool = False
+) -> UnrestoredProcesses:
+    """Bring all processes to RUNNING, from any state; return those in another one, and failures.
 
-
-def put_back(driver: Driver, pids: Sequence[int], *, together: bool = False) -> UnrestoredProcesses:
-    """Bring all processes to RUNNING, from any state.
-
-    Args:
-        driver, pids: The driver and the processes.
-        together: Unlock none unless all were restored.
-
-    Returns:
-        The processes in another state, and all failures.
+    `together`: unlock none unless all were restored.
     """
     problems: list[str] = []
     _until_none(driver, pids, CHECKPOINTED, driver.restore, problems)
@@ -251,7 +217,7 @@ def put_back(driver: Driver, pids: Sequence[int], *, together: bool = False) -> 
 
 
 def _until_none(
-    driver: Driver,
+    driver: CudaDriver,
     pids: Sequence[int],
     state: str,
     call: Callable[[int], None],
@@ -269,7 +235,7 @@ def _until_none(
                 problems.append(str(error))
 
 
-def _driver_state(driver: Driver, pid: int, problems: list[str]) -> str:
+def _driver_state(driver: CudaDriver, pid: int, problems: list[str]) -> str:
     for _ in range(TRIES):
         try:
             return driver.state(pid)
@@ -279,29 +245,13 @@ def _driver_state(driver: Driver, pid: int, problems: list[str]) -> str:
 
 
 def _not_in(
-    driver: Driver, pids: Iterable[int], states: Collection[str], problems: list[str]
+    driver: CudaDriver, pids: Iterable[int], states: Collection[str], problems: list[str]
 ) -> dict[int, str]:
     states_by_pid = {pid: _driver_state(driver, pid, problems) for pid in pids}
     return {pid: state for pid, state in states_by_pid.items() if state not in states}
 
 
 # ---- checks before any change
-
-
-@dataclass(frozen=True)
-class GpuUsage:
-    """GPU signs of one process in /proc.
-
-    Attributes:
-        holds: It has a device file of NVIDIA's open or mapped.
-        nccl: It has an NCCL communicator made by torch.
-        stopped: A signal has stopped it; the driver would wait for ever.
-    """
-
-    pid: int
-    holds: bool = False
-    nccl: bool = False
-    stopped: bool = False
 
 
 @dataclass(frozen=True)
@@ -317,25 +267,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """The driver's report of this machine.
+    """The driver's report of this machine."""
 
-    Attributes:
-        driver: Its version, "580.65.06".
-        devices: GPUs, in the driver's order.
-        used: (process, UUID, bytes) for each GPU a process uses.
-        shared: Processes using GPUs through MPS.
-        persistent: Persistence mode is on, on every GPU.
-        why_not: Reason against setting GPU state aside here, or "".
-        cure: Command or setting to cure it.
-    """
-
-    driver: str = ""
-    devices: tuple[Device, ...] = ()
+    driver: str = ""  # its version, "580.65.06"
+    devices: tuple[Device, ...] = ()  # GPUs, in the driver's order
+    # (process, UUID, bytes) for each GPU a process uses
     used: tuple[tuple[int, str, int], ...] = ()
-    shared: tuple[int, ...] = ()
-    persistent: bool = True
-    why_not: str = ""
-    cure: str = ""
+    shared: tuple[int, ...] = ()  # processes using GPUs through MPS
+    persistent: bool = True  # persistence mode is on, on every GPU
+    why_not: str = ""  # reason against setting GPU state aside here, or ""
+    cure: str = ""  # command or setting to cure it
 
     def used_bytes(self, uuid: str, pids: Collection[int]) -> int:
         """Return these processes' bytes on one GPU, as far as the driver reports them."""
@@ -362,26 +303,22 @@ def why_not_here(machine: Machine) -> tuple[str, str]:
 def why_not(machine: Machine, signs: Sequence[GpuUsage], *, will_rest: bool = False) -> list[str]:
     """Return the reasons against setting these processes' GPU state aside, one sentence each. Pure.
 
-    Args:
-        machine, signs: The machine and the processes' signs.
-        will_rest: The ranks will destroy their communicators first.
+    `will_rest`: the ranks will destroy their communicators first.
     """
     machine_reason, _ = why_not_here(machine)
     reasons = [machine_reason] if machine_reason else []
     for usage in signs:
-        subject = f"process {usage.pid}"
         if usage.nccl and not will_rest:
-            reasons.append(why_not_communicating(usage))
+            reasons.append(_has_communicator(usage))
         if usage.stopped:
-            reasons.append(f"{subject} is stopped by a signal")
+            reasons.append(f"process {usage.pid} is stopped by a signal")
         if usage.pid in machine.shared:
-            reasons.append(f"{subject} uses its GPU through MPS")
+            reasons.append(f"process {usage.pid} uses its GPU through MPS")
     return reasons
 
 
-def why_not_communicating(signs: GpuUsage) -> str:
-    """Return a sentence about a live communicator, or ""."""
-    return f"process {signs.pid} has a live NCCL communicator" if signs.nccl else ""
+def _has_communicator(signs: GpuUsage) -> str:
+    return f"process {signs.pid} has a live NCCL communicator"
 
 
 def why_not_again(recorded: GpuState, machine: Machine) -> str:
@@ -418,23 +355,15 @@ MOST_REASONS = 5
 
 @dataclass
 class GpuTree:
-    """GPU state of one process tree.
+    """GPU state of one process tree."""
 
-    Attributes:
-        driver: The driver.
-        pids: The whole tree, parents first.
-        state: Bytes per GPU, and the processes using GPUs.
-        lock_within_s: Limit in seconds for all locks together.
-        holders: Returns the processes with a GPU's device file.
-        why_not_now: A passing obstacle, such as a live communicator, or "".
-    """
-
-    driver: CudaDriver
-    pids: Sequence[int]
-    state: GpuState
-    lock_within_s: float = LOCK_WITHIN_S
+    driver: CudaDriver  # the driver
+    pids: Sequence[int]  # the whole tree, parents first
+    state: GpuState  # bytes per GPU, and the processes using GPUs
+    lock_within_s: float = LOCK_WITHIN_S  # limit in seconds for all locks together
+    # returns the processes with a GPU's device file
     holders: Callable[[Sequence[int]], list[int]] = holders
-    why_not_now: str = ""
+    why_not_now: str = ""  # a passing obstacle, such as a live communicator, or ""
 
     def set_aside(self) -> None:
         """Set the GPU state aside and check the result; see the function `set_aside`."""
@@ -479,12 +408,7 @@ def of_tree(
     *,
     will_rest: bool = False,
 ) -> GpuTree | None:
-    """Return the GPU state of these processes; None without any.
-
-    Args:
-        pids: The tree.
-        driver: Called only if /proc shows signs of a GPU.
-        look, lock_within_s, will_rest: See `look`, `GpuTree` and `why_not`.
+    """Return the GPU state of a tree; None if /proc shows no sign of any.
 
     Raises:
         SaveFailed: it cannot be set aside, with all reasons.
@@ -509,7 +433,7 @@ def of_tree(
             hint=cure or ONLY_SNAPSHOTS,
         )
     driver.will_move(state.num_bytes)
-    why_not_now = next(filter(None, map(why_not_communicating, usages)), "")
+    why_not_now = next((_has_communicator(usage) for usage in usages if usage.nccl), "")
     return GpuTree(driver, pids, state, lock_within_s, why_not_now=why_not_now)
 
 

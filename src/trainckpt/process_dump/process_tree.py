@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,23 +29,15 @@ _INODE = re.compile(r"(pipe|socket):\[(\d+)\]")
 
 @dataclass(frozen=True)
 class OpenDescriptor:
-    """One descriptor of one process.
-
-    Attributes:
-        target: As /proc shows it: a path, `pipe:[1234]`, `anon_inode:[eventpoll]`.
-        flags: Flags of `open`.
-        database: It is a database engine's file.
-        is_file: It is a regular file with a name.
-        is_pipe: It is a pipe, with or without a name.
-    """
+    """One descriptor of one process."""
 
     pid: int
     number: int
-    target: str
-    flags: int = 0
-    database: bool = False
-    is_file: bool = False
-    is_pipe: bool = False
+    target: str  # as /proc shows it: a path, `pipe:[1234]`, `anon_inode:[eventpoll]`
+    flags: int = 0  # flags of `open`
+    database: bool = False  # it is a database engine's file
+    is_file: bool = False  # it is a regular file with a name
+    is_pipe: bool = False  # it is a pipe, with or without a name
 
     @property
     def writes(self) -> bool:
@@ -55,19 +47,13 @@ class OpenDescriptor:
 
 @dataclass(frozen=True)
 class TreeState:
-    """Open files and connections of a tree.
+    """Open files and connections of a tree."""
 
-    Attributes:
-        held: Its descriptors.
-        outside: Pipes, and files open for writing, shared with other processes.
-        strangers: Peer addresses outside the tree, with the connected process.
-        strays: Processes of this launch outside the tree.
-    """
-
-    held: tuple[OpenDescriptor, ...] = ()
+    held: tuple[OpenDescriptor, ...] = ()  # its descriptors
+    # pipes, and files open for writing, shared with other processes
     outside: frozenset[str] = frozenset()
-    strangers: tuple[str, ...] = ()
-    strays: tuple[int, ...] = ()
+    strangers: tuple[str, ...] = ()  # peer addresses outside the tree, with the connected process
+    strays: tuple[int, ...] = ()  # processes of this launch outside the tree
 
     def sockets(self) -> frozenset[str]:
         """Return the inodes of its sockets."""
@@ -76,33 +62,20 @@ class TreeState:
 
     def written(self) -> list[str]:
         """Return the paths of its files open for writing, sorted."""
-        return sorted(
-            {
-                descriptor.target
-                for descriptor in self.held
-                if descriptor.is_file and descriptor.writes
-            }
-        )
+        return sorted({each.target for each in self.held if each.is_file and each.writes})
 
 
 def why_not(look: TreeState, *, gpus: bool = False) -> list[str]:
     """Return the reasons against dumping such a tree, one sentence each. Pure.
 
-    Args:
-        look: State of the tree.
-        gpus: GPU state will be set aside first.
+    `gpus`: GPU state will be set aside first.
     """
     reasons = [f"process {pid} has left the tree of the command" for pid in look.strays]
     reasons += [f"a connection outside the command, to {peer}" for peer in look.strangers]
-    relevant = [
-        descriptor
-        for descriptor in look.held
-        if not (gpus and descriptor.target.startswith(GPU_FILES))
-    ]
     reasons += [
-        f"process {descriptor.pid}: {reason}"
-        for descriptor in relevant
-        if (reason := _why_not(descriptor, look))
+        f"process {each.pid}: {reason}"
+        for each in look.held
+        if not (gpus and each.target.startswith(GPU_FILES)) and (reason := _why_not(each, look))
     ]
     return list(dict.fromkeys(reasons))
 
@@ -150,6 +123,13 @@ def tasks(pids: Iterable[int]) -> list[int]:
     return sorted(thread_ids)
 
 
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each process that is still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
 def taken(pids: Iterable[int]) -> list[int]:
     """Return the ids in use by a process or thread now."""
     return [pid for pid in pids if (PROC / str(pid)).exists()]
@@ -172,30 +152,22 @@ def look(
     """Return the open files and connections of these processes, and those shared with others.
 
     Args:
-        pids: The tree.
+        pids: The tree, its root first.
         strays: See `TreeState`.
         besides: Processes not counted as others.
     """
-    open_descriptors = [descriptor for pid in pids for descriptor in descriptors(pid)]
-    names = {
-        descriptor.target
-        for descriptor in open_descriptors
-        if descriptor.is_pipe or (descriptor.is_file and descriptor.writes)
-    }
+    held = [each for pid in pids for each in descriptors(pid)]
+    names = {each.target for each in held if each.is_pipe or (each.is_file and each.writes)}
     known_pids = {*pids, *besides}
-    outside_names = {
-        descriptor.target
+    outside = {
+        each.target
         for pid in (_everybody() if names else ())
         if pid not in known_pids
-        for descriptor in descriptors(pid, names)
-        if descriptor.writes or descriptor.is_pipe
+        for each in descriptors(pid, names)
+        if each.writes or each.is_pipe
     }
-    return TreeState(
-        tuple(open_descriptors),
-        frozenset(outside_names),
-        tuple(_strangers(pids, open_descriptors)),
-        tuple(strays),
-    )
+    strangers = _strangers(next(iter(pids), 0), held)
+    return TreeState(tuple(held), frozenset(outside), tuple(strangers), tuple(strays))
 
 
 def descriptors(pid: int, only: Collection[str] | None = None) -> Iterator[OpenDescriptor]:
@@ -210,25 +182,18 @@ def descriptors(pid: int, only: Collection[str] | None = None) -> Iterator[OpenD
             target = os.readlink(folder / number)  # noqa: PTH115 - text, not a path
             if only is None or target in only:
                 info = (PROC / str(pid) / "fdinfo" / number).read_text(encoding="utf-8")
-                flags = int(
-                    next(line for line in info.splitlines() if line.startswith("flags:")).split()[
-                        1
-                    ],
-                    8,
-                )
-                kind = _mode(target)
-                is_file = stat.S_ISREG(kind)
-                is_pipe = target.startswith("pipe:") or stat.S_ISFIFO(kind)
+                line = next(line for line in info.splitlines() if line.startswith("flags:"))
+                mode, flags = _mode(target), int(line.split()[1], 8)
+                is_file = stat.S_ISREG(mode)
                 writes = flags & os.O_ACCMODE != os.O_RDONLY
-                base = is_file and writes and _is_database(Path(target))
                 yield OpenDescriptor(
                     pid,
                     int(number),
                     target,
                     flags=flags,
-                    database=base,
+                    database=is_file and writes and _is_database(Path(target)),
                     is_file=is_file,
-                    is_pipe=is_pipe,
+                    is_pipe=target.startswith("pipe:") or stat.S_ISFIFO(mode),
                 )
 
 
@@ -264,39 +229,25 @@ def memory_bytes(pids: Iterable[int]) -> int:
         with contextlib.suppress(OSError, ValueError, IndexError):
             rollup = (PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8")
             facts = dict(line.split(":", 1) for line in rollup.splitlines()[1:])
-            total += sum(
-                int(facts[key].split()[0]) << 10 for key in ("Pss", "Swap") if key in facts
-            )
+            total += sum(int(facts.get(key, "0").split()[0]) << 10 for key in ("Pss", "Swap"))
     return total
 
 
-@dataclass
-class _Net:
-    """TCP connections of one network namespace: (local, remote) -> inode."""
-
-    pairs: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, pid: int) -> _Net:
-        pairs = {}
-        for name in ("tcp", "tcp6"):
-            with contextlib.suppress(OSError):
-                lines = (PROC / str(pid) / "net" / name).read_text(encoding="utf-8").splitlines()
-                for line in lines[1:]:
-                    fields = line.split()
-                    if fields[3] == ESTABLISHED:
-                        pairs[_bare(fields[1]), _bare(fields[2])] = fields[9]
-        return cls(pairs)
+def socket_rows(pid: int | str, tables: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the fields of each row in these tables of a process's network namespace, as "tcp6"."""
+    for table in tables:
+        with contextlib.suppress(OSError):
+            text = (PROC / str(pid) / "net" / table).read_text(encoding="ascii")
+            yield from (line.split() for line in text.splitlines()[1:])
 
 
-def _strangers(pids: Iterable[int], held: Iterable[OpenDescriptor]) -> list[str]:
-    inodes = {
-        match[2]: descriptor.pid
-        for descriptor in held
-        if (match := _INODE.match(descriptor.target))
+def _strangers(root: int, held: Iterable[OpenDescriptor]) -> list[str]:
+    inodes = {match[2]: each.pid for each in held if (match := _INODE.match(each.target))}
+    pairs = {  # (local, remote) address -> inode
+        (_bare(fields[1]), _bare(fields[2])): fields[9]
+        for fields in (socket_rows(root, ("tcp", "tcp6")) if inodes else ())
+        if fields[3] == ESTABLISHED
     }
-    root = next(iter(pids), None)
-    pairs = _Net.of(root).pairs if root is not None and inodes else {}
     return [
         f"{_shown(remote)} (process {inodes[inode]})"
         for (local, remote), inode in pairs.items()

@@ -32,26 +32,20 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.dump import DUMPS, IMAGES, MAX_BYTES, DumpName, DumpRecord
-from trainckpt.process_dump import (
-    criu,
-    encrypted_images,
-    gpu_state,
-    pid_reservation,
-    ports,
-    process_tree,
-)
+from trainckpt.process_dump import criu, encrypted_images, gpu_state, ids_and_ports, process_tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.dump import (
     GONE_WITHIN_S,
     LOOK_EVERY_S,
     await_gone,
     digest_of,
+    sync,
     this_host,
 )
 from trainckpt.process_dump.gpu_state import GpusLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from typing import BinaryIO
 
     from trainckpt.format.dump import Host, Image, WrittenFile
@@ -120,19 +114,12 @@ class RestoreBlocked(UnusableSnapshot):
 
 @dataclass(frozen=True)
 class RestorableDump:
-    """A dump without a known obstacle to its restore.
-
-    Attributes:
-        record: Its record.
-        program: CRIU.
-        images: Folder with the images, verified and decrypted.
-        gpus: GPU state to put back, or None.
-    """
+    """A dump without a known obstacle to its restore."""
 
     record: DumpRecord
-    program: Path
-    images: Path
-    gpus: GpuTree | None
+    program: Path  # CRIU
+    images: Path  # folder with the images, verified and decrypted
+    gpus: GpuTree | None  # GPU state to put back
 
     def bring_back(
         self,
@@ -146,10 +133,8 @@ class RestorableDump:
         Args:
             attempt: Expected number of the new attempt, in the names of files copied aside.
             claim: Called once the whole tree exists, before any of it runs. Returns file name ->
-                text of
-                further files for the supervisor's folder. Its errors are raised here; it must not
-                raise
-                OSError.
+                text of further files for the supervisor's folder. Its errors are raised here; it
+                must not raise OSError.
             held: Descriptors for CRIU to keep open while it works.
             say: Called with a line for the user before a wait.
 
@@ -175,7 +160,12 @@ class RestorableDump:
             kind = UnusableSnapshot if claimed else RestoreBlocked
             raise kind(f"{record.name} could not be restored, says {reason}")
         if self.gpus is not None:
-            _put_back(self.gpus, record)
+            try:
+                self.gpus.put_back(together=True)
+            except GpusLost as error:
+                kill(record)
+                message = f"{record.name} could not be restored: {error.message}"
+                raise UnusableSnapshot(message) from error
 
     def _restore(
         self, once: Callable[[], str], claimed: Collection[bool], say: Callable[[str], object]
@@ -186,7 +176,7 @@ class RestorableDump:
             As `criu.restore`.
         """
         record, deadline = self.record, time.monotonic() + GONE_WITHIN_S
-        waiting = ports.PortWait(str(record.name), record.ports, say)
+        waiting = ids_and_ports.PortWait(str(record.name), record.ports, say)
 
         def is_free(said: str) -> bool:
             if criu.is_port_taken(said):
@@ -197,13 +187,13 @@ class RestorableDump:
         said = once()
         while said and not claimed and is_free(said):
             said = once()
-        port_holders = ports.who_has(record.ports) if criu.is_port_taken(said) else ""
+        port_holders = ids_and_ports.who_has(record.ports) if criu.is_port_taken(said) else ""
         return f"{said}; {port_holders}" if port_holders else said
 
     def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
         """Run `criu.restore`; end all remaining processes after any failure."""
         error_text = "it was broken off"
-        pid_reservation.pass_over(self.record.tasks)
+        ids_and_ports.pass_over(self.record.tasks)
         try:
             error_text = criu.restore(self.program, self.images, may_go, held)
         finally:
@@ -221,10 +211,7 @@ def examined(
 ) -> Iterator[RestorableDump]:
     """Check everything knowable before a restore; the block's end closes the GPU driver.
 
-    Args:
-        tier, record: The run directory and the dump.
-        driver: Called only if there is GPU state to put back.
-        key: Key of encrypted images.
+    `key` is that of encrypted images.
 
     Raises:
         RestoreBlocked: it cannot be restored.
@@ -235,8 +222,13 @@ def examined(
     if reason or ability.program is None:
         raise RestoreBlocked(f"{record.name} cannot be restored: {reason}", hint=ability.cure)
     with contextlib.ExitStack() as stack:
-        gpus = stack.enter_context(_gpus(record, driver))
-        images = tier.root / record.name.folder / IMAGES
+        images, gpus = tier.root / record.name.folder / IMAGES, None
+        if record.gpus is not None:
+            try:
+                gpus = gpu_state.of_record(record.gpus, stack.enter_context(driver()))
+            except UnusableSnapshot as error:
+                message = f"{record.name} cannot be restored: {error.message}"
+                raise RestoreBlocked(message, hint=error.hint) from error
         try:
             verify(images, record)
             if record.keys:
@@ -251,30 +243,6 @@ def examined(
         if reason := why_changed(record) or _why_taken(record, GONE_WITHIN_S / 10):
             raise RestoreBlocked(f"{record.name} cannot be restored: {reason}")
         yield RestorableDump(record, ability.program, images, gpus)
-
-
-@contextlib.contextmanager
-def _gpus(record: DumpRecord, driver: Callable[[], CudaDriver]) -> Iterator[GpuTree | None]:
-    """Yield the GPU state to put back, checked against this machine; None without any."""
-    if record.gpus is None:
-        yield None
-        return
-    with driver() as cuda:
-        try:
-            gpu_tree = gpu_state.of_record(record.gpus, cuda)
-        except UnusableSnapshot as error:
-            reason = f"{record.name} cannot be restored: {error.message}"
-            raise RestoreBlocked(reason, hint=error.hint) from error
-        yield gpu_tree
-
-
-def _put_back(gpus: GpuTree, record: DumpRecord) -> None:
-    """Put all GPU state back, or end all processes."""
-    try:
-        gpus.put_back(together=True)
-    except GpusLost as error:
-        kill(record)
-        raise UnusableSnapshot(f"{record.name} could not be restored: {error.message}") from error
 
 
 def verify(images: Path, record: DumpRecord) -> None:
@@ -334,7 +302,7 @@ def cut_back(file: WrittenFile, attempt: int) -> None:
             target.write(block)
         target.flush()
         os.fsync(target.fileno())
-        _sync_folder(path.parent)  # the copy has its name before the source is cut
+        sync(path.parent)  # the copy has its name before the source is cut
         source.truncate(file.num_bytes)
         os.fsync(source.fileno())
 
@@ -349,23 +317,14 @@ def _new_beside(path: Path, ending: str) -> BinaryIO:
     raise AssertionError
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def kill(record: DumpRecord) -> None:
     """End all remains of a failed restore below this process: tasks with its ids and its variable.
 
     Processes restored by another supervisor are not touched.
     """
     own_pids = {*process_tree.processes(os.getpid())}
-    for pid in {*process_tree.marked(VARIABLE, record.folder)} & {*record.tasks} & own_pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    marked_pids = {*process_tree.marked(VARIABLE, record.folder)} & {*record.tasks}
+    process_tree.send(marked_pids & own_pids, signal.SIGKILL)
     await_gone(record)  # also reaps the root, a child of this process
 
 
@@ -377,14 +336,12 @@ def _why_taken(record: DumpRecord, within_s: float) -> str:
     deadline = time.monotonic() + within_s
     while taken_ids := process_tree.taken(record.tasks):
         if time.monotonic() >= deadline:
-            return f"other processes have its numbers: {_some(taken_ids)}"
+            named = ", ".join(map(str, taken_ids[:MOST_NAMED]))
+            more = len(taken_ids) - MOST_NAMED
+            rest_text = f" and {more} more" if more > 0 else ""
+            return f"other processes have its numbers: {named}{rest_text}"
         time.sleep(LOOK_EVERY_S)
     return ""
-
-
-def _some(numbers: Sequence[int]) -> str:
-    rest_text = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
-    return f"{', '.join(map(str, numbers[:MOST_NAMED]))}{rest_text}"
 
 
 def _put_files(record: DumpRecord, attempt: int) -> None:

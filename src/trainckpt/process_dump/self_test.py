@@ -73,7 +73,9 @@ def run(program: Path) -> SelfTestResult:
         try:
             return _try(program, process, log, images)
         finally:
-            _end(process)
+            if process.poll() is None:
+                process_tree.send(process_tree.processes(process.pid), signal.SIGKILL)
+                process.wait()
 
 
 def _try(
@@ -86,7 +88,7 @@ def _try(
     if error_text := criu.dump(program, process.pid, images):
         return SelfTestResult(why_not=f"a dump of two small processes failed: {error_text}")
     dumped = time.monotonic()
-    _kill(pids)
+    process_tree.send(pids, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + WITHIN_S
     while process_tree.taken(pids) and time.monotonic() < deadline:
@@ -96,7 +98,7 @@ def _try(
         return SelfTestResult(why_not=f"a restore of two small processes failed: {error_text}")
     restored = time.monotonic()
     is_counting = _counts_on(log, count_before)
-    _kill(process_tree.processes(process.pid))
+    process_tree.send(process_tree.processes(process.pid), signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, 0)
     if not is_counting:
@@ -112,15 +114,3 @@ def _counts_on(log: Path, before: int) -> bool:
             return False
         time.sleep(0.01)
     return all(int(number) == index for index, number in enumerate(numbers[:-1]))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        _kill(process_tree.processes(process.pid))
-        process.wait()
-
-
-def _kill(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.process_dump.taken_pid import next_is, with_number
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.process_dump import criu, dump, pid_reservation, process_tree, restore
+from trainckpt.process_dump import criu, dump, ids_and_ports, process_tree, restore
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ from trainckpt.process_dump import criu, dump, pid_reservation, process_tree, re
     ],
 )
 def test_the_count_goes_on_after_all_numbers_that_are_within_reach(last, taken, after):
-    assert pid_reservation.turn_after(last, taken, 1000, ahead=50) == after
+    assert ids_and_ports.turn_after(last, taken, 1000, ahead=50) == after
 
 
 def test_a_count_that_has_no_way_around_ends():
-    assert pid_reservation.turn_after(7, range(0, 1000, 10), 1000, ahead=50) in range(0, 1000, 10)
+    assert ids_and_ports.turn_after(7, range(0, 1000, 10), 1000, ahead=50) in range(0, 1000, 10)
 
 
 def test_what_is_started_while_criu_restores_takes_no_number_of_the_trees(counting, monkeypatch):

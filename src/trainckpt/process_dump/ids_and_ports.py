@@ -1,4 +1,7 @@
-"""TCP and UDP ports of a restored tree: it listens and is connected as before.
+"""Process ids, thread ids and TCP and UDP ports that a restored tree needs again.
+
+The system assigns ids in order. If it is about to reach reserved ids, `pass_over` moves it past
+them. This needs the same privilege as CRIU (CAP_CHECKPOINT_RESTORE).
 
 While the tree is away the system may assign its ports to other sockets. A closed connection keeps
 its port for one more minute (TIME_WAIT, include/net/tcp.h), so a restore waits for the ports.
@@ -11,16 +14,40 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+from trainckpt.process_dump import process_tree
 
-NET = "/proc/{}/net/{}"
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+LAST, END = Path("/proc/sys/kernel/ns_last_pid"), Path("/proc/sys/kernel/pid_max")
+AHEAD = 4096  # over a minute of new processes on a busy machine: 50 per second were seen
 TABLES = ("tcp", "tcp6", "udp", "udp6")
 FREE_WITHIN_S = 75.0  # TIME_WAIT's minute, and some time to notice its end
 LOOK_EVERY_S = 0.2
 ASK_AGAIN_S = 2.0
 LISTEN, TIME_WAIT = 0x0A, 0x06
 MOST_NAMED = 3
+
+
+def pass_over(numbers: Iterable[int]) -> None:
+    """Keep processes started in the next moments from these ids, if permitted."""
+    with contextlib.suppress(OSError, ValueError):
+        last_pid = int(LAST.read_text(encoding="ascii"))
+        next_pid = turn_after(last_pid, numbers, int(END.read_text(encoding="ascii")))
+        if next_pid != last_pid:
+            LAST.write_text(str(next_pid), encoding="ascii")
+
+
+def turn_after(last: int, numbers: Iterable[int], end: int, ahead: int = AHEAD) -> int:
+    """Return the id to count on from after `last`, with none of `numbers` within the next `ahead`.
+
+    Pure. At `end`, counting starts over. If `numbers` leave no such room, the rest are in reach.
+    """
+    for number in sorted(numbers, key=lambda each: (each - last) % end):
+        if (number - last) % end > ahead:
+            break
+        last = number
+    return last
 
 
 def bound(pid: int, inodes: Collection[str]) -> list[int]:
@@ -66,12 +93,12 @@ def who_has(ports: Collection[int]) -> str:
     return f"port {port_texts}{rest_text} in use" if used_ports else ""
 
 
-def _as_what(states: Collection[int]) -> str:
+def _as_what(states: set[int]) -> str:
     if LISTEN in states:
         return "a program listens there"
-    if {*states} == {TIME_WAIT}:
-        return "a closed connection's, for up to a minute"
-    return "a connection's"
+    return (
+        "a closed connection's, for up to a minute" if states == {TIME_WAIT} else "a connection's"
+    )
 
 
 def _used(ports: Collection[int]) -> dict[int, set[int]]:
@@ -85,9 +112,5 @@ def _used(ports: Collection[int]) -> dict[int, set[int]]:
 
 def _sockets(pid: int | str) -> Iterator[tuple[int, int, str]]:
     """Yield port, state and inode of each socket."""
-    for table in TABLES:
-        with contextlib.suppress(OSError):
-            text = Path(NET.format(pid, table)).read_text(encoding="ascii")
-            for line in text.splitlines()[1:]:
-                fields = line.split()
-                yield int(fields[1].rpartition(":")[2], 16), int(fields[3], 16), fields[9]
+    for fields in process_tree.socket_rows(pid, TABLES):
+        yield int(fields[1].rpartition(":")[2], 16), int(fields[3], 16), fields[9]

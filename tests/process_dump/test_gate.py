@@ -15,8 +15,8 @@ import pytest
 from tests.process_dump.test_refusals import NAME, PROGRAM, Counting
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.processes import orphans_come_here
-from trainckpt.process_dump import criu, dump, process_tree, restore_gate
-from trainckpt.process_dump.restore_gate import RestoreGate
+from trainckpt.process_dump import criu, dump, process_tree
+from trainckpt.process_dump.criu import RestoreGate
 from trainckpt.snapshot import attempt_history
 
 CLAIMS_AND_DIES = """
@@ -125,7 +125,7 @@ def test_what_ends_without_asking_is_not_waited_for():
 
 def test_what_ends_is_not_waited_for_though_something_that_it_began_goes_on(monkeypatch):
     """It has the other end of the pipe, and will never ask."""
-    monkeypatch.setattr(restore_gate, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(criu, "LOOK_EVERY_S", 0.05)
     with RestoreGate() as found:
         goes_on = ["sh", "-c", "sleep 600 & echo $!"]
         process = subprocess.Popen(goes_on, pass_fds=found.theirs, stdout=subprocess.PIPE)
@@ -148,7 +148,7 @@ def test_only_once_all_is_there_the_script_asks(action, asks):
 
 
 def test_where_nothing_can_be_asked_nothing_is_dumped(criu_here, monkeypatch):
-    assert restore_gate.why_not() == ""
+    assert criu.why_no_gate() == ""
 
     def none(*_):
         raise PermissionError(13, "Permission denied")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.process_dump.test_refusals import PROGRAM, Counting
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.process_dump import criu, ports
+from trainckpt.process_dump import criu, ids_and_ports
 
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0))\n"
 
@@ -45,14 +45,18 @@ def test_who_has_a_port_is_named():
     (ours, theirs), left = connection(), closed()
     with ours, theirs, socket.create_server(("127.0.0.1", 0)) as server:
         listened, connected = (each.getsockname()[1] for each in (server, ours))
-        assert ports.who_has([listened]) == f"port {listened} (a program listens there) in use"
-        assert ports.who_has([connected]) == f"port {connected} (a connection's) in use"
-        both = ports.who_has([left, listened])
+        assert (
+            ids_and_ports.who_has([listened]) == f"port {listened} (a program listens there) in use"
+        )
+        assert ids_and_ports.who_has([connected]) == f"port {connected} (a connection's) in use"
+        both = ids_and_ports.who_has([left, listened])
         assert f"{left} (a closed connection's, for up to a minute)" in both
         with ExitStack() as more:
             others = [more.enter_context(socket.create_server(("", 0))) for _ in range(4)]
-            assert " and 1 more in use" in ports.who_has([s.getsockname()[1] for s in others])
-    assert ports.who_has([]) == ports.who_has([1]) == ""
+            assert " and 1 more in use" in ids_and_ports.who_has(
+                [s.getsockname()[1] for s in others]
+            )
+    assert ids_and_ports.who_has([]) == ids_and_ports.who_has([1]) == ""
 
 
 def test_what_criu_says_of_a_port_is_told_from_what_it_says_of_others():
@@ -90,7 +94,7 @@ def test_a_port_that_is_taken_is_waited_for_and_that_is_said(listening):
 
 def test_a_port_that_stays_taken_ends_the_restore_and_the_dump_stays(listening, monkeypatch):
     record, claims = listening.dump(), []
-    monkeypatch.setattr(ports, "FREE_WITHIN_S", 0.5)
+    monkeypatch.setattr(ids_and_ports, "FREE_WITHIN_S", 0.5)
     (port,) = record.ports
 
     def claim():
