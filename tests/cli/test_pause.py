@@ -21,7 +21,7 @@ from trainckpt.cli import pause
 from trainckpt.cli.main import main
 from trainckpt.dumping.dump_choice import DUMP
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.launcher import dumps
+from trainckpt.launcher import dumper
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 
@@ -168,8 +168,8 @@ def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, caps
 
 
 def chooses_a_dump(tier):
-    wait_for(lambda: dumps.find(tier, 1, set()))
-    dumps.answer(tier, dumps.find(tier, 1, set()), dumps.DumpAnswer(DUMP, "it fits"))
+    wait_for(lambda: dumper.find(tier, 1, set()))
+    dumper.answer(tier, dumper.find(tier, 1, set()), dumper.DumpAnswer(DUMP, "it fits"))
 
 
 def test_a_run_that_is_killed_meanwhile_is_66_and_says_so(tmp_path, capsys, monkeypatch):

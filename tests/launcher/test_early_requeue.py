@@ -17,7 +17,7 @@ from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
 from trainckpt.launcher.outcome import START_AGAIN
 from trainckpt.launcher.record import recorded_options
-from trainckpt.launcher.signals import Inbox
+from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot.attempt_history import found_run

@@ -105,24 +105,24 @@ def end(rank: int, code: int, at: float = T) -> RankExit:
         ),
         # between two runs, or after the last one, a signal that the script got
         (
-            LaunchHistory(143, [said(0, "finished", 0)], [end(0, -15)], passed_on="SIGTERM"),
+            LaunchHistory(143, [said(0, "finished", 0)], [end(0, -15)], to_script="SIGTERM"),
             75,
             "notice",
         ),
         (
             LaunchHistory(
-                143, [said(0, "finished", 0)], [end(0, -15)], passed_on="SIGTERM", start_again=85
+                143, [said(0, "finished", 0)], [end(0, -15)], to_script="SIGTERM", start_again=85
             ),
             85,
             "notice",
         ),
         (
-            LaunchHistory(138, [said(0, "finished", 0)], [end(0, -15)], passed_on="SIGUSR1"),
+            LaunchHistory(138, [said(0, "finished", 0)], [end(0, -15)], to_script="SIGUSR1"),
             75,
             "notice",
         ),
         (
-            LaunchHistory(143, [said(0, "finished", 0)], [end(0, 7)], passed_on="SIGTERM"),
+            LaunchHistory(143, [said(0, "finished", 0)], [end(0, 7)], to_script="SIGTERM"),
             7,
             "failed",
         ),

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from trainckpt.attempt.rank_status import CLAIMED, LEFT, LISTENING, RETURNED, RankStatus
-from trainckpt.launcher import signals
+from trainckpt.launcher import signal_policy
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import handles
-from trainckpt.launcher.signals import (
+from trainckpt.launcher.signal_policy import (
     Inbox,
     RankProcess,
     SignalAction,
@@ -46,21 +46,21 @@ def test_signals_go_to_the_ranks_that_listen(sent, delivered):
     """As one that every rank hears; not to those that are leaving or gone."""
     ranks = [rank(0, state=LISTENING), rank(1), rank(2, "stopped"), rank(3, alive=False)]
     found = order(sent, *ranks)
-    assert (found.what, found.pids, found.number) == ("deliver", (100, 101), delivered)
+    assert (found.what, found.pids, found.number) == ("to ranks", (100, 101), delivered)
 
 
 @pytest.mark.parametrize(
     ("ranks", "ours", "what"),
     [
         ([], True, "end"),
-        ([], False, "pass on"),
+        ([], False, "to script"),
         ([rank(0, "stopped")], True, "nothing"),
         ([rank(0, "stopped"), rank(1, "failed")], True, "nothing"),
         ([rank(0, alive=False)], True, "nothing"),
-        ([rank(0, "stopped", state=RETURNED)], True, "pass on"),
+        ([rank(0, "stopped", state=RETURNED)], True, "to script"),
         ([rank(0, "stopped", state=RETURNED), rank(1, "stopped")], True, "nothing"),
-        ([rank(0, "finished")], True, "pass on"),
-        ([rank(0, "failed")], True, "pass on"),
+        ([rank(0, "finished")], True, "to script"),
+        ([rank(0, "failed")], True, "to script"),
     ],
 )
 def test_where_nobody_listens_it_depends_on_how_far_the_script_is(ranks, ours, what):
@@ -103,7 +103,7 @@ def test_the_deadline_leaves_time_to_end_the_ranks(graces, after):
 )
 def test_others_wait_in_vain_for_a_rank_that_died_or_failed(ranks, lost):
     """Not for one that left in order, and not those that have left in order themselves."""
-    assert signals.someone_is_lost(ranks) is lost
+    assert signal_policy.someone_is_lost(ranks) is lost
 
 
 @pytest.mark.parametrize(
@@ -124,43 +124,45 @@ def test_others_wait_in_vain_for_a_rank_that_died_or_failed(ranks, lost):
 )
 def test_only_what_failed_by_itself_is_started_again(verdict, again):
     """As often as allowed, and never after a signal: whoever sent it decides."""
-    assert signals.starts_again(verdict, done=0, most=1, signalled=False) is again
-    assert not signals.starts_again(verdict, done=1, most=1, signalled=False)
-    assert not signals.starts_again(verdict, done=0, most=1, signalled=True)
+    assert signal_policy.starts_again(verdict, done=0, most=1, signalled=False) is again
+    assert not signal_policy.starts_again(verdict, done=1, most=1, signalled=False)
+    assert not signal_policy.starts_again(verdict, done=0, most=1, signalled=True)
 
 
 def test_processes_may_be_dumped_instead_of_hearing_a_signal_unless_they_leave_already():
     told, term = rank(0).told, signal.SIGTERM
-    deliver, pass_on = (
-        SignalAction(signals.DELIVER, (100,), 15),
-        SignalAction(signals.PASS_ON),
+    deliver, to_script = (
+        SignalAction(signal_policy.TO_RANKS, (100,), 15),
+        SignalAction(signal_policy.TO_SCRIPT),
     )
     asked = RankProcess(replace(told, asked=True), 0.0, alive=True)
-    assert signals.may_be_dumped_instead(deliver, [rank(0)], term)
-    assert signals.may_be_dumped_instead(deliver, [rank(0)], signal.SIGINT)
-    assert signals.may_be_dumped_instead(pass_on, [], term)
-    assert not signals.may_be_dumped_instead(pass_on, [], signal.SIGINT)
-    assert not signals.may_be_dumped_instead(deliver, [rank(1), asked], term)
-    assert not signals.may_be_dumped_instead(pass_on, [rank(0, "finished")], term)
-    for what in (signals.KILL, signals.END, signals.NOTHING):
-        assert not signals.may_be_dumped_instead(SignalAction(what), [], term)
+    assert signal_policy.may_be_dumped_instead(deliver, [rank(0)], term)
+    assert signal_policy.may_be_dumped_instead(deliver, [rank(0)], signal.SIGINT)
+    assert signal_policy.may_be_dumped_instead(to_script, [], term)
+    assert not signal_policy.may_be_dumped_instead(to_script, [], signal.SIGINT)
+    assert not signal_policy.may_be_dumped_instead(deliver, [rank(1), asked], term)
+    assert not signal_policy.may_be_dumped_instead(to_script, [rank(0, "finished")], term)
+    for what in (signal_policy.KILL, signal_policy.END, signal_policy.NOTHING):
+        assert not signal_policy.may_be_dumped_instead(SignalAction(what), [], term)
 
 
 def test_a_signal_does_not_say_that_the_host_is_lost_but_a_pod_is(tmp_path, monkeypatch):
-    assert signals.host_returns({})
-    assert not signals.host_returns({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert signal_policy.host_returns()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert not signal_policy.host_returns()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert signals.without_ranks_s({}) is None
+    assert signal_policy.without_ranks_s({}) is None
     elsewhere = tmp_path / "launched"
     elsewhere.mkdir()
     (elsewhere / "trainckpt.toml").write_text('grace = "20 s"')
     recorded = {"env": {"TRAINCKPT_GRACE": "60 s"}, "cwd": str(elsewhere)}
-    assert signals.without_ranks_s({"cwd": str(elsewhere)}) == 18.0
-    assert signals.without_ranks_s(recorded) == 58.0
+    assert signal_policy.without_ranks_s({"cwd": str(elsewhere)}) == 18.0
+    assert signal_policy.without_ranks_s(recorded) == 58.0
     monkeypatch.setenv("TRAINCKPT_GRACE", "40 s")
-    assert signals.without_ranks_s({}) == 38.0, "what is ours is not in it"
-    assert signals.without_ranks_s(recorded) == 38.0, "what is set here counts"
+    assert signal_policy.without_ranks_s({}) == 38.0, "what is ours is not in it"
+    assert signal_policy.without_ranks_s(recorded) == 38.0, "what is set here counts"
 
 
 def test_what_a_process_does_about_a_signal_is_read_from_proc():
@@ -202,7 +204,7 @@ def test_the_time_left_counts_from_the_signal_that_is_acted_on_not_from_the_firs
         assert inbox.next(1.0) == signal.SIGTERM
         came_s = inbox.came_s
         launched = LaunchMonitor(
-            process, tmp_path, inbox, has_agent=False, ours=False, dumping=Asked()
+            process, tmp_path, inbox, has_agent=False, ours=False, dumper=Asked()
         )
         assert launched._dumped_instead("SIGTERM", signal.SIGTERM, [])
         assert inbox.stop_s == came_s, "nor does what is copied afterwards"

@@ -30,7 +30,7 @@ from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher import processes, record
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.record import NamedRun
-from trainckpt.launcher.signals import Inbox
+from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import supervise
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history

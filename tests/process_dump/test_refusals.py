@@ -27,12 +27,12 @@ from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.attempt_record import STOPPED, UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName, Image
-from trainckpt.launcher.dumps import Dumpable, Dumping, DumpTarget
+from trainckpt.launcher.dumper import Dumpable, Dumper, DumpTarget
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.restored import AlreadyResumed, RestoredDump, supervise_restored
-from trainckpt.launcher.signals import Inbox
+from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.process_dump import criu, dump, process_tree, restore
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
@@ -130,7 +130,7 @@ def test_pause_says_what_a_supervisor_lacks(tmp_path, monkeypatch, capsys, lacks
     named.claim_from("s1~1.1", {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}})
     with contextlib.closing(named), asleep() as process:
         wait_for_heartbeat(run)
-        dumping = Dumping(DumpTarget(process, tmp_path, (), named), ability, said.append)
+        dumping = Dumper(DumpTarget(process, tmp_path, (), named), ability, said.append)
         pause = Thread(target=lambda: codes.append(main(["pause", "--json", "--dump", run])))
         pause.start()
         while pause.is_alive():
@@ -154,7 +154,7 @@ def test_two_pauses_at_once_are_both_told_of_the_one_dump(criu_here, tmp_path, c
         ends.callback(counting.end)
         wait_for_heartbeat(run)
         launch = DumpTarget(counting.process, counting.supervisor, (counting.log,), named)
-        dumping = Dumping(launch, criu_here, lambda _: None)
+        dumping = Dumper(launch, criu_here, lambda _: None)
         for pause in pauses:
             pause.start()
         until = time.monotonic() + HANG_S

@@ -19,8 +19,8 @@ from trainckpt.dumping.old_dumps import why_superseded
 from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import ConfigurationError, NoAgreement, TrainckptError, UnusableSnapshot
 from trainckpt.format.names import MANIFEST, SnapshotName
-from trainckpt.launcher import dumps
-from trainckpt.launcher.dumps import Dumpable, DumpAnswer, ability_for
+from trainckpt.launcher import dumper
+from trainckpt.launcher.dumper import Dumpable, DumpAnswer, ability_for
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.restored import LISTENS, AlreadyResumed, RestoredDump, supervise_restored
 from trainckpt.process_dump import criu, encrypted_images, restore
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.dump import DumpName, DumpRecord
-    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervise import RunResult
     from trainckpt.storage.base import Place, Tier
 
@@ -135,8 +135,8 @@ def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> DumpAnswer:
     """Return the supervisor's choice; a missing answer is a choice too."""
     start, within_s, reason = time.monotonic(), ANSWERS_WITHIN_S, ""
     while time.monotonic() < start + within_s:
-        answer = dumps.read_answer(tier, key)
-        if answer is not None and answer.choice != dumps.LOOKING:
+        answer = dumper.read_answer(tier, key)
+        if answer is not None and answer.choice != dumper.LOOKING:
             return answer
         if answer is not None:
             within_s, reason = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
@@ -174,7 +174,7 @@ def wait_for_dump(
         record = read()
         if record.outcome is not None:
             return record
-        answer = dumps.read_answer(tier, key)
+        answer = dumper.read_answer(tier, key)
         if answer is not None and answer.error:
             return answer
         now = time.monotonic()

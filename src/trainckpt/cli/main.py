@@ -186,7 +186,7 @@ def entry() -> NoReturn:
     Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
     """
     if {*RUNS} & {*sys.argv[1:2]}:  # a signal while they are imported is a stop as well
-        from trainckpt.launcher.signals import listen
+        from trainckpt.launcher.signal_policy import listen
 
         listen()
     remove_import_mark()

@@ -45,8 +45,8 @@ from trainckpt.errors import (
 from trainckpt.format import names
 from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
-from trainckpt.launcher import dumps
-from trainckpt.launcher.signals import INTERRUPTED
+from trainckpt.launcher import dumper
+from trainckpt.launcher.outcome import INTERRUPTED
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import no_run_at
 from trainckpt.snapshot import attempt_history
@@ -190,7 +190,7 @@ def _dumped(
         NoAgreement: the time is over.
     """
     start = time.monotonic()
-    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=dumps.ASK)
+    key = _tell(tier, live, arguments.deadline, dump=arguments.dump, suffix=dumper.ASK)
     try:
         answer = wait_for_answer(tier, key, live)
         _say(f"{answer.choice}: {answer.why}")
@@ -203,7 +203,7 @@ def _dumped(
             answer = result
             _say(f"no dump: {answer.error}")
     finally:
-        for request_key in (key, dumps.answer_key(key)):
+        for request_key in (key, dumper.answer_key(key)):
             with contextlib.suppress(TrainckptError):
                 tier.remove(request_key)
     if is_by_supervisor(live):
@@ -224,7 +224,7 @@ def _tell(
 ) -> str:
     """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
-    number = live.attempt if suffix == dumps.ASK else listens_as(live)
+    number = live.attempt if suffix == dumper.ASK else listens_as(live)
     key = f"{names.NOTICES}/{number}-{secrets.token_hex(8)}{suffix}"
     data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):

@@ -20,7 +20,7 @@ from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.launcher.early_requeue import ask_to_be_queued_again, before_launch, unless_signalled
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
-from trainckpt.launcher.signals import heard
+from trainckpt.launcher.signal_policy import heard
 from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
 from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
 from trainckpt.run_directory import run_url, tier_config
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervise import RunResult
     from trainckpt.storage.base import Place
 

@@ -19,7 +19,7 @@ from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
 from trainckpt.launcher.record import NAME_VARIABLE, NamedRun
-from trainckpt.launcher.signals import heard
+from trainckpt.launcher.signal_policy import heard
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.launcher.torchrun_command import (
     NPROC_OPTIONS,

@@ -2,12 +2,11 @@
 
 First match wins; whatever comes out, the newest snapshots are flushed first:
 
-    1. the world, GPUs, driver or libraries will have changed: snapshot
-    2. a boundary can be reached before the deadline: snapshot; then a dump on top, if it was asked
-       for, can be had and fits
-    3. it cannot; one host that will come back, nothing forbids a dump, and it fits: dump
-    4. otherwise: what was flushed stands
-    5. no Checkpointer at all: dump, if 3's conditions hold, else nothing
+    1. no Checkpointer: dump, if the host comes back, nothing forbids a dump, and it fits; else
+       nothing
+    2. a boundary can be reached before the deadline: snapshot; then a dump on top, if requested and
+       under the same conditions
+    3. otherwise: dump under these conditions, else nothing; the newest snapshot stands
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class DumpFacts:
     dump_s: float = 0.0  # seconds that a dump would take
     hosts: int = 1  # number of hosts with ranks
     host_returns: bool = True  # the host will be there again
-    changes: str = ""  # changes expected on resume, in words, or ""
     why_no_dump: str = ""  # reason that forbids a dump here, or ""
     why_not_now: str = ""  # reason that forbids a dump of processes not paused at a boundary, or ""
 
@@ -46,16 +44,14 @@ def choose(facts: DumpFacts) -> DumpChoice:
     """Return the choice. Pure."""
     against = _reason_against(facts, facts.dump_s) or facts.why_not_now
     if not facts.instrumented:
-        if facts.changes:
-            return DumpChoice(NOTHING, f"there is no Checkpointer, and {facts.changes}")
         if against:
             return DumpChoice(NOTHING, f"there is no Checkpointer, and {against}")
         return DumpChoice(DUMP, "the command has no Checkpointer, so its processes are dumped")
-    if facts.changes:
-        return DumpChoice(SNAPSHOT, facts.changes)
-    if _is_reachable(facts):
+    left_s = facts.seconds_left
+    # Unknown times count as in time, so a snapshot is tried.
+    if left_s is None or facts.boundary_s is None or facts.boundary_s <= left_s:
         when = "" if facts.boundary_s is None else f" in about {facts.boundary_s:.1f} s"
-        left = "" if facts.seconds_left is None else f", {facts.seconds_left:.1f} s are left"
+        left = "" if left_s is None else f", {left_s:.1f} s are left"
         why = f"a boundary can be reached and saved{when}{left}"
         if not facts.asked:
             return DumpChoice(SNAPSHOT, why)
@@ -63,24 +59,12 @@ def choose(facts: DumpFacts) -> DumpChoice:
         if against:
             return DumpChoice(SNAPSHOT, f"{why}; no dump on top: {against}")
         return DumpChoice(BOTH, f"{why}; then a dump on top, as asked for")
-    assert facts.boundary_s is not None
-    assert facts.seconds_left is not None
     late = (
-        f"the next boundary is saved in about {facts.boundary_s:.1f} s, and "
-        f"{facts.seconds_left:.1f} s are left"
+        f"the next boundary is saved in about {facts.boundary_s:.1f} s, and {left_s:.1f} s are left"
     )
     if against:
         return DumpChoice(NOTHING, f"{late}; {against}: what was flushed stands")
     return DumpChoice(DUMP, f"{late}; a dump takes about {facts.dump_s:.1f} s")
-
-
-def _is_reachable(facts: DumpFacts) -> bool:
-    """Return True if a boundary is in time; unknown times count as in time, so
-    a snapshot is tried.
-    """
-    if facts.seconds_left is None or facts.boundary_s is None:
-        return True
-    return facts.boundary_s <= facts.seconds_left
 
 
 def is_too_late(dump_s: float, left_s: float) -> str:

@@ -1,11 +1,11 @@
-"""A Slurm job that is stopped before its ranks could ask to be queued again.
+"""Requeue a Slurm job that is stopped before its ranks could ask for it.
 
-Ranks ask to be queued again after their commit. Before they have begun there is nobody to ask: the
-signal ends them while they import and build, and a job that leaves so counts as completed. So the
-supervisor asks, of the first task alone. What runs next goes on where the run was, if there is one.
-A job that is started again must find its run; so Slurm is told where nothing of this command has
-begun, unless its place is known to hold a run, or does not answer. Likewise where the ranks were
-dumped instead of hearing the signal. A supervisor within another one's launch asks by itself.
+Ranks request the requeue after their commit. A signal during their imports ends them before that,
+and Slurm would count the job as completed. So the supervisor of the first task asks; likewise if
+the ranks were dumped instead of receiving the signal. A nested supervisor asks by itself.
+
+A restarted job must find its run. So the job's comment records that this command has begun no run,
+unless the run directory is known to hold one, or does not answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainckpt.storage.worker_pool import answer_within, aside
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.signal_policy import Inbox
 
     Result = TypeVar("Result")
 
@@ -42,19 +42,19 @@ LOOK_S = 1.0  # Slurm's KillWait runs, and the requeue is still to be asked for
 class FirstLaunch:
     """A command that begins its run, if there is none."""
 
-    word: str  # stands for it, see `attempt.launch`
-    argv: Sequence[str]  # what was launched
-    run: str | None  # its run's place, where the launcher names it
+    word: str  # hash of the command, see `attempt.launch`
+    argv: Sequence[str]
+    run: str | None  # its run directory, if the launcher names it
 
 
 def unless_signalled(look: Callable[[], Result], inbox: Inbox) -> Result | None:
     """Return the result of `look`, or its error; None once a signal comes. Main thread.
 
-    A place that does not answer holds it up for a minute. It is left behind then: the process ends.
+    A place that does not answer would delay the end by a minute, so `look` is then abandoned.
     """
     wait_for_result = aside(look)
     while (result := wait_for_result(NOTICE_S)) is None and not inbox.signalled:
-        pass  # it is waited for above
+        pass
     return None if result is None or inbox.signalled else result()
 
 
@@ -72,14 +72,14 @@ def ask_to_be_queued_again(
     facts: Mapping[str, Any] | None = None,
     first: FirstLaunch | None = None,
 ) -> None:
-    """Ask, where it is right and nobody else does. Main thread, while `inbox` hears signals.
+    """Request a requeue, if it is due and no rank did. Main thread, while `inbox` is entered.
 
     Args:
-        ended: How the command ended.
-        inbox: Knows the first signal.
-        sleep: How to linger, see `stop.requeue`.
-        facts: Of the attempt that the command was to go on from, where it has none of its own.
-        first: The command, if it may begin its run; None: it goes on from something.
+        ended: Result of the command.
+        inbox: Has the first signal.
+        sleep: Lingers, see `stop.requeue`.
+        facts: Facts of the attempt to continue, if the command has none of its own.
+        first: The command, if it may begin its run; None: it continues one.
     """
     outcome = (ended.record.outcome or {}) if ended.record is not None else {}
     # Ranks that stopped have asked; not those of an attempt before, which failed.
@@ -98,23 +98,18 @@ def ask_to_be_queued_again(
 
     requeue = Requeue.of(os.environ)
     launch_facts = ended.record.facts if ended.record is not None else facts or {}
-    if requeue is not None and _wants(launch_facts):
+    try:
+        is_wanted = recorded_options(launch_facts).requeue != "never"
+    except ConfigurationError:  # the next start reports it
+        is_wanted = True
+    if requeue is not None and is_wanted:
         prepare()
         has_begun = first is None or ended.begun or ended.record is not None or _may_be_there(first)
         requeue.ask(inbox.first, sleep, unbegun="" if first is None or has_begun else first.word)
 
 
-def _wants(facts: Mapping[str, Any]) -> bool:
-    try:
-        return recorded_options(facts).requeue != "never"
-    except ConfigurationError:  # as if nobody had set any: the next start says what is wrong
-        return True
-
-
 def _may_be_there(first: FirstLaunch) -> bool:
-    """Return True if the run directory holds a run, as far as it is named, or does not answer in
-    time.
-    """
+    """Return True if the named run directory holds a run, or does not answer in time."""
 
     def look() -> bool:
         run = first.run or likely_run(first.argv, None)

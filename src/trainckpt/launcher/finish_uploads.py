@@ -1,16 +1,16 @@
-"""Flush what is left: `python -m trainckpt.launcher.finish_uploads RUN ATTEMPT`, after the ranks.
+"""Finish uploads: `python -m trainckpt.launcher.finish_uploads RUN ATTEMPT`, after the ranks.
 
-An attempt that was killed, or had no time, leaves its newest snapshot in the run's place alone, or
-in this host's memory. Whoever started it copies that on, in a process of its own, before it
-returns:
+An attempt that was killed, or had no time, leaves its newest snapshot in the run directory alone,
+or in this host's memory. The supervisor copies it to the slower tiers, in a process of its own,
+before it returns:
 
     when      the attempt is over, and no other is started here: that one would do it itself
     who       the supervisor on the host of rank 0
-    how long  until the grace is over that the stop's signal began; else until it is done. A further
-              signal ends it
-    said      why, what, for how long, and what became of it, a line at a time
+    how long  until the end of the grace that the stop's signal began; else until it is done. A
+              further signal ends it
 
-What is not done then, the next attempt does. Nothing half-copied is ever taken for a copy.
+The next attempt copies what is missing then. A copy is taken for one only once it is complete
+(`snapshot.upload`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.rank_status import RankStatus
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.launcher.signals import Inbox
+    from trainckpt.format.manifest import Manifest
+    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.storage.base import Place, Tier
 
 
 # ---- the program: copies an attempt's newest snapshot to the tiers that lack it
 #
-#     from memory     to the run's place, and commit it there, if all its ranks were on this host
-#     from the place  to each slower tier, nearest first
+#     from memory             to the run directory, if all its ranks were on this host
+#     from the run directory  to each slower tier, nearest first
 #
-# It says on stdout what it does. No other attempt may have begun: that one does it all itself.
+# It reports on stdout. It stops once another attempt begins: that one copies by itself.
 
 
 SAY_EVERY_S = 5.0
@@ -57,7 +58,7 @@ APART = "the snapshot is in the memory of several hosts; only the next attempt c
 
 
 def main(arguments: list[str]) -> int:
-    """Copy the newest snapshot of that attempt; 0 if it is in every tier then."""
+    """Copy the newest snapshot of that attempt; return 0 if it is in every tier then."""
     try:
         return 0 if _flush(run_url.open_other_place(arguments[0]), int(arguments[1])) else NOT_ALL
     except (TrainckptError, OSError) as error:
@@ -71,17 +72,17 @@ def _flush(tier: Place, number: int) -> bool:
     pending = left_by(record)
     if pending is None or attempt_history.newest(tier) != number:
         return pending is None
-    completed = (
-        [LOCAL] if LOCAL in pending.tiers and _bring(tier, number) == pending.snapshot else []
-    )
+    completed = []
+    if LOCAL in pending.tiers and _bring(tier, number) == pending.snapshot:
+        completed.append(LOCAL)
     everywhere = open_everywhere(tier.url)
-    own_candidates = [c for c in everywhere.candidates() if c.usable and c.name.attempt == number]
+    manifests = [
+        c.manifest for c in everywhere.candidates() if c.usable and c.name.attempt == number
+    ]
     slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.place]
-    if own_candidates and own_candidates[0].manifest is not None:
-        completed += [
-            t.name for t in slower if _copy(everywhere, own_candidates[0].name, t, number)
-        ]
-        _note(everywhere.place, number, str(own_candidates[0].name), completed)
+    if manifests and manifests[0] is not None:
+        completed += [t.name for t in slower if _copy(everywhere, manifests[0], t, number)]
+        _note(everywhere.place, number, str(manifests[0].name), completed)
     for slower_tier in slower:
         if slower_tier.name in completed:
             with suppress(TrainckptError):
@@ -92,7 +93,7 @@ def _flush(tier: Place, number: int) -> bool:
 
 
 def _bring(tier: Place, number: int) -> str | None:
-    """Copy from this host's memory to the run's place; return the snapshot's name."""
+    """Copy from this host's memory to the run directory; return the snapshot's name."""
     from trainckpt.ranks.store import LocalStore
     from trainckpt.ranks.world import World
     from trainckpt.resume.scavenge import scavenge
@@ -115,18 +116,24 @@ def _bring(tier: Place, number: int) -> str | None:
     return str(name)
 
 
-def _copy(everywhere: RunTiers, name: SnapshotName, tier: Tier, number: int) -> bool:
+def _copy(everywhere: RunTiers, manifest: Manifest, tier: Tier, number: int) -> bool:
     """Copy a snapshot to a tier; return True if the tier holds it afterwards."""
-    if attempt_history.newest(everywhere.place) != number:
-        _say("another attempt has begun and copies it")
-        return False
+    name = manifest.name
+    bytes_sent, begun_s, said_s = 0, time.monotonic(), time.monotonic()
+
+    def progress(num_bytes: int) -> None:  # after each file
+        nonlocal bytes_sent, said_s
+        if attempt_history.newest(everywhere.place) != number:
+            raise SaveFailed("another attempt has begun and copies it")
+        bytes_sent += num_bytes
+        if time.monotonic() - said_s > SAY_EVERY_S:
+            said_s = time.monotonic()
+            _say(f"{name} to {tier.name}: {bytes_sent / 1e6:.1f} MB so far")
+
     try:
+        progress(0)
         if upload.holds(tier, name):
             return True
-        manifest = next(c.manifest for c in everywhere.candidates() if c.name == name)
-        assert manifest is not None
-        begun_s = time.monotonic()
-        progress = _progress(everywhere, name, tier, number)
         moved = move(everywhere, manifest, tier, everywhere.tiers, progress)
     except TrainckptError as error:
         _say(f"could not copy {name} to {tier.name}: {error.message}")
@@ -134,23 +141,6 @@ def _copy(everywhere: RunTiers, name: SnapshotName, tier: Tier, number: int) -> 
     took_s = time.monotonic() - begun_s
     _say(f"copied {name} to {tier.name}: {moved.num_bytes / 1e6:.1f} MB in {took_s:.1f} s")
     return True
-
-
-def _progress(
-    everywhere: RunTiers, name: SnapshotName, tier: Tier, number: int
-) -> Callable[[int], None]:
-    """Says now and then how far it has come; after each file, whether it is still ours to do."""
-    bytes_sent, last_said_s = [0], [time.monotonic()]
-
-    def tell(num_bytes: int) -> None:
-        if attempt_history.newest(everywhere.place) != number:
-            raise SaveFailed("another attempt has begun and copies it")
-        bytes_sent[0] += num_bytes
-        if time.monotonic() - last_said_s[0] > SAY_EVERY_S:
-            last_said_s[0] = time.monotonic()
-            _say(f"{name} to {tier.name}: {bytes_sent[0] / 1e6:.1f} MB so far")
-
-    return tell
 
 
 def _note(tier: Tier, number: int, snapshot: str, done: Sequence[str]) -> None:
@@ -192,9 +182,8 @@ NOT_ALL = 3  # its exit code where something could not be copied; 1 is the inter
 class PendingUploads:
     """Uploads left undone by an attempt."""
 
-    snapshot: str  # its newest, full name
-    # names of those that lack it, `LOCAL` among them if it is in memory alone
-    tiers: tuple[str, ...]
+    snapshot: str  # full name of its newest
+    tiers: tuple[str, ...]  # those that lack it, `LOCAL` among them if it is in memory alone
     why: str  # how the attempt ended
 
 
@@ -203,23 +192,17 @@ def left_by(record: AttemptRecord | None) -> PendingUploads | None:
     if record is None:
         return None
     outcome = record.outcome or {}
-    recorded_names = [each for each in (outcome.get("snapshot"), record.newest_commit) if each]
-    newest = next(
-        (each for each in recorded_names if SnapshotName.parse(each)), ""
-    )  # a dump is none
-    name = SnapshotName.parse(newest)
+    recorded = (outcome.get("snapshot"), record.newest_commit)
+    # a dump in the record is no snapshot
+    name = next(filter(None, (SnapshotName.parse(text) for text in recorded if text)), None)
     if name is None or name.attempt != record.attempt:
         return None
     tier_facts, commits = record.facts.get(TIERS), record.facts.get(COMMITS)
     tier_commits = commits if isinstance(commits, dict) else {}
-    held_tiers = outcome.get("tiers") or ()
-    names = (
-        [t.get("name") for t in tier_facts if isinstance(t, dict)]
-        if isinstance(tier_facts, list)
-        else []
-    )
-    lacking = [n for n in names if isinstance(n, str) and tier_commits.get(n) != newest]
-    if MEMORY in held_tiers:
+    facts = tier_facts if isinstance(tier_facts, list) else []
+    names = [fact.get("name") for fact in facts if isinstance(fact, dict)]
+    lacking = [n for n in names if isinstance(n, str) and tier_commits.get(n) != str(name)]
+    if MEMORY in (outcome.get("tiers") or ()):
         lacking.insert(0, LOCAL)
     reason = f"{outcome.get('outcome') or 'ended'} by {outcome.get('reason') or 'unknown cause'}"
     if not lacking:
@@ -236,15 +219,15 @@ def flush_left(
     say: Callable[[str], object] | None = None,
     run: str | None = None,
 ) -> AttemptRecord | None:
-    """Copy it, if there is anything to copy, and return the record as it is then. Main thread.
+    """Copy what a finished attempt left, and return its record as it is then. Main thread.
 
     Args:
-        record: Of the attempt that is over.
-        ranks: What its ranks on this host told.
+        record: The attempt.
+        ranks: Statuses of its ranks on this host.
         inbox: An entered one.
         variables: The environment of the command.
-        say: Told what is done.
-        run: Its place, where no rank has told.
+        say: Called with lines for people.
+        run: Its run directory, if no rank has reported it.
     """
     run = next((status.run for status in ranks if status.rank == 0 and status.run), run)
     if run is None or record is None or PROVE_VARIABLE in variables:
@@ -252,7 +235,7 @@ def flush_left(
     pending = left_by(record)
     if pending is None:
         return record
-    say = say or _nothing
+    say = say or (lambda _: None)
     limit_s = _limit_s(ranks, inbox)
     tiers = ", ".join(pending.tiers)
     if limit_s is not None and limit_s <= 0:
@@ -269,7 +252,7 @@ def flush_left(
     code = -1
     with suppress(OSError):
         code = _attend(_started(run, record, variables), inbox, limit_s, say)
-    with suppress(TrainckptError):  # some of it may have come to its place
+    with suppress(TrainckptError):  # the program may have updated it
         record = attempt_history.read_attempts(run_url.open_other_place(run)).get(
             record.attempt, record
         )
@@ -306,10 +289,7 @@ def _started(
 
 
 def _limit_s(ranks: Sequence[RankStatus], inbox: Inbox) -> float | None:
-    """Return the seconds left of the grace that the stop's signal began; None: no limit.
-
-    An earlier one, that was answered and did not end the run, is over.
-    """
+    """Return the seconds left of the grace that the stop's signal began; None: no limit."""
     graces = [status.grace_s for status in ranks if status.grace_s is not None]
     if inbox.stop_s is None or not graces:
         return None
@@ -322,7 +302,7 @@ def _attend(
     limit_s: float | None,
     say: Callable[[str], object],
 ) -> int:
-    """Until it has ended: say what it says, end it when it has to."""
+    """Relay the lines of the program until it ends; kill it at the limit, or at a signal."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     signals_before, last_line = inbox.count, [""]
 
@@ -354,10 +334,6 @@ def _attend(
     elif process.returncode not in (0, NOT_ALL):  # a bug of ours; it is done later
         say(f"copying failed with {process.returncode}: {last_line[0][:LONGEST_SAID]}")
     return process.returncode
-
-
-def _nothing(_: str) -> None:
-    """Ignore a message."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """One launch, from its start to its end: signals are delivered, lost ranks noticed, time kept.
 
-The main thread sleeps until something comes: a signal, or the end of the launched process, which
-a thread of its own waits for. Twice a second it reads the ranks' status files. `signals`
-decides, the monitor acts.
+The main thread sleeps until a signal comes or the launched process ends; another thread waits for
+that end. Twice a second it reads the ranks' status files. `signal_policy` decides, the monitor
+acts.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainckpt.attempt.rank_status import has_imported, namespace_of, read_rank_statuses
-from trainckpt.launcher import nested, outcome, signals
-from trainckpt.launcher.dumps import DumpReason, write_notice
+from trainckpt.launcher import nested, outcome, signal_policy
+from trainckpt.launcher.dumper import DumpReason, write_notice
 from trainckpt.launcher.outcome import LaunchHistory
 from trainckpt.launcher.processes import (
     child_above,
@@ -27,10 +27,10 @@ from trainckpt.launcher.processes import (
     kill_all,
     living,
     seen_from_here,
-    send,
 )
-from trainckpt.launcher.signals import ENDED, RankProcess
+from trainckpt.launcher.signal_policy import ENDED, RankProcess
 from trainckpt.launcher.torchrun_agent import RankExit, read_ends
+from trainckpt.process_dump.process_tree import send
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     import psutil
 
     from trainckpt.attempt.rank_status import RankStatus
-    from trainckpt.launcher.dumps import Dumping
+    from trainckpt.launcher.dumper import Dumper
     from trainckpt.launcher.processes import Process
     from trainckpt.launcher.record import NamedRun
-    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.signal_policy import Inbox
 
 LOOK_S = 0.5
 NOBODY = 2**30  # no kernel gives a process this number
@@ -52,13 +52,13 @@ class LaunchMonitor:
     """One process and its ranks.
 
     Args:
-        process: What was launched.
-        folder: Where ranks and agent tell us.
+        process: The launched process.
+        folder: Folder of the status files of ranks and agent.
         inbox: Signals.
         has_agent: The process is torchrun under our agent, not the script itself.
         ours: The command is known to use trainckpt.
         named: `--run`, or None.
-        dumping: Who dumps the processes when asked, or None.
+        dumper: Dumps the processes on request; None: no dumps.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class LaunchMonitor:
         has_agent: bool,
         ours: bool,
         named: NamedRun | None = None,
-        dumping: Dumping | None = None,
+        dumper: Dumper | None = None,
     ) -> None:
         self._process, self._folder, self._inbox = process, folder, inbox
         self._has_agent, self._ours, self._named = has_agent, ours, named
-        self._dumping = dumping
+        self._dumper = dumper
         self._seen: dict[int, psutil.Process | None] = {}  # by pid; None: not a rank of ours
         self._namespace, self._elsewhere = namespace_of("self"), dict[tuple[int, str], int]()
         self._children: dict[int, int] = {}  # pid -> the agent's child that it is, or is under
         self._host = socket.gethostname()
         self._signalled_at = math.inf
-        self._signal, self._passed_on = "", False
+        self._signal, self._went_to_script = "", False
         self._notified = set[tuple[str, int]]()
-        self._handed_on: signals.SignalAction | None = None
-        self._within_s: float | None = None  # what supervisors within may take after a signal
+        self._sent_to_nested: signal_policy.SignalAction | None = None
+        self._nested_grace_s: float | None = None
         self._lost_since: float | None = None
         self._cause, self._why, self._ended_at = "", "", math.inf
 
@@ -95,23 +95,27 @@ class LaunchMonitor:
             ranks = self._ranks()
             if number is not None:
                 self._signalled(number, ranks)
-            self._hand_on()
+            self._signal_new_nested()
             self._write_notices(ranks)
-            if self._passed_on and any(rank.listens for rank in ranks):
-                self._stop_clock()
+            if self._went_to_script and any(rank.listens for rank in ranks):
+                # Stop the clock: the script has a Checkpointer again, and goes on.
+                self._signal, self._signalled_at, self._went_to_script = "", math.inf, False
+                self._inbox.stop_s = None
             if not self._cause:
                 self._keep_time(ranks)
             if self._named is not None and self._process.poll() is None:
                 statuses = [rank.told for rank in ranks]
                 is_instrumented = self._imported() or bool(nested.read(self._folder))
                 self._named.look(self._process.pid, statuses, imported=is_instrumented)
-            self._dump_if_asked(ranks)
+            if (dumper := self._ready_dumper()) is not None:
+                left_s = self._deadline(ranks) - time.monotonic()
+                self._note_dump(dumper, dumper.look([rank.told for rank in ranks], left_s))
         if self._process.returncode != 0 and self._cause != outcome.DUMPED:
-            kill_all(self._process, str(self._folder), self._told_pids())
-        return self._course()
+            self._kill_all()
+        return self._history()
 
     def told(self) -> list[RankStatus]:
-        """Last words of this host's ranks."""
+        """Return the last statuses of this host's ranks."""
         return list(read_rank_statuses(self._folder).values())
 
     def _wait(self) -> None:
@@ -119,11 +123,11 @@ class LaunchMonitor:
         self._inbox.put(ENDED)
 
     def _pause_s(self) -> float:
-        now_s = time.monotonic()
-        ends = [self._deadline(self._ranks())] if self._signal else []
-        return min([LOOK_S, *(max(end - now_s, 0.01) for end in ends if not self._cause)])
+        if not self._signal or self._cause:
+            return LOOK_S
+        return min(LOOK_S, max(self._deadline(self._ranks()) - time.monotonic(), 0.01))
 
-    # ---- what the ranks have said
+    # ---- statuses of the ranks
 
     def _ranks(self) -> list[RankProcess]:
         ends = {end.pid: end.code for end in read_ends(self._folder)}
@@ -138,13 +142,12 @@ class LaunchMonitor:
 
     def _words(self) -> dict[int, RankStatus]:
         """Return the ranks' statuses, with process ids that are valid in this namespace."""
-        statuses = read_rank_statuses(self._folder)
-        return {number: self._numbered(status) for number, status in statuses.items()}
-
-    def _numbered(self, told: RankStatus) -> RankStatus:
-        if told.host != self._host:
-            return told
-        return replace(told, pid=self._number(told.pid, told.namespace))
+        return {
+            number: replace(status, pid=self._number(status.pid, status.namespace))
+            if status.host == self._host
+            else status
+            for number, status in read_rank_statuses(self._folder).items()
+        }
 
     def _number(self, number: int, namespace: str) -> int:
         """Return this host's number of a process in another pid namespace."""
@@ -178,73 +181,65 @@ class LaunchMonitor:
             self._children[pid] = child_above(pid, self._process.pid)
         return process is not None and process == self._seen[pid]
 
-    def _told_pids(self) -> list[int]:
-        return [rank.told.pid for rank in self._ranks() if rank.alive]
-
     def _imported(self) -> bool:
         return has_imported(self._folder, besides=self._process.pid if self._has_agent else None)
 
-    def _within(self) -> tuple[int, ...]:
-        """Supervisors that the command has launched, and that are at work."""
+    def _nested(self) -> tuple[int, ...]:
+        """Return the process ids of nested supervisors at work."""
         reports = [report for report in nested.read(self._folder) if report.exit_code is None]
         pids = [(self._number(report.pid, report.namespace), report.at) for report in reports]
         return tuple(pid for pid, written_at in pids if self._is_alive(pid, written_at))
 
-    # ---- what is done about it
+    # ---- actions
 
     def _signalled(self, number: int, ranks: list[RankProcess]) -> None:
-        order = signals.about_signal(
+        action = signal_policy.about_signal(
             number,
             ranks,
             ours=self._ours or self._imported(),
-            within=self._within(),
+            nested=self._nested(),
             interrupts=self._inbox.interrupts,
         )
         name = signal.Signals(number).name
-        if signals.may_be_dumped_instead(order, ranks, number) and self._dumped_instead(
+        if signal_policy.may_be_dumped_instead(action, ranks, number) and self._dumped_instead(
             name, number, ranks
         ):
             return
-        if order.what == signals.NOTHING and self._inbox.stop_s is None:
+        if action.what == signal_policy.NOTHING and self._inbox.stop_s is None:
             self._inbox.stop_s = self._inbox.came_s
-        if order.what in (signals.DELIVER, signals.HAND_ON):
-            self._handed_on = order if order.what == signals.HAND_ON else None
+        if action.what in (signal_policy.TO_RANKS, signal_policy.TO_NESTED):
+            self._sent_to_nested = action if action.what == signal_policy.TO_NESTED else None
             self._start_clock(name)
-            send(order.pids, order.number)
-        elif order.what == signals.PASS_ON:
+            send(action.pids, action.number)
+        elif action.what == signal_policy.TO_SCRIPT:
             if ranks:  # their grace holds also for what is done after the end, such as a copy
-                self._start_clock(name, passed_on=True)
+                self._start_clock(name, to_script=True)
             send([self._process.pid] if self._process.poll() is None else [], number)
-        elif order.what == signals.END:
+        elif action.what == signal_policy.END:
             self._end(outcome.START_UP, f"{name} came before any rank listened")
-        elif order.what == signals.KILL:
+        elif action.what == signal_policy.KILL:
             self._end(outcome.SECOND_INTERRUPT, name)
 
-    def _start_clock(self, name: str, *, passed_on: bool = False) -> None:
+    def _start_clock(self, name: str, *, to_script: bool = False) -> None:
         if not self._signal:
             self._signal, self._signalled_at = name, self._inbox.came_s or time.monotonic()
-            self._passed_on = passed_on
+            self._went_to_script = to_script
             if self._inbox.stop_s is None:
                 self._inbox.stop_s = self._inbox.came_s
 
-    def _stop_clock(self) -> None:
-        """Stop the clock: the script has a Checkpointer again, and goes on."""
-        self._signal, self._signalled_at, self._passed_on = "", math.inf, False
-        self._inbox.stop_s = None
-
-    def _hand_on(self) -> None:
-        """Also to whoever the command launches after that: it was to stop, all of it."""
-        order = self._handed_on
-        if order is not None:
-            new = tuple(pid for pid in self._within() if pid not in order.pids)
-            self._handed_on = replace(order, pids=(*order.pids, *new))
-            send(new, order.number)
+    def _signal_new_nested(self) -> None:
+        """Signal nested supervisors started after the signal too: the whole command is to stop."""
+        sent = self._sent_to_nested
+        if sent is not None:
+            new = tuple(pid for pid in self._nested() if pid not in sent.pids)
+            self._sent_to_nested = replace(sent, pids=(*sent.pids, *new))
+            send(new, sent.number)
 
     def _write_notices(self, ranks: list[RankProcess]) -> None:
         """Write notices to ranks without signal handlers, once they look for notices."""
         deaf = [r.told for r in ranks if r.listens and r.told.deaf and r.told.attempt is not None]
         new = {(status.run, status.attempt or 0) for status in deaf} - self._notified
-        if not self._signal or self._passed_on or self._cause or not new:
+        if not self._signal or self._went_to_script or self._cause or not new:
             return
         self._notified |= new
         left_s = self._deadline(ranks) - time.monotonic()
@@ -262,11 +257,11 @@ class LaunchMonitor:
                 f"not left (ranks still there: {remaining_ranks or 'none'})",
             )
             return
-        if not signals.someone_is_lost(ranks):
+        if not signal_policy.someone_is_lost(ranks):
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now
-        elif now - self._lost_since >= (limit_s := signals.others_s(ranks)):
+        elif now - self._lost_since >= (limit_s := signal_policy.others_s(ranks)):
             gone_ranks = [rank for rank in ranks if rank.is_gone] or ranks
             self._end(
                 outcome.OTHERS_LOST,
@@ -276,67 +271,56 @@ class LaunchMonitor:
 
     def _dumped_instead(self, name: str, number: int, ranks: list[RankProcess]) -> bool:
         """Return True if the processes were dumped in place of receiving the signal."""
-        dumping = self._dumping
-        if dumping is None or self._signal or self._cause or self._process.poll() is not None:
+        dumper = self._ready_dumper()
+        if dumper is None or self._signal:
             return False
-        grace_s = (
-            signals.deadline_after_s(ranks) if ranks else signals.without_ranks_s(self._facts())
-        )
-        if not ranks and self._handles(number):
-            return False
+        if ranks:
+            grace_s = signal_policy.deadline_after_s(ranks)
+        else:
+            pid = self._process.pid
+            if any(handles(p, number) for p in (children(pid) if self._has_agent else [pid])):
+                return False  # the command handles or ignores the signal itself
+            record = None if self._named is None else self._named.record
+            grace_s = signal_policy.without_ranks_s({} if record is None else record.facts)
         signalled_s = self._inbox.came_s  # not the first: that one was answered, and is over
         elapsed_s = 0.0 if signalled_s is None else time.monotonic() - signalled_s
         left_s = None if grace_s is None else max(grace_s - elapsed_s, 0.0)
-        dump_reason = DumpReason(name, left_s, host_returns=signals.host_returns())
-        is_dumped = self._is_dumped(
-            dumping, dumping.notice(dump_reason, [rank.told for rank in ranks])
-        )
-        self._inbox.stop_s = signalled_s if is_dumped else self._inbox.stop_s
+        reason = DumpReason(name, left_s, host_returns=signal_policy.host_returns())
+        is_dumped = dumper.notice(reason, [rank.told for rank in ranks])
+        self._note_dump(dumper, is_dumped)
+        if is_dumped:
+            self._inbox.stop_s = signalled_s
         return is_dumped
 
-    def _facts(self) -> Mapping[str, Any]:
-        """Return the facts of the attempt recorded by this supervisor; empty if the ranks recorded
-        it.
-        """
-        run = self._named
-        return {} if run is None or run.record is None else run.record.facts
+    def _ready_dumper(self) -> Dumper | None:
+        """Return the dumper while the processes can be dumped."""
+        return self._dumper if not self._cause and self._process.poll() is None else None
 
-    def _handles(self, number: int) -> bool:
-        """Return True if the command handles or ignores a signal itself."""
-        pid = self._process.pid
-        return any(
-            handles(child_pid, number)
-            for child_pid in (children(pid) if self._has_agent else [pid])
-        )
-
-    def _dump_if_asked(self, ranks: list[RankProcess]) -> None:
-        if self._dumping is None or self._cause or self._process.poll() is not None:
-            return
-        left_s = self._deadline(ranks) - time.monotonic()
-        statuses = [rank.told for rank in ranks]
-        self._is_dumped(self._dumping, self._dumping.look(statuses, left_s))
-
-    def _is_dumped(self, dumping: Dumping, done: bool) -> bool:
-        if done:
-            self._cause, self._why = outcome.DUMPED, f"dumped as {dumping.taken}"
+    def _note_dump(self, dumper: Dumper, is_dumped: bool) -> None:
+        if is_dumped:
+            self._cause, self._why = outcome.DUMPED, f"dumped as {dumper.taken}"
             self._ended_at = time.time()
-        return done
 
     def _deadline(self, ranks: list[RankProcess]) -> float:
-        limits_s = [signals.deadline_after_s(ranks)]
-        if self._handed_on is not None:  # kept once known: their ranks' words go when they do
+        limits_s = [signal_policy.deadline_after_s(ranks)]
+        if self._sent_to_nested is not None:  # kept once known: the statuses go with their ranks
             graces_s = nested.graces_s(nested.read(self._folder))
-            self._within_s = signals.deadline_within_s(graces_s) or self._within_s
-            limits_s.append(self._within_s)
+            grace_s = signal_policy.nested_deadline_s(graces_s)
+            self._nested_grace_s = grace_s or self._nested_grace_s
+            limits_s.append(self._nested_grace_s)
         return self._signalled_at + min((s for s in limits_s if s is not None), default=math.inf)
 
     def _end(self, cause: str, why: str) -> None:
         if self._cause != outcome.SECOND_INTERRUPT:
             self._cause, self._why = cause, why
         self._ended_at = min(self._ended_at, time.time())
-        kill_all(self._process, str(self._folder), self._told_pids())
+        self._kill_all()
 
-    def _course(self) -> LaunchHistory:
+    def _kill_all(self) -> None:
+        told_pids = [rank.told.pid for rank in self._ranks() if rank.alive]
+        kill_all(self._process, str(self._folder), told_pids)
+
+    def _history(self) -> LaunchHistory:
         code = self._process.returncode
         ends = read_ends(self._folder)
         if not self._has_agent:
@@ -351,8 +335,8 @@ class LaunchMonitor:
             cause=self._cause,
             ended_at=self._ended_at,
             why=self._why,
-            passed_on=self._signal if self._passed_on else "",
-            dump=str(self._dumping.taken or "") if self._dumping is not None else "",
+            to_script=self._signal if self._went_to_script else "",
+            dump=str(self._dumper.taken or "") if self._dumper is not None else "",
             within=nested.read(self._folder),
             script=None if self._has_agent else self._process.pid,
         )

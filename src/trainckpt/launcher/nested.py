@@ -1,9 +1,9 @@
-"""A supervisor within another one's launch, as of a job script that calls `trainckpt run`.
+"""Nested supervisors: a job script under `trainckpt run` that calls `trainckpt run`.
 
-    <outer supervisor's folder>/nested-<pid>.json    one word, replaced as it goes on
+    <outer supervisor's folder>/nested-<pid>.json    the inner one's status, replaced as it goes on
 
-Its ranks tell it alone, so nothing of them is seen from outside. The outer one hands on what it
-gets, and waits; how the inner one ended counts: what is between them, such as `make`, may say less.
+Ranks report to the inner supervisor alone. The outer one forwards signals to it, and waits; the
+inner one's outcome counts: programs between them, such as `make`, may report less.
 """
 
 from __future__ import annotations
@@ -34,18 +34,16 @@ LONGEST_WHY = 500
 
 @dataclass(frozen=True)
 class Nested:
-    """Status of an inner supervisor, as it reported it."""
+    """Status of an inner supervisor."""
 
-    # pid, namespace: its process, as of `attempt.rank_status.RankStatus`
     pid: Pid
     namespace: str
-    folder: str = ""  # where the ranks of its present launch tell it; "": there was none yet
-    exit_code: ExitCode | None = None  # what it returns; None while it is at work
-    # how, why, on_purpose: as of its last launch's `outcome.Outcome`
-    how: str = ""
+    folder: str = ""  # its own folder of status files; "" before its first launch
+    exit_code: ExitCode | None = None  # None while it is at work
+    how: str = ""  # this and the next two: of its last launch's `outcome.Outcome`
     why: str = ""
     on_purpose: bool = False
-    at: float = 0.0  # when it said that (`time.time`)
+    at: float = 0.0  # time of the status (`time.time`)
 
 
 class ParentReporter:
@@ -60,7 +58,7 @@ class ParentReporter:
         self.tell()
 
     def tell(self, **changes: Any) -> None:
-        """Say that some fields have changed."""
+        """Report changed fields."""
         self._said = replace(self._said, **changes)
         if self._above is None:
             return
@@ -69,16 +67,14 @@ class ParentReporter:
 
 
 def read(folder: Path) -> list[Nested]:
-    """Those in this launch, whose last word is the oldest first; an unreadable one said nothing."""
-    return [
-        replace(word, at=written_at)
-        for word, written_at in read_statuses(folder, "nested-*.json", Nested)
-    ]
+    """Return the readable statuses in this launch, the oldest first."""
+    found = read_statuses(folder, "nested-*.json", Nested)
+    return [replace(status, at=written_at) for status, written_at in found]
 
 
-def graces_s(words: Sequence[Nested]) -> list[float]:
+def graces_s(nested: Sequence[Nested]) -> list[float]:
     """Return the graces reported by the ranks of inner supervisors at work."""
-    folders = [Path(word.folder) for word in words if word.folder and word.exit_code is None]
+    folders = [Path(each.folder) for each in nested if each.folder and each.exit_code is None]
     statuses = [status for folder in folders for status in read_rank_statuses(folder).values()]
     return [status.grace_s for status in statuses if status.grace_s is not None]
 

@@ -58,34 +58,31 @@ class LaunchHistory:
     """Events of one launch, as far as this host knows."""
 
     code: int  # the launched process's own exit code, 128 + n after a signal
-    # last word of each rank of this host, and when it was said (`time.time`)
+    # last status of each rank of this host, and its time (`time.time`)
     told: Sequence[tuple[RankStatus, float]] = ()
-    ends: Sequence[RankExit] = ()  # how processes ended, first ones first
-    ours: bool = False  # whether the command uses trainckpt
-    signalled: bool = False  # whether a signal came to us that the ranks were to hear
-    cause: str = ""  # why we ended it, or ""
-    ended_at: float = math.inf  # when we did
-    why: str = ""  # what there is to say about that
-    script: int | None = None  # id of the launched process where that is the script itself
+    ends: Sequence[RankExit] = ()  # exits of processes, in order
+    ours: bool = False  # the command uses trainckpt
+    signalled: bool = False  # a signal for the ranks came
+    cause: str = ""  # why the supervisor ended it, or ""
+    ended_at: float = math.inf  # when it did
+    why: str = ""  # the same for people
+    script: int | None = None  # process id of the script, if that was launched itself
     dump: str = ""  # name of the dump that it was ended with, or ""
-    # last word of each supervisor that it has launched, the oldest first
-    within: Sequence[Nested] = ()
-    passed_on: str = ""  # name of the signal that its script got once its ranks were done, or ""
-    # the option `exit_code`, as far as the command's environment says
-    start_again: int = START_AGAIN
+    within: Sequence[Nested] = ()  # last status of each nested supervisor, the oldest first
+    to_script: str = ""  # name of the signal sent to the script after its ranks were done, or ""
+    start_again: int = START_AGAIN  # the option `exit_code` in the command's environment
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Classified end of a launch."""
 
-    exit_code: int  # what to return
+    exit_code: int
     how: str  # `FINISHED`, `STOPPED`, `FAILED`, `KILLED`, `REFUSED` or `NOTICE`
-    why: str  # what died of what; for people
-    on_purpose: bool = False  # somebody wanted it to end: it is not to be started again
-    dump: str = ""  # as of `LaunchHistory`
-    # it is the word of a supervisor within, who has done what there is to do about it
-    within: bool = False
+    why: str  # for people
+    on_purpose: bool = False  # it was to end, and is not started again
+    dump: str = ""  # as in `LaunchHistory`
+    within: bool = False  # reported by a nested supervisor, which has handled it
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class _Failure:
         return self.code in CONSEQUENCES
 
     def is_before(self, at: float) -> bool:
-        """Also where nobody saw when, and it was no consequence of anything that we know of."""
+        """Return True also for an unknown time, unless it may be a consequence."""
         return self.at < at or (math.isinf(self.at) and not self.may_be_consequence)
 
 
@@ -126,8 +123,8 @@ def judge(course: LaunchHistory) -> Outcome:
         return Outcome(NoAgreement.exit_code, KILLED, course.why, on_purpose=True)
     if course.code == 0:
         return Outcome(0, FINISHED, "finished")
-    if (passed_on := _passed_on(course, failures)) is not None:
-        return passed_on
+    if (signalled := _script_signalled(course, failures)) is not None:
+        return signalled
     if failures:
         return _from_first(failures, course)
     if course.cause == OTHERS_LOST:
@@ -139,11 +136,7 @@ def judge(course: LaunchHistory) -> Outcome:
 
 def _stop(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
     """Return the stop, unless it was the consequence of a failure."""
-    stops = [
-        (status, stopped_at)
-        for status, stopped_at in course.told
-        if status.how == STOPPED and status.exit_code
-    ]
+    stops = [(s, stopped_at) for s, stopped_at in course.told if s.how == STOPPED and s.exit_code]
     if not stops:
         return None
     first_stop = min(stopped_at for _, stopped_at in stops)
@@ -154,93 +147,72 @@ def _stop(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None
     return Outcome(status.exit_code, STOPPED, "stopped", on_purpose=True)
 
 
-def _passed_on(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
+def _script_signalled(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
     """Return the end of a script killed by a signal between two runs, or after its last one.
 
     Started again it goes on there: what is finished is not trained again.
     """
-    if not course.passed_on:
+    if not course.to_script:
         return None
-    signal_codes = (
-        -signal.Signals[course.passed_on],
-        -signal.SIGTERM,
-    )  # torchrun makes one of the other
-    if 128 - course.code not in signal_codes or any(
-        failure.code not in signal_codes for failure in failures
-    ):
+    # torchrun turns the first into the second
+    codes = (-signal.Signals[course.to_script], -signal.SIGTERM)
+    if 128 - course.code not in codes or any(failure.code not in codes for failure in failures):
         return None
-    reason = f"the script died of {course.passed_on} after its run was over"
+    reason = f"the script died of {course.to_script} after its run was over"
     return Outcome(course.start_again, NOTICE, reason, on_purpose=True)
 
 
 def _stop_within(course: LaunchHistory) -> Outcome | None:
-    """Return the end of the last supervisor within, if its caller has to know of it.
+    """Return the end of the last nested supervisor, if the caller has to know of it.
 
-    A script may answer for a stop that nobody has told us of.
+    A script may answer for a stop that was not reported here.
     """
-    ended_words = [word for word in course.within if word.exit_code is not None]
-    if not ended_words or not (course.signalled or course.code != 0):
+    ended = [status for status in course.within if status.exit_code is not None]
+    if not ended or not (course.signalled or course.code != 0):
         return None
-    last_word = ended_words[-1]
-    if not last_word.exit_code or not (last_word.on_purpose or last_word.how == REFUSED):
+    last = ended[-1]
+    if not last.exit_code or not (last.on_purpose or last.how == REFUSED):
         return None
-    return Outcome(last_word.exit_code, last_word.how, last_word.why, on_purpose=True, within=True)
+    return Outcome(last.exit_code, last.how, last.why, on_purpose=True, within=True)
 
 
 def _failures(course: LaunchHistory) -> list[_Failure]:
     """Return all failures of this launch, in order."""
-    by_pid = {status.pid: (status, told_at) for status, told_at in course.told}
+    by_pid = {status.pid: status for status, _ in course.told}
     failures = [
         _Failure(told_at, status.exit_code, status.how, f"rank {status.rank}", has_said_so=True)
         for status, told_at in course.told
         if status.how in (FAILED, REFUSED) and status.exit_code
     ]
     for end in course.ends:
-        status, _ = by_pid.get(end.pid, (None, 0.0))
-        has_said = (
-            status is not None and status.how in (STOPPED, FAILED, REFUSED) and status.exit_code
-        )
+        status = by_pid.get(end.pid)
+        has_said = status and status.how in (STOPPED, FAILED, REFUSED) and status.exit_code
         if end.code != 0 and not has_said and end.at <= course.ended_at:
             rank = status.rank if status else end.rank
             unknown = "the script" if end.pid == course.script else f"process {end.pid}"
             subject = unknown if rank is None else f"rank {rank}"
-            kind = FAILED if end.code > 0 else KILLED
+            how = FAILED if end.code > 0 else KILLED
             failures.append(
-                _Failure(end.at, end.code, kind, subject, has_said_so=status is not None)
+                _Failure(end.at, end.code, how, subject, has_said_so=status is not None)
             )
     return sorted(failures, key=lambda failure: failure.at)
 
 
 def _from_first(failures: Sequence[_Failure], course: LaunchHistory) -> Outcome:
-    first_failures = [f for f in failures if f.is_before(failures[0].at + TOGETHER_S)]
-    first_failure = next((f for f in first_failures if not f.may_be_consequence), failures[0])
-    if first_failure.code in NOTICES and course.ours and not first_failure.has_said_so:
-        reason = f"{first_failure.who} got {_name(first_failure.code)} before it listened"
+    close = [f for f in failures if f.is_before(failures[0].at + TOGETHER_S)]
+    first = next((f for f in close if not f.may_be_consequence), failures[0])
+    if first.code in NOTICES and course.ours and not first.has_said_so:
+        reason = f"{first.who} got {_name(first.code)} before it listened"
         return Outcome(course.start_again, NOTICE, reason, on_purpose=True)
-    kind = first_failure.how
-    ended_by_watcher = (
-        first_failure.code == NoAgreement.exit_code
-        and kind == FAILED
-        and not any(
-            status.how == FAILED and status.exit_code == first_failure.code
-            for status, _ in course.told
-        )
-    )
-    if ended_by_watcher and course.ours:  # a stop that failed: somebody wanted it to end
-        return Outcome(
-            first_failure.code,
-            KILLED,
-            f"{first_failure.who} exited with 71: ranks did not agree on the stop in time",
-            on_purpose=True,
-        )
-    event_text = (
-        f"died of {_name(first_failure.code)}"
-        if first_failure.code < 0
-        else f"ended with {first_failure.code}"
-    )
-    event_text = "was refused" if kind == REFUSED else event_text
+    if first.code == NoAgreement.exit_code and first.how == FAILED and course.ours:
+        said = any(s.how == FAILED and s.exit_code == first.code for s, _ in course.told)
+        if not said:  # the watcher ended it: a stop that failed
+            reason = f"{first.who} exited with 71: ranks did not agree on the stop in time"
+            return Outcome(first.code, KILLED, reason, on_purpose=True)
+    event = f"died of {_name(first.code)}" if first.code < 0 else f"ended with {first.code}"
+    event = "was refused" if first.how == REFUSED else event
     lost = "; the other ranks waited for it in vain" if course.cause == OTHERS_LOST else ""
-    return Outcome(first_failure.exit_code, kind, f"{first_failure.who} {event_text}{lost}")
+    return Outcome(first.exit_code, first.how, f"{first.who} {event}{lost}")
 
 
 def _name(code: int) -> str:

@@ -1,8 +1,8 @@
 """Relay a command's output through files: a process without terminal or pipe can be dumped.
 
-The command appends to one file for each of our outputs (one for both, if they are the same), and a
-thread here passes on what comes. What was passed on is given back to the file system, so that weeks
-of output take no room. A restored command goes on appending to the same paths.
+The command appends to one file for each of this process's outputs (one for both, if they are the
+same), and a thread here copies new bytes to them. Copied bytes are given back to the file system,
+so weeks of output take no room. A restored command goes on appending to the same paths.
 """
 
 from __future__ import annotations
@@ -27,26 +27,18 @@ KEEP_SIZE, PUNCH_HOLE = 1, 2
 
 
 class OutputRelay:
-    """The outputs of one launch.
-
-    Attributes:
-        out, err: Descriptors for the command's standard output and error.
-        paths: Of the files.
-    """
+    """The outputs of one launch: `out` and `err` are descriptors for the command, of `paths`."""
 
     def __init__(
         self, folder: Path, *, out_to: int = 1, err_to: int = 2, apart: bool = False
     ) -> None:
-        """Open the files in `folder`; they pass on to descriptors of ours.
+        """Open the files in `folder`; they are copied to these descriptors of this process.
 
         `apart`: two files in any case, for a command that may have been launched with two.
         """
-        share_stream = _is_same(out_to, err_to) and not apart
-        files = (
-            [(folder / OUT, out_to)]
-            if share_stream
-            else [(folder / OUT, out_to), (folder / ERR, err_to)]
-        )
+        files = [(folder / OUT, out_to)]
+        if apart or not _is_same(out_to, err_to):
+            files.append((folder / ERR, err_to))
         self.paths = tuple(path for path, _ in files)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         opened = [os.open(path, flags, 0o600) for path in self.paths]
@@ -61,7 +53,7 @@ class OutputRelay:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Pass on what is written while the block runs, to the last byte."""
+        """Copy the output while the block runs, to the last byte."""
         sys.stdout.flush()
         thread = threading.Thread(target=self._follow, name="trainckpt-logs", daemon=True)
         thread.start()
@@ -74,30 +66,31 @@ class OutputRelay:
     def _follow(self) -> None:
         while not self._stopping.wait(LOOK_S):
             for tail in self._followed:
-                tail.pass_on()
+                tail.copy()
         for tail in self._followed:
-            tail.pass_on()
+            tail.copy()
             tail.close()
 
 
 class _Tail:
-    """One file, read from where it ended when it was opened here."""
+    """One file, read from its end at the time of opening."""
 
     def __init__(self, path: Path, target: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._at = self._given_back = os.fstat(self._file).st_size
         self._target = target
 
-    def pass_on(self) -> None:
-        """Everything that is there."""
+    def copy(self) -> None:
         while piece := os.pread(self._file, PIECE_BYTES, self._at):
             self._at += len(piece)
-            with contextlib.suppress(OSError):  # nobody reads it any more; the command goes on
+            with contextlib.suppress(OSError):  # the output has no reader; the command goes on
                 view = memoryview(piece)
                 while view:
                     view = view[os.write(self._target, view) :]
         if self._at - self._given_back >= GIVE_BACK_BYTES:
-            _punch(self._file, self._given_back, self._at - self._given_back)
+            # Without support by the file system the bytes stay.
+            num_bytes = self._at - self._given_back
+            libc().fallocate(self._file, KEEP_SIZE | PUNCH_HOLE, self._given_back, num_bytes)
             self._given_back = self._at
 
     def close(self) -> None:
@@ -110,8 +103,3 @@ def _is_same(one: int, other: int) -> bool:
         return os.path.samestat(os.fstat(one), os.fstat(other))
     except OSError:
         return False
-
-
-def _punch(descriptor: int, first_byte: int, num_bytes: int) -> None:
-    """Give these bytes back to the file system; where it cannot, they stay."""
-    libc().fallocate(descriptor, KEEP_SIZE | PUNCH_HOLE, first_byte, num_bytes)

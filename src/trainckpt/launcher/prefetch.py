@@ -4,8 +4,8 @@ While the ranks import torch and connect, this process reads the snapshot that t
 resume from into the host's memory. The ranks choose for themselves, wait for reads in flight, and
 verify every digest. After a wrong or unfinished guess they read from the tier.
 
-Until they wait, the launch comes first, for the cores and for the disk: it reads its modules in
-small pieces, each of which would wait behind all that is on its way here.
+Until the ranks wait for it, this process yields cores and disk to the launch, whose small reads of
+modules would queue behind large ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _give_way() -> None:
-    """Let the launch have the cores that it wants: all wait for that, and for this only its end."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
     with contextlib.suppress(OSError):  # sessions share the cores alike, whatever is in each
@@ -65,7 +64,7 @@ def _give_way() -> None:
 
 @contextlib.contextmanager
 def _awaited(memory: SharedMemoryDir) -> Iterator[threading.Event]:
-    """Set once the launch waits: until then it does without, from then on for this alone."""
+    """Yield an event that is set, at full priority from then on, once the ranks wait for this."""
     awaited, finished = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -93,7 +92,9 @@ def bring(tier: Place, memory: SharedMemoryDir, wanted: str | None = None) -> li
         return []  # no key is asked for here
     if any(replica_slots.MANIFEST in replica_slots.files(memory, f) for f in memory.folders()):
         return []  # what is in memory alone must not be overwritten before the ranks have seen it
-    num_bytes, hosts = sum(file.num_bytes for file in manifest.files), _num_hosts(records)
+    num_bytes = sum(file.num_bytes for file in manifest.files)
+    newest = records[max(records)].facts if records else {}
+    hosts = len(set(newest.get("hosts", ()))) or 1  # the next attempt has as many
     num_local_files = -(-len(manifest.files) // hosts)
     if not has_room(
         memory, num_bytes, training_bytes(held_bytes(manifest) // hosts, num_local_files)
@@ -101,12 +102,6 @@ def bring(tier: Place, memory: SharedMemoryDir, wanted: str | None = None) -> li
         return []  # the ranks have taken nothing yet
     with _awaited(memory) if isinstance(tier, LocalTier) else contextlib.nullcontext() as awaited:
         return fetch(tier, memory, manifest, range(len(manifest.files)), awaited=awaited)
-
-
-def _num_hosts(before: Mapping[int, AttemptRecord]) -> int:
-    """Return the number of hosts of the newest attempt; the next one has as many."""
-    newest = before[max(before)].facts if before else {}
-    return len(set(newest.get("hosts", ()))) or 1
 
 
 def _likely(
@@ -126,7 +121,7 @@ def _likely(
 
 @contextlib.contextmanager
 def beside(run: str | None, variables: Mapping[str, str], wanted: str | None) -> Iterator[None]:
-    """Prefetch while a launch runs; `run` is where it most likely goes on, None if nobody knows."""
+    """Prefetch while a launch runs; `run` is its likely run directory, or None."""
     process = None
     if run is not None:
         # It is no part of the launch: that it imports us says nothing of the command.

@@ -3,9 +3,6 @@
 torchrun puts its ranks into sessions of their own, so the members of a launch are found by their
 parents, and orphans by the variable that they inherited. Nothing here raises for a process that is
 gone.
-
-`ReparentedProcess` stands for the root of a restored tree: this process became its parent without
-starting it.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import psutil
 
 from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, namespace_of
 from trainckpt.process_dump.process_tree import processes as tree
+from trainckpt.process_dump.process_tree import send
 from trainckpt.storage.libc import libc
 
 if TYPE_CHECKING:
@@ -40,7 +38,13 @@ def living(pid: int) -> psutil.Process | None:
     Two of one id are equal only if they are one process: ids are given again.
     """
     process = _process(pid)
-    return None if process is None or _has_ended(process) else process
+    try:
+        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return None if process is None or process.status() in ended else process
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:
+        return process
 
 
 def is_ours(process: psutil.Process, folder: str, told_at: float) -> bool:
@@ -60,15 +64,11 @@ def is_ours(process: psutil.Process, folder: str, told_at: float) -> bool:
 def seen_from_here(number: int, namespace: str, ancestor: int) -> int | None:
     """Return the id of `ancestor` or its descendant with this id in that pid namespace, or None."""
     for pid in tree(ancestor):
-        if _numbers(pid)[-1:] == [number] and namespace_of(pid) == namespace:
+        # NSpid: the ids in each of its namespaces, the outermost first
+        ids = [line.split()[-1] for line in _status(pid) if line.startswith("NSpid:")]
+        if ids == [str(number)] and namespace_of(pid) == namespace:
             return pid
     return None
-
-
-def _numbers(pid: int) -> list[int]:
-    """Return the ids of a process in each of its namespaces, the outermost first."""
-    fields = [line.split()[1:] for line in _status(pid) if line.startswith("NSpid:")]
-    return [int(word) for words in fields for word in words]
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -105,20 +105,13 @@ def child_above(pid: int, ancestor: int) -> int:
     return pid
 
 
-def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each that is still there."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
 def kill_all(process: Process, folder: str, told: Iterable[int] = ()) -> None:
-    """Kill it, all that descends from it, and all that was told to tell us of its attempt.
+    """Kill a launched process, its descendants, and orphans of the launch.
 
     Args:
-        process: What was launched; it may be gone.
+        process: The launched process; it may be gone.
         folder: The value of TRAINCKPT_SUPERVISOR in its environment, or "".
-        told: Ids of ranks that are known by their own word.
+        told: Process ids reported by ranks.
     """
     told_pids = tuple(told)
     quiet_rounds = 0
@@ -155,15 +148,6 @@ def _process(pid: int) -> psutil.Process | None:
         return None
 
 
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
-    except psutil.Error:
-        return False
-
-
 def _status(pid: int) -> list[str]:
     """Return the lines of a process's status; none if it is gone."""
     try:
@@ -177,33 +161,28 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Process(Protocol):
-    """Interface of a process under supervision."""
+    """Process under supervision: a `subprocess.Popen` or a `ReparentedProcess`."""
 
     pid: int
     returncode: Any  # as Popen has it: None while it runs
 
     def poll(self) -> int | None:
-        """Return its exit code, as `subprocess` gives it, or None while it runs."""
+        """Return the exit code, as `subprocess` gives it, or None while it runs."""
 
     def wait(self) -> int:
-        """Wait for its end."""
+        """Wait for the end."""
 
 
 class ReparentedProcess:
-    """As `subprocess.Popen`, for a child of this process by its id. Any thread.
-
-    Attributes:
-        pid: Its id.
-        returncode: Its exit code, negative for a signal; None while it runs.
-    """
+    """Root of a restored tree: a child that this process did not start. Any thread."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # negative for a signal; None while it runs
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
+        """Return the exit code, or None while it runs."""
         with self._lock:
             if self.returncode is None:
                 try:

@@ -1,8 +1,8 @@
-"""The attempt's record, where the ranks cannot write it themselves.
+"""The attempt's record, if the ranks cannot write it themselves.
 
-Two cases: the attempt died without a word, or the command has no Checkpointer and was given a
-place by `--run`. What a rank has written stands, unless it was only the consequence of another
-rank's failure: then that failure is recorded.
+Either the attempt died without a report, or the command has no Checkpointer and got a run directory
+by `--run`. A rank's own report stands, unless it is only the consequence of another rank's failure:
+then that failure is recorded.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 # ---- options, as the attempt has recorded them
 #
-# Whoever brings a run back may stand in another folder, in another shell: what was set for the run
-# when it was launched counts, but for what is set here, and for what was too secret to be stored.
+# A resume may run in another folder and shell. The variables of the launch count, except those set
+# here, and secrets, which are not stored.
 
 
-# Without it secrets would be written in the clear: an error is better.
+# Kept even if redacted: without it secrets would be written in the clear, so an error is better.
 ENCRYPT_TO_VARIABLE = "TRAINCKPT_ENCRYPT_TO"
 
 
@@ -76,7 +76,7 @@ def recorded_options(facts: Mapping[str, Any]) -> Options:
 def start_again_code(environment: Mapping[str, str], cwd: str | Path | None) -> int:
     """Return the exit code for "saved, start me again" of a command with this environment.
 
-    Where an option is unreadable, the default: the ranks refuse it by name.
+    The default if an option is unreadable: the ranks refuse it by name.
     """
     from trainckpt.attempt.options import read_options
 
@@ -102,20 +102,18 @@ BY_SUPERVISOR = "supervisor"
 
 
 def recorded_word(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]:
-    """Return rank 0's status from the attempt's record, if rank 0 did not report to this
-    supervisor.
+    """Return rank 0's status and its time from the attempt's record, if it did not report here.
 
-    Rank 0 may be on another host. Empty, or one word with the time it was said at.
+    Rank 0 may be on another host. The list has at most one entry.
     """
     claimed = _attempt_of(ranks)
     if claimed is None or any(status.rank == 0 and status.how for status in ranks):
         return []
     try:
-        record = attempt_history.read_attempts(run_url.open_other_place(claimed.run)).get(
-            claimed.attempt or 0
-        )
+        records = attempt_history.read_attempts(run_url.open_other_place(claimed.run))
     except TrainckptError:
         return []
+    record = records.get(claimed.attempt or 0)
     outcome = (record.outcome or {}) if record is not None else {}
     ending, code, seconds = (outcome.get(key) for key in ("outcome", "exit_code", "seconds"))
     if record is None or not isinstance(ending, str) or type(code) is not int:
@@ -123,21 +121,17 @@ def recorded_word(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]
     started, ended_at = record.facts.get("started"), -math.inf
     if isinstance(started, (int, float)) and isinstance(seconds, (int, float)):
         ended_at = started + seconds
-    return [
-        (
-            RankStatus(
-                rank=0,
-                pid=-1,
-                host="",
-                run=claimed.run,
-                attempt=claimed.attempt,
-                state=LEFT,
-                how=ending,
-                exit_code=code,
-            ),
-            ended_at,
-        )
-    ]
+    status = RankStatus(
+        rank=0,
+        pid=-1,
+        host="",
+        run=claimed.run,
+        attempt=claimed.attempt,
+        state=LEFT,
+        how=ending,
+        exit_code=code,
+    )
+    return [(status, ended_at)]
 
 
 def _attempt_of(ranks: Sequence[RankStatus]) -> RankStatus | None:
@@ -151,12 +145,8 @@ def settle(
 ) -> AttemptRecord | None:
     """Return the record of these ranks' attempt; write its outcome if it has none.
 
-    None where they claimed no attempt, or its record cannot be read.
-
-    Args:
-        ranks: What they told.
-        verdict: How the launch ended.
-        asked: Somebody wanted it to end, so that says nothing against its snapshot.
+    None if they claimed no attempt, or its record cannot be read. `asked`: the stop was requested,
+    so it says nothing against the snapshot.
     """
     claimed = _attempt_of(ranks)
     if claimed is None:
@@ -175,7 +165,10 @@ def settle(
             outcome = {**outcome, **_words(verdict, verdict.how)}
         if outcome is not record.outcome and outcome is not None:
             outcome[DIED_WHILE] = record.state if by_itself else None
-            record = _with_outcome(record, outcome)
+            # As the ranks do: only an attempt that failed by itself may count as one that its
+            # snapshot, if it never passed a boundary, is to blame for.
+            state = record.state if outcome["outcome"] == FAILED else ENDED
+            record = record.with_(state=state, outcome=outcome)
             attempt_history.replace(tier, record)
         if verdict.dump:
             tier.remove(heartbeat.key_of(record.attempt))
@@ -184,23 +177,14 @@ def settle(
         return None
 
 
-def _with_outcome(record: AttemptRecord, outcome: dict[str, Any]) -> AttemptRecord:
-    # As the ranks do: only an attempt that failed by itself may count as one that its snapshot,
-    # if it never passed a boundary, is to blame for.
-    state = record.state if outcome["outcome"] == FAILED else ENDED
-    return record.with_(state=state, outcome=outcome)
-
-
 def _is_consequence(outcome: Mapping[str, Any], verdict: Outcome) -> bool:
     """Return True if rank 0's recorded outcome is a consequence of another rank's failure.
 
     It took torchrun's SIGTERM for a notice and stopped, or a connection broke under it.
     """
-    recorded_ending, code = outcome.get("outcome"), outcome.get("exit_code")
-    is_broken = (
-        recorded_ending in (FAILED, KILLED) and code in CONSEQUENCES and code != verdict.exit_code
-    )
-    return recorded_ending == STOPPED or is_broken
+    ending, code = outcome.get("outcome"), outcome.get("exit_code")
+    is_broken = ending in (FAILED, KILLED) and code in CONSEQUENCES and code != verdict.exit_code
+    return ending == STOPPED or is_broken
 
 
 def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
@@ -214,14 +198,13 @@ def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
 def _unsaid(record: AttemptRecord, verdict: Outcome, commit: str | None) -> dict[str, Any]:
     """Return the outcome of an attempt without a recorded end."""
     parent = record.parent if record.parent != UNDECIDED else None
-    snapshot = commit or parent
     started = record.facts.get("started")
-    ending = verdict.how if verdict.how in (FAILED, KILLED) else KILLED
-    outcome = {
-        **_outcome(snapshot, started if isinstance(started, (int, float)) else None),
-        **_words(verdict, ending),
-    }
-    outcome |= _of_dump(verdict)
+    outcome = _outcome(
+        verdict,
+        verdict.how if verdict.how in (FAILED, KILLED) else KILLED,
+        snapshot=commit or parent,
+        started=started if isinstance(started, (int, float)) else None,
+    )
     if verdict.exit_code == 0:
         outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
     return outcome
@@ -231,45 +214,33 @@ def _words(verdict: Outcome, how: str) -> dict[str, Any]:
     return {"outcome": how, "exit_code": verdict.exit_code, "reason": verdict.why}
 
 
-def _of_dump(verdict: Outcome) -> dict[str, Any]:
-    """Return the fields of an outcome that differ after a dump; no micro-batch is lost."""
-    if not verdict.dump:
-        return {}
+def _outcome(
+    verdict: Outcome, how: str, *, snapshot: str | None, started: float | None
+) -> dict[str, Any]:
+    dump = verdict.dump  # with one, no micro-batch is lost
     return {
-        "outcome": STOPPED,
-        "snapshot": verdict.dump,
-        "kind": DUMP,
-        "tiers": ["local"],
-        "exactness": BITWISE,
-        "lost_micro_batches": 0,
-    }
-
-
-def _outcome(snapshot: str | None, started: float | None) -> dict[str, Any]:
-    return {
-        "outcome": None,
-        "snapshot": snapshot,
-        "kind": "snapshot",
-        "exactness": None,
-        "lost_micro_batches": None,
-        "tiers": ["local"] if snapshot else [],
+        "outcome": STOPPED if dump else how,
+        "snapshot": dump or snapshot,
+        "kind": DUMP if dump else "snapshot",
+        "exactness": BITWISE if dump else None,
+        "lost_micro_batches": 0 if dump else None,
+        "tiers": ["local"] if dump or snapshot else [],
         "seconds": round(time.time() - started, 3) if started is not None else None,
-        "exit_code": None,
+        "exit_code": verdict.exit_code,
+        "reason": verdict.why,
     }
 
 
 class NamedRun:
     """`--run`: the run of a command that has no Checkpointer, so that it can be launched again.
 
-    Its environment is this process's, unless one is given: of a command that is launched again.
-
     Its attempt is claimed when it is clear that no rank will: after 30 s without trainckpt being
-    imported (3 s, where the script does not speak of it), or at the end.
+    imported (3 s, if the script does not mention it), or at the end.
 
     Attributes:
         record: The attempt claimed here, or None.
         problem: Why nothing could be written, or "": the command goes on all the same.
-        tier: Where the run lies.
+        tier: The run directory.
     """
 
     def __init__(
@@ -297,18 +268,16 @@ class NamedRun:
         return self.tier.url
 
     def claim_from(self, parent: str, facts: Mapping[str, Any]) -> AttemptRecord | None:
-        """Claim at once: what runs goes on from `parent`. None, and `problem`, if it cannot be.
+        """Claim an attempt at once, with the facts of the one that it continues from `parent`.
 
-        Args:
-            parent: A snapshot or a dump.
-            facts: Of the attempt from which it goes on.
+        Return None, and set `problem`, if that is impossible.
         """
         self._facts = {**facts, "started": self._begun}
         self._claim((), parent)
         return self.record
 
     def look(self, parent: int, ranks: Sequence[RankStatus], *, imported: bool) -> None:
-        """While the command runs: note the ranks' processes, claim when it is time."""
+        """Note the ranks' processes, and claim an attempt when it is time; call it repeatedly."""
         if self.record is not None:
             return
         if len(self._pids) < self._nproc:
@@ -323,13 +292,9 @@ class NamedRun:
     ) -> AttemptRecord | None:
         """Record the command's end, unless a rank claimed an attempt.
 
-        Where nothing was begun, nothing is founded: the next start of a run whose place was
-        mistyped, or not mounted, would take it for one that has saved nothing yet.
-
-        Args:
-            ranks: What they told.
-            verdict: How it ended.
-            ours: The command uses trainckpt: it claims attempts itself, once it gets that far.
+        A command that uses trainckpt (`ours`) claims attempts itself, once it gets that far. If it
+        did not, no run is founded: the next start in a mistyped or unmounted run directory would
+        take it for a run without snapshots.
         """
         by_itself = verdict.how == FINISHED or verdict.dump or not ours
         if verdict.how not in (NOTICE, REFUSED) and by_itself:
@@ -337,7 +302,7 @@ class NamedRun:
         if self.record is None:
             return None
         ending = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
-        outcome = {**_outcome(None, self._begun), **_words(verdict, ending), **_of_dump(verdict)}
+        outcome = _outcome(verdict, ending, snapshot=None, started=self._begun)
         self.record = self.record.with_(state=ENDED, outcome=outcome)
         try:
             attempt_history.replace(self.tier, self.record)
@@ -347,7 +312,7 @@ class NamedRun:
         return self.record
 
     def close(self) -> None:
-        """Give no more signs of life. May be repeated."""
+        """Stop the heartbeat. May be repeated."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
 

@@ -1,12 +1,12 @@
-"""A dump brought back under a new supervisor: the same processes, as another attempt.
+"""Restore a dump under a new supervisor: the same processes, as another attempt.
 
-alone      the dump's folder is locked, and no attempt has begun since
-examine    all that can be known against it: nothing is touched, so it stays what it is
-restore    the tree is a child of this process, and stands; if that fails the dump stays what it is
-claim      the attempt that they become, its parent the dump: nobody restores it twice
-run        its output goes on to where ours goes
+lock       the dump's folder, if no attempt has begun since
+examine    all obstacles that can be known, while nothing is changed
+restore    the tree is a child of this process, and stands; after a failure the dump stays usable
+claim      the new attempt, its parent the dump: it cannot be restored twice
+run        its output goes to this process's output
 images     are deleted: the processes have gone on from them
-watch      as if they had been launched here; what is started again after a failure is the command
+watch      as if it had been launched here; after a failure the command is started again
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from trainckpt.attempt.rank_status import REFUSED
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
-from trainckpt.launcher.dumps import outputs
+from trainckpt.launcher.dumper import outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
 from trainckpt.launcher.record import launch_folder, start_again_code
-from trainckpt.launcher.signals import starts_again
+from trainckpt.launcher.signal_policy import starts_again
 from trainckpt.launcher.supervise import RunResult, settle
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, process_start_s
 from trainckpt.process_dump import restore
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.rank_status import RankStatus
     from trainckpt.format.dump import DumpRecord
-    from trainckpt.launcher.dumps import Dumpable
+    from trainckpt.launcher.dumper import Dumpable
     from trainckpt.launcher.outcome import LaunchHistory
     from trainckpt.launcher.output_relay import OutputRelay
     from trainckpt.launcher.record import NamedRun
-    from trainckpt.launcher.signals import Inbox
+    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.process_dump.restore import RestorableDump
     from trainckpt.storage.local import LocalTier
 
@@ -62,28 +62,24 @@ class AlreadyResumed(UnusableSnapshot):
 class RestoredDump:
     """A dump to restore and the launch it becomes."""
 
-    tier: LocalTier  # the run's place
-    record: DumpRecord  # the dump
-    named: NamedRun  # the run, of which nothing is claimed yet
+    tier: LocalTier  # the run directory
+    record: DumpRecord
+    named: NamedRun  # the run, without an attempt yet
     facts: Mapping[str, Any]  # of the attempt that was dumped
     dumpable: Dumpable  # so that it can be dumped again
-    output: Any = None  # as `supervise` has it
+    output: Any = None  # as for `supervise`
     has_agent: bool = True  # the tree's root is torchrun under our agent
-    max_restarts: int = 0  # how often the command is started again where it fails
-    key: bytes = b""  # of its images, if they are encrypted
+    max_restarts: int = 0
+    key: bytes = b""  # of encrypted images
 
 
 def supervise_restored(dumped: RestoredDump, inbox: Inbox) -> RunResult:
-    """Bring it back, and look after it to its end. Main thread.
-
-    Args:
-        dumped: What is brought back.
-        inbox: An entered one.
+    """Restore a dump, and supervise it to its end. Main thread; `inbox` is entered.
 
     Raises:
         AlreadyResumed: another process has resumed from it, or is about to.
         UnusableSnapshot: it could not be restored, or its ranks could not be made whole; the
-            attempt says why, and nothing of it runs.
+            attempt has the reason, and nothing of it runs.
     """
     record, named, folder = dumped.record, dumped.named, Path(dumped.record.folder)
     with contextlib.ExitStack() as closing:
@@ -102,20 +98,20 @@ def supervise_restored(dumped: RestoredDump, inbox: Inbox) -> RunResult:
             has_agent=dumped.has_agent,
             ours=LISTENS in dumped.facts,
             named=named,
-            dumping=dumped.dumpable.dumping(process, folder, logs, named),
+            dumper=dumped.dumpable.dumper(process, folder, logs, named),
         )
         course = launched.run()
         ranks = launched.told()
-    # They know their attempt by the number under which they began.
+    # The ranks report the attempt that they began as.
     ranks = [replace(r, attempt=attempt) if r.attempt is not None else r for r in ranks]
     return _ended(dumped, course, ranks, inbox)
 
 
 @contextlib.contextmanager
 def _alone(dumped: RestoredDump) -> Iterator[int]:
-    """While nobody else restores it: the lock, a descriptor. No attempt has begun since the dump.
+    """Yield a lock on the dump, a descriptor; refuse if an attempt has begun since the dump.
 
-    CRIU holds it too: it may work on for a while when this process was killed.
+    CRIU inherits the lock: it may work on for a while after this process is killed.
     """
     name, folder = dumped.record.name, dumped.tier.root / dumped.record.name.folder
     try:
@@ -150,7 +146,7 @@ def _outputs(dumped: RestoredDump, folder: Path) -> Iterator[OutputRelay | None]
             folder.parent.mkdir(parents=True, exist_ok=True)
             must_be_private(folder)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            # Both: how many they had was told by the outputs of whoever launched them.
+            # Both files: how many the processes had, followed from the launcher's outputs.
             logs = stack.enter_context(outputs(dumped.dumpable, folder, dumped.output, apart=True))
         except OSError as error:
             message = f"{dumped.record.name} cannot be restored: {error}"
@@ -166,23 +162,17 @@ def _claim(dumped: RestoredDump) -> int:
         raise restore.RestoreBlocked(
             f"{record.name}: no attempt can be claimed: {named_run.problem}"
         )
-    skipped_attempts = range(record.name.attempt + 1, claimed.attempt)
-    if later_attempts := [
-        attempt
-        for attempt in attempt_history.read_attempts(dumped.tier)
-        if attempt in skipped_attempts
-    ]:
-        named_run.record = claimed.with_(
-            parent=UNDECIDED
-        )  # the other's snapshots stay on the ancestry
-        message = f"{record.name} is not restored: attempt {later_attempts[0]} began meanwhile"
+    attempts = attempt_history.read_attempts(dumped.tier)
+    if later := [n for n in attempts if record.name.attempt < n < claimed.attempt]:
+        named_run.record = claimed.with_(parent=UNDECIDED)  # keeps the other's snapshots reachable
+        message = f"{record.name} is not restored: attempt {later[0]} began meanwhile"
         named_run.end((), Outcome(AlreadyResumed.exit_code, FAILED, message))
         raise AlreadyResumed(message)
     return claimed.attempt
 
 
 def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
-    """Restore the processes, and return their attempt; their images are not needed any more."""
+    """Restore the processes, and return their attempt."""
     name, named_run = dumped.record.name, dumped.named
     claimed = list[int]()
 
@@ -213,7 +203,6 @@ def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
 def _ended(
     dumped: RestoredDump, course: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox
 ) -> RunResult:
-    """Judge how it ended."""
     variables = {**recorded_environment(dumped.facts), **os.environ}
     code = start_again_code(variables, launch_folder(dumped.facts))
     course = replace(course, start_again=code)

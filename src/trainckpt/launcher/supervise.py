@@ -1,11 +1,11 @@
 """The supervisor: launches a command, delivers signals, and knows how the attempt ended.
 
-    launch     in a session of its own, told by TRAINCKPT_SUPERVISOR where to leave its words
+    launch     in a session of its own; TRAINCKPT_SUPERVISOR names the folder of its status files
     watch      signals, deadlines, ranks that are lost (`monitor`)
     judge      the exit code and why, from all status files (`outcome`); the record (`record`)
-    again      after a failure, as often as is allowed; not after a stop on purpose
+    restart    after a failure, as often as is allowed; not after a stop on purpose
 
-After an end that was not in order nothing is left behind.
+After a failure no process of the launch is left behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.launcher import record as records
-from trainckpt.launcher.dumps import Dumpable, outputs
+from trainckpt.launcher.dumper import Dumpable, outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.nested import LONGEST_WHY, ParentReporter
@@ -34,7 +34,7 @@ from trainckpt.launcher.outcome import INTERRUPTED, NOTICE, START_AGAIN, judge
 from trainckpt.launcher.prefetch import beside
 from trainckpt.launcher.processes import kill_session
 from trainckpt.launcher.record import start_again_code
-from trainckpt.launcher.signals import Inbox, starts_again
+from trainckpt.launcher.signal_policy import Inbox, starts_again
 from trainckpt.launcher.torchrun_command import (
     RESTARTS_VARIABLE,
     is_torchrun,
@@ -75,14 +75,14 @@ TORCHRUN_GRACE_S = "600"  # torchrun's own 30 s would cut a save short; the dead
 class RunResult:
     """Result of a supervised command."""
 
-    exit_code: int  # what to return to whoever launched us
-    record: AttemptRecord | None  # the newest attempt's record, or None if the command claimed none
-    restarts: int = 0  # how often it was started again
-    why: str = ""  # what it ended of, one sentence for people
-    again: bool = False  # it was not launched here, and may be started again
-    begun: bool = False  # a rank has spoken, in any of its launches: there may be a run
+    exit_code: int
+    record: AttemptRecord | None  # of the newest attempt; None: the command claimed none
+    restarts: int = 0
+    why: str = ""  # one sentence for people
+    again: bool = False  # a restored launch: the caller may start the command again
+    begun: bool = False  # a rank has reported, in any of its launches: there may be a run
     within: bool = False  # a supervisor that it launched has answered for it, to Slurm too
-    start_again: int = START_AGAIN  # the exit code that says so
+    start_again: int = START_AGAIN  # the exit code for "start me again"
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,15 @@ def supervise(
     """Run `command` to its end, and again where it failed. Main thread.
 
     Args:
-        command: What to execute.
+        command, cwd: The command, and its working directory.
         environment: Variables on top of this process's.
-        cwd: Working directory.
         output: Where its stdout goes (and stderr, if it is a file of ours); None: inherited.
-        watch: Called with the process, in a thread of its own; what it raises is raised here.
+        watch: Called with the process, in a thread of its own; its errors are raised here.
         max_restarts: How often a command that failed by itself is started again.
         ours: The command is known to use trainckpt; it may show so itself.
         name: Makes the run of a command that has none, for each launch.
-        say: Told of restarts, a line at a time.
-        inbox: An entered one, where signals are heard already.
+        say: Called with a line for people at each restart.
+        inbox: An entered one, if signals are received already.
         run: Directory of the run that will most likely go on; its snapshot is read ahead.
         dumpable: Launch it so that its processes can be dumped, and do so when asked.
         before: The attempt before, if its processes ended under this supervisor.
@@ -149,7 +148,7 @@ def supervise(
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
     with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
-        reporter = ParentReporter()  # from now on signals may be handed on to us
+        reporter = ParentReporter()  # an outer supervisor forwards signals from now on
         start = _Start(
             command=command,
             variables=variables,
@@ -177,9 +176,9 @@ def supervise(
 class _Newest:
     """The newest attempt of all launches."""
 
-    record: AttemptRecord | None = None  # its own; None: none was claimed
-    ranks: Sequence[RankStatus] = ()  # what its ranks told
-    url: str | None = None  # its run's place, where no rank has told
+    record: AttemptRecord | None = None  # None: none was claimed
+    ranks: Sequence[RankStatus] = ()
+    url: str | None = None  # its run directory, if no rank has reported it
 
     def note(
         self, found: AttemptRecord | None, ranks: Sequence[RankStatus], named: NamedRun | None
@@ -209,7 +208,6 @@ def _launches(
     name: Callable[[], NamedRun] | None,
     say: Callable[[str], None] | None,
 ) -> RunResult:
-    """One after the other, until one is not followed by another."""
     has_begun, restarts = False, 0
     while True:
         if signals.signalled and start.ours:
@@ -233,21 +231,16 @@ def _launches(
             say(f"{verdict.why}; restart {restarts} of {max_restarts}")
         claimed = [status for status in ranks if status.attempt is not None]
         if claimed:
-            start = replace(_again(start, restarts, record), run=claimed[0].run)
-
-
-def _again(start: _Start, restart: int, found: AttemptRecord | None) -> _Start:
-    """Return the next start, after one that claimed an attempt."""
-    variables = {**start.variables, RESTART_VARIABLE: str(restart)}
-    if found is not None and found.parent != UNDECIDED:
-        variables.pop(AT_VARIABLE, None)  # `--at` is where that attempt began; this one goes on
-    return replace(start, variables=variables, ours=True)
+            variables = {**start.variables, RESTART_VARIABLE: str(restarts)}
+            if record is not None and record.parent != UNDECIDED:
+                variables.pop(AT_VARIABLE, None)  # that attempt began there; this one goes on
+            start = replace(start, variables=variables, ours=True, run=claimed[0].run)
 
 
 def _launch(
     start: _Start, inbox: Inbox, named: NamedRun | None
 ) -> tuple[Outcome, AttemptRecord | None, Sequence[RankStatus], bool]:
-    """One launch: how it ended, its record; what its ranks told, and whether it was to stop."""
+    """Launch once; return how it ended, its record, its ranks' statuses, and if it was to stop."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
         with contextlib.suppress(OSError):  # then nobody notices if this process is killed
@@ -269,24 +262,23 @@ def _launch(
                 has_agent=is_torchrun(start.command),
                 ours=start.ours,
                 named=named,
-                dumping=dumpable.dumping(process, Path(folder), logs, named) if dumpable else None,
+                dumper=dumpable.dumper(process, Path(folder), logs, named) if dumpable else None,
             )
             with _watching(start.watch, process):
                 course = launched.run()
         ranks = launched.told()
-    # Whoever resumes a dump makes this folder again, so it is gone before anybody hears of one.
+    # A resume of a dump makes this folder again, so it is gone before the dump is announced.
     return settle(replace(course, start_again=start.start_again), ranks, inbox, named)
 
 
 def settle(
     course: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox, named: NamedRun | None
 ) -> tuple[Outcome, AttemptRecord | None, Sequence[RankStatus], bool]:
-    """Judge how it ended, and write down what nobody else has."""
-    told_statuses = [*course.told, *records.recorded_word(ranks)]
-    verdict = judge(replace(course, told=told_statuses))
+    """Judge how a launch ended, and complete its record."""
+    verdict = judge(replace(course, told=[*course.told, *records.recorded_word(ranks)]))
     was_asked = inbox.signalled or any(status.asked for status in ranks)
     record = records.settle(ranks, verdict, asked=was_asked)
-    # Ranks of a supervisor within claim attempts of this run, though we do not hear of them.
+    # Ranks of a nested supervisor claim attempts of this run, and report to it alone.
     is_ours = named is not None and (named.record is not None or not course.within)
     if record is None and named is not None and is_ours:
         record = named.end(ranks, verdict, ours=course.ours)
@@ -294,9 +286,15 @@ def settle(
 
 
 def _execute(start: _Start, variables: Mapping[str, str], logs: OutputRelay | None) -> Process:
-    command, streams = start.command, _streams(start, logs)
-    if start.dumpable is not None and logs is not None:
-        command = start.dumpable.command(command, start.cwd, variables.get("PATH"))
+    command = start.command
+    streams: dict[str, Any]
+    if logs is not None:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": logs.out, "stderr": logs.err}
+        if start.dumpable is not None:
+            command = start.dumpable.command(command, start.cwd, variables.get("PATH"))
+    else:
+        merges = start.output not in (None, sys.stderr)
+        streams = {"stdout": start.output, "stderr": subprocess.STDOUT if merges else None}
     try:
         return subprocess.Popen(
             command, env=dict(variables), cwd=start.cwd, start_new_session=True, **streams
@@ -307,21 +305,15 @@ def _execute(start: _Start, variables: Mapping[str, str], logs: OutputRelay | No
         ) from error
 
 
-def _streams(start: _Start, logs: OutputRelay | None) -> dict[str, Any]:
-    """Standard input, output and error of the command."""
-    if logs is not None:
-        return {"stdin": subprocess.DEVNULL, "stdout": logs.out, "stderr": logs.err}
-    merge_streams = start.output not in (None, sys.stderr)
-    return {"stdout": start.output, "stderr": subprocess.STDOUT if merge_streams else None}
-
-
 @contextlib.contextmanager
 def _watching(watch: Callable[[Process], None] | None, process: Process) -> Iterator[None]:
-    """Run `watch` beside the block; if it raises, everything is ended, and that is raised."""
+    """Run `watch` beside the block; if it raises, all processes are ended, and that is raised."""
+    if watch is None:
+        yield
+        return
     errors: list[BaseException] = []
 
     def guarded() -> None:
-        assert watch is not None
         try:
             watch(process)
         except BaseException as error:  # noqa: BLE001 - it belongs to the caller's thread
@@ -329,10 +321,8 @@ def _watching(watch: Callable[[Process], None] | None, process: Process) -> Iter
             kill_session(process)
 
     thread = threading.Thread(target=guarded, name="trainckpt-watched", daemon=True)
-    if watch is not None:
-        thread.start()
+    thread.start()
     yield
-    if watch is not None:
-        thread.join()
+    thread.join()
     if errors:
         raise errors[0]

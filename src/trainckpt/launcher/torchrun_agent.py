@@ -1,15 +1,14 @@
-"""torchrun, and nothing but torchrun, as a process that says how each of its ranks ended.
+"""torchrun as a process that records how each of its ranks ended.
 
 `python -m trainckpt.launcher.torchrun_agent ARGS` is `python -m torch.distributed.run ARGS`, and
-besides
 
-    while it runs   each rank's end is noted, with its code (see "Exit records"): by a thread, as
-                    they come, and by whoever waits for a rank before that thread has had its turn
-    at its end      the ranks and codes that torchrun found are written too
+    while it runs   a thread records each rank's exit (see "Exit records"); torchrun's own wait for
+                    a rank records it too, if it comes first
+    at its end      the failed ranks that torchrun found are recorded too
     after a stop    torchrun takes the ranks' exit codes for failures; its report and traceback
-                    would be noise, so they are left out. For real failures they stay
+                    are left out. For real failures they stay
 
-Exit code: 0 or 1 as torchrun's, 128 + n where it was ended by a signal.
+Exit code: 0 or 1 as torchrun's, 128 + n if it was ended by a signal.
 """
 
 from __future__ import annotations
@@ -76,9 +75,11 @@ def write_failures(folder: Path, failures: Iterable[Mapping[str, Any]]) -> None:
 def read_ends(folder: Path) -> list[RankExit]:
     """Return every recorded end in order; those found by torchrun alone come last."""
     ends: dict[int, RankExit] = {}
-    for body in _lines(folder / ENDS):
-        if (end := parse_status(body, RankExit)) is not None:
-            ends[end.pid] = end
+    with contextlib.suppress(OSError):
+        for line in (folder / ENDS).read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                if (end := parse_status(json.loads(line), RankExit)) is not None:
+                    ends[end.pid] = end
     failures: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         failures = json.loads((folder / FAILURES).read_bytes())
@@ -86,15 +87,6 @@ def read_ends(folder: Path) -> list[RankExit]:
         if (failure := parse_status(body, RankExit)) is not None:
             ends[failure.pid] = replace(ends.get(failure.pid, failure), rank=failure.rank)
     return sorted(ends.values(), key=lambda end: end.at)
-
-
-def _lines(path: Path) -> list[Any]:
-    bodies = []
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                bodies.append(json.loads(line))
-    return bodies
 
 
 # ---- the agent
@@ -157,8 +149,8 @@ class ExitRecorder:
         self._folder = folder
         self.ranks: list[subprocess.Popen[bytes]] = []
         self._noted: set[int] = set()
-        # Who finds a child noted may rely on the line being there. A signal's handler may raise
-        # where this thread has just got the lock, and from 3.14 on keeps it then: not for itself.
+        # A child that is noted has its line. Reentrant, since a signal handler may raise just after
+        # this thread has taken the lock, which from Python 3.14 on then stays locked.
         self._lock = threading.RLock()
 
     def watch(self) -> None:
@@ -176,9 +168,7 @@ class ExitRecorder:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def popen(self) -> type[subprocess.Popen[bytes]]:
-        """Class that starts processes and records their ends. The thread may be too late for a
-        process whose end was waited for.
-        """
+        """Return a Popen that records exits: the thread misses one that was waited for already."""
         ends = self
 
         class Popen(subprocess.Popen[bytes]):
@@ -230,17 +220,12 @@ class ExitRecorder:
         return any_ended
 
     def _note_result(self, found: os.waitid_result | None) -> None:
-        # torchrun's ranks lead sessions of their own; what else it starts are helpers.
-        if found is not None and _leads_a_session(found.si_pid):
-            exited = found.si_code == os.CLD_EXITED
-            self.note(found.si_pid, found.si_status if exited else -found.si_status)
-
-
-def _leads_a_session(pid: int) -> bool:
-    try:
-        return os.getsid(pid) == pid
-    except OSError:
-        return False  # waited for already: noted by whoever did
+        # torchrun's ranks lead sessions of their own; its other children are helpers. A process
+        # that is gone was waited for, and recorded there.
+        with contextlib.suppress(OSError):
+            if found is not None and os.getsid(found.si_pid) == found.si_pid:
+                exited = found.si_code == os.CLD_EXITED
+                self.note(found.si_pid, found.si_status if exited else -found.si_status)
 
 
 def leave(code: int) -> NoReturn:

@@ -22,8 +22,7 @@ RESTARTS_VARIABLE = "PET_MAX_RESTARTS"  # torchrun's own, for the option
 NPROC_OPTIONS = ("--nproc-per-node", "--nproc_per_node")
 MODULE_OPTIONS = ("-m", "--module")
 NO_PYTHON_OPTIONS = ("--no-python", "--no_python")
-# Those of torchrun's that are common: for others its own parser is asked, which imports torch, a
-# second in which nothing is launched yet.
+# torchrun's common options; for others its own parser is asked, which takes a second to import.
 FLAGS = (*MODULE_OPTIONS, *NO_PYTHON_OPTIONS, "--standalone")
 WITH_VALUE = (
     *NPROC_OPTIONS,

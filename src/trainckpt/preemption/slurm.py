@@ -59,11 +59,9 @@ class Job:
 
     state: str  # "RUNNING", "PENDING", "CANCELLED", "TIMEOUT" and so on, or `UNKNOWN`
     is_preempted: bool = False  # a grace time runs, or has run out
-    # starts_at, ends_at: seconds since the epoch; None: not known, or unlimited
-    starts_at: float | None = None
-    ends_at: float | None = None
-    # the job's comment, by people or by us; None: not separable from the rest
-    comment: str | None = ""
+    starts_at: float | None = None  # seconds since the epoch; None: unknown
+    ends_at: float | None = None  # the same; None: unknown, or unlimited
+    comment: str | None = ""  # None: not separable from the rest
 
 
 def job_to_requeue(environment: Mapping[str, str]) -> str | None:
@@ -115,14 +113,9 @@ def restarts(environment: Mapping[str, str]) -> int:
 
 
 def began_nothing(comment: str, restart: int, command: str) -> bool:
-    """Return True if no earlier start of the job has begun this command's run.
+    """Return True if no earlier start of the job has begun this command's run, by its comment.
 
-    Always True for the first start.
-
-    Args:
-        comment: The job's comment.
-        restart: Number of the job's restarts.
-        command: Hash of the command.
+    Always True for the first start. `command` is a hash.
     """
     return restart == 0 or _word(restart, command) in comment.split()
 
@@ -190,7 +183,7 @@ class Scontrol:
     def show(self) -> Job | None:
         """Return the controller's view of the job; None if it does not answer."""
         code, said = self._call("show", "job", self._job)
-        self.why = "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
+        self.why = _refusal(code, said)
         if code > 0 and _NO_SUCH_JOB in said:
             return Job(UNKNOWN)
         return parse_job(said) if code == 0 else None
@@ -198,13 +191,11 @@ class Scontrol:
     def note(self, comment: str, within_s: float = COMMAND_S) -> str:
         """Replace the job's comment. Why it was refused, or ""."""
         words = ("update", f"JobId={self._job}", f"Comment={comment}")
-        code, said = self._call(*words, within_s=within_s)
-        return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
+        return _refusal(*self._call(*words, within_s=within_s))
 
     def requeue(self) -> str:
         """Queue the job again, which ends its processes. Return the reason for a refusal, or ""."""
-        code, said = self._call("requeue", self._job)
-        return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
+        return _refusal(*self._call("requeue", self._job))
 
     def _call(self, *words: str, within_s: float = COMMAND_S) -> tuple[int, str]:
         try:
@@ -221,6 +212,10 @@ class Scontrol:
         except (OSError, subprocess.TimeoutExpired) as error:
             return -1, f"scontrol cannot be run: {error}"
         return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+
+def _refusal(code: int, said: str) -> str:
+    return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
 
 class JobEnd:
@@ -244,8 +239,7 @@ class JobEnd:
             show: Queries the controller; called in a thread.
             lead_s: Returns the seconds before the end at which to report, given the job's total
                 seconds.
-            clock: Seconds that only go forward.
-            date: Seconds since the epoch.
+            clock, date: The monotonic clock, and seconds since the epoch.
         """
         self._show, self._lead_of, self._clock, self._date = show, lead_s, clock, date
         self._ends_s: float | None = None  # on `clock`

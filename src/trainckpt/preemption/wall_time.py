@@ -42,7 +42,6 @@ class WallTime:
             ends_at_monotonic_s: The job's end, on `clock`.
             lead_s: Seconds before the end at which to report: the time of a stop and its save, with
                 room.
-            clock: Seconds that only go forward.
             anew: Called at each poll: end and lead of another job that the process is in by now, or
                 None.
         """

@@ -1,9 +1,7 @@
-"""Queue the signals received while supervising, for the main thread.
+"""Signals of a supervisor: queued for the main thread, and the decisions on them.
 
-Main thread only, as Python wants it; `put` may be called by any thread.
-
-The command listens before it imports the verb that was asked for, which takes a second: whoever
-stops a job may do so at once. The verb takes over what came (`heard`).
+`trainckpt` receives signals before it imports the module of its verb, which takes a second: a job
+may be stopped at once. The verb takes over the signals that came (`heard`).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.rank_status import CLAIMED, LISTENING, RETURNED
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.launcher.outcome import REFUSALS, Outcome
+from trainckpt.launcher.outcome import INTERRUPTED, REFUSALS, Outcome
 from trainckpt.launcher.record import recorded_options
 from trainckpt.preemption import kubernetes
 
@@ -32,32 +30,28 @@ if TYPE_CHECKING:
 HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
 MAY_BE_IGNORED = ("SIGINT", "SIGHUP")  # by a shell's background job, by nohup: then they stay so
 ENDED = 0  # no signal has this number: the launched process has ended
-INTERRUPTED = 130  # as shells say SIGINT
 
 
 class Inbox:
-    """While it is entered, signals come here instead of ending this process.
+    """Queue of signals: while it is entered, they come here instead of ending this process.
 
-    Attributes:
-        first: Name of the first that came; "" before.
-        interrupts: How many were SIGINT.
-        signalled: Whether any has come.
-        count: How many have.
-        stop_s: When the one came that the present stop is about, by `time.monotonic`; whoever acts
-            on it says so. None: no signal's.
-        came_s: When the one came that `next` has returned last; None: that was none.
-        is_attended: Somebody will look; else a second SIGINT ends this process at once.
+    Main thread only, as Python wants it; `put` may be called by any thread.
     """
 
     def __init__(self) -> None:
-        self.first = ""
-        self.interrupts = self.count = 0
+        self.first = ""  # name of the first signal
+        self.interrupts = self.count = 0  # numbers of SIGINT, and of all signals
+        # arrival of the signal that began the present stop, set by its handler; on `time.monotonic`
         self.stop_s: float | None = None
-        self.came_s: float | None = None
-        self.signalled = False
+        self.came_s: float | None = None  # arrival of the signal that `next` returned last
+        self.is_attended = True  # else a second SIGINT ends this process at once
         self._queue: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
-        self.is_attended = True
+
+    @property
+    def signalled(self) -> bool:
+        """True once any signal has come."""
+        return self.count > 0
 
     def __enter__(self) -> Inbox:
         for name in HEARD:
@@ -79,13 +73,11 @@ class Inbox:
         """Return the next signal's number, or None if none comes in time."""
         self.came_s = None
         with contextlib.suppress(queue.Empty):
-            number, came_s = self._queue.get(timeout=max(timeout_s, 0.0))
-            self.came_s = came_s
+            number, self.came_s = self._queue.get(timeout=max(timeout_s, 0.0))
             return number
         return None
 
     def _hear(self, number: int, _: Any) -> None:
-        self.signalled = True
         self.count += 1
         self.first = self.first or signal.Signals(number).name
         self.interrupts += number == signal.SIGINT
@@ -126,9 +118,10 @@ def heard() -> Iterator[Inbox]:
 # launch: TRAINCKPT_GRACE, or trainckpt.toml.
 
 
-# what to do about a signal
-DELIVER, END, PASS_ON, KILL, NOTHING = "deliver", "end", "pass on", "kill", "nothing"
-HAND_ON = "hand on"  # as `DELIVER`, also to supervisors within, who answer for their own ranks
+# Actions on a signal: send it to ranks; to ranks and nested supervisors, each of which answers for
+# its own ranks; to the script. Or end the launch, kill it at once, do nothing.
+TO_RANKS, TO_NESTED, TO_SCRIPT = "to ranks", "to nested", "to script"
+END, KILL, NOTHING = "end", "kill", "nothing"
 
 OTHERS_S = 10.0  # after a rank died, what the others get to finish what is in flight
 MARGIN, MOST_MARGIN_S = 0.1, 2.0  # of the grace: for us to end the ranks and write it down
@@ -138,13 +131,12 @@ IN_ORDER = (STOPPED, FINISHED)
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank of this host that has told us of itself."""
+    """One rank of this host that has reported."""
 
-    told: RankStatus  # its last word
-    at: float  # when it said that (`time.time`)
-    alive: bool  # whether its process lives
-    # what the process ended with, negative for a signal; None while that is not known
-    code: int | None = None
+    told: RankStatus
+    at: float  # when it reported (`time.time`)
+    alive: bool
+    code: int | None = None  # exit code, negative for a signal; None while it is not known
 
     @property
     def listens(self) -> bool:
@@ -178,71 +170,67 @@ def about_signal(
     *,
     ours: bool,
     interrupts: int,
-    within: tuple[int, ...] = (),
+    nested: tuple[int, ...] = (),
 ) -> SignalAction:
     """Return the action on a signal.
 
     Args:
-        number: Which one.
-        ranks: Those of this host that have told us of themselves.
-        ours: Whether the command uses trainckpt, as far as is known.
-        interrupts: How many SIGINT there were, this one included.
-        within: Supervisors that the command has launched, and that live.
+        number: The signal.
+        ranks: Ranks of this host that have reported.
+        ours: The command is known to use trainckpt.
+        interrupts: Number of SIGINT so far, this one included.
+        nested: Process ids of living nested supervisors.
     """
     listeners = [rank for rank in ranks if rank.listens]
-    if within and not listeners and interrupts <= 2:  # the second one has it end its ranks at once
-        return SignalAction(HAND_ON, within, number)
+    if nested and not listeners and interrupts <= 2:  # the second one has it end its ranks at once
+        return SignalAction(TO_NESTED, nested, number)
     if interrupts > 1:
         return SignalAction(KILL)
     if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
         stop_signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        listening_pids = tuple(rank.told.pid for rank in listeners if not rank.told.deaf)
-        return SignalAction(HAND_ON if within else DELIVER, (*listening_pids, *within), stop_signal)
+        pids = tuple(rank.told.pid for rank in listeners if not rank.told.deaf)
+        return SignalAction(TO_NESTED if nested else TO_RANKS, (*pids, *nested), stop_signal)
     if not ranks:
-        return SignalAction(END if ours else PASS_ON)
+        return SignalAction(END if ours else TO_SCRIPT)
     alive_ranks = [rank for rank in ranks if rank.alive]
     if not alive_ranks or any(rank.is_stopping for rank in alive_ranks):
         return SignalAction(NOTHING)
-    return SignalAction(PASS_ON)  # the training is over; what the script does now is its own
+    return SignalAction(TO_SCRIPT)  # the training is over; what the script does now is its own
 
 
-def may_be_dumped_instead(order: SignalAction, ranks: Sequence[RankProcess], number: int) -> bool:
+def may_be_dumped_instead(action: SignalAction, ranks: Sequence[RankProcess], number: int) -> bool:
     """Return True if a dump may replace the delivery of a signal.
 
-    Ranks that have a notice of their own are leaving already. Whoever presses Ctrl-C at a command
-    without a Checkpointer wants it to end.
+    Ranks that have a notice of their own are leaving already. Ctrl-C at a command without a
+    Checkpointer is to end it.
     """
     if any(rank.told.asked for rank in ranks):
         return False
-    has_no_ranks = order.what == PASS_ON and not ranks and number != signal.SIGINT
-    return order.what == DELIVER or has_no_ranks
+    has_no_ranks = action.what == TO_SCRIPT and not ranks and number != signal.SIGINT
+    return action.what == TO_RANKS or has_no_ranks
 
 
 def deadline_after_s(ranks: Sequence[RankProcess]) -> float | None:
     """Return the seconds that the ranks have after a signal; None: no limit."""
-    graces = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]
-    if not graces:
-        return None
-    return less_margin_s(min(graces))
+    graces_s = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]
+    return less_margin_s(min(graces_s)) if graces_s else None
 
 
-def deadline_within_s(graces_s: Sequence[float]) -> float | None:
-    """Return the same for a supervisor within; it needs half of the margin to end its ranks."""
-    shortest = min(graces_s, default=None)
-    return None if shortest is None else (shortest + less_margin_s(shortest)) / 2
+def nested_deadline_s(graces_s: Sequence[float]) -> float | None:
+    """Return the same for a nested supervisor; it needs half of the margin to end its ranks."""
+    shortest_s = min(graces_s, default=None)
+    return None if shortest_s is None else (shortest_s + less_margin_s(shortest_s)) / 2
 
 
 def less_margin_s(grace_s: float) -> float:
-    """Return the usable part of a grace; the supervisor needs the rest to end the ranks and record
-    it.
-    """
+    """Return a grace without the time that the supervisor needs to end the ranks and record it."""
     return grace_s - min(MOST_MARGIN_S, MARGIN * grace_s)
 
 
 def others_s(ranks: Sequence[RankProcess]) -> float:
     """Return the seconds that the other ranks get after a rank died, to finish or to save.
 
-    More where they save without it (`survivors`), by the word of those that live.
+    More if the living ones report that they save without it (`survivors`).
     """
     return OTHERS_S + max((rank.told.survives_s or 0.0 for rank in ranks if rank.alive), default=0)
 
@@ -259,24 +247,16 @@ def someone_is_lost(ranks: Sequence[RankProcess]) -> bool:
 
 
 def starts_again(verdict: Outcome, *, done: int, most: int, signalled: bool) -> bool:
-    """Return True if another launch follows this outcome.
+    """Return True if another launch follows this outcome, after `done` of `most` restarts.
 
-    Args:
-        verdict: How it ended.
-        done: Restarts so far.
-        most: Restarts that are allowed.
-        signalled: A signal has come: whoever sent it decides about the next start.
+    `signalled`: a signal has come, so its sender decides about the next start.
     """
     by_itself = verdict.how in (FAILED, KILLED) and not verdict.on_purpose and not signalled
     return by_itself and verdict.exit_code not in NEVER_AGAIN and done < most
 
 
 def without_ranks_s(facts: Mapping[str, Any]) -> float | None:
-    """Seconds that a signal leaves, less what we need ourselves; None: nobody says.
-
-    Args:
-        facts: Of the attempt, with the options that it was launched with.
-    """
+    """Return the usable seconds after a signal, by the options in an attempt's facts, or None."""
     try:
         granted_s = recorded_options(facts).grace or kubernetes.granted_s(os.environ)
     except ConfigurationError:
@@ -284,10 +264,10 @@ def without_ranks_s(facts: Mapping[str, Any]) -> float | None:
     return None if granted_s is None else less_margin_s(granted_s)
 
 
-def host_returns(environment: Mapping[str, str] | None = None) -> bool:
+def host_returns() -> bool:
     """Return True if this host is expected to be there again after the stop.
 
-    A signal does not say that a host is lost; the notices of those who would take it away do, and
-    the ranks hear those. A pod is gone for good: its process ids and its files are made anew.
+    A signal does not say that a host is lost; the notices of clouds do, and the ranks receive
+    those. A pod is gone for good: its process ids and its files are made anew.
     """
-    return not kubernetes.in_pod(os.environ if environment is None else environment)
+    return not kubernetes.in_pod(os.environ)

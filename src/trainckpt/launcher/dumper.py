@@ -1,11 +1,11 @@
-"""Process dumps, from the side of the supervisor of a launch: asked, it chooses, and does it.
+"""Dump the processes of a launch: on request, or instead of a signal, the supervisor decides.
 
     dump        the processes as they are, at once
-    both        the ranks are told to rest at the stop that whoever asked brings about; when all do,
-                and time is left, they are dumped there. Else they are told why not, and leave
+    both        the ranks pause at the stop that the caller requests; when all do, and time is left,
+                they are dumped there. Else they get the reason against it, and leave
 
-Main thread of the supervisor, between two looks at its ranks. While CRIU works nobody else is
-looked after; the tree stands still then.
+Main thread of the supervisor, between two reads of its ranks' statuses. While CRIU works the
+supervisor does nothing else; the tree stands still then.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.dump import DumpName
 from trainckpt.launcher.output_relay import OutputRelay
-from trainckpt.launcher.processes import orphans_come_here, send
+from trainckpt.launcher.processes import orphans_come_here
 from trainckpt.launcher.record import launch_folder, recorded_options
 from trainckpt.preemption.notice_file import MAX_BYTES, parse
 from trainckpt.process_dump import criu, dump, gpu_state, no_io_uring, process_tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpu_state import LOCK_WITHIN_S, GpusLost
+from trainckpt.process_dump.process_tree import send
 from trainckpt.process_dump.restore import load
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history
@@ -70,29 +71,27 @@ FILTER = str(Path(no_io_uring.__file__))
 class Dumpable:
     """Facts for a supervisor that may dump its processes."""
 
-    ability: Ability  # what CRIU can do here, and why it cannot
-    say: Callable[[str], object]  # told what happens, a line at a time
+    ability: Ability
+    say: Callable[[str], object]  # called with lines for people
     keep_io_uring: bool = False  # launch without the filter, and most likely without a dump
 
     def command(self, command: Sequence[str], cwd: str | None, path: str | None) -> list[str]:
         """Return the command under the filter; unchanged if it cannot start, for its own error.
 
-        Args:
-            command: What to execute.
-            cwd, path: Working directory and PATH of the command.
+        `cwd` and `path` are the working directory and PATH of the command.
         """
         program = command[0] if "/" not in command[0] else str(Path(cwd or ".") / command[0])
         if self.keep_io_uring or shutil.which(program, path=path) is None:
             return list(command)
         return [sys.executable, "-I", "-S", FILTER, *command]
 
-    def dumping(
+    def dumper(
         self, process: Process, folder: Path, logs: OutputRelay | None, named: NamedRun | None
-    ) -> Dumping | None:
+    ) -> Dumper | None:
         """Return the dumper of this launch; None if its output does not go through files."""
         if logs is None:
             return None
-        return Dumping(DumpTarget(process, folder, logs.paths, named), self.ability, self.say)
+        return Dumper(DumpTarget(process, folder, logs.paths, named), self.ability, self.say)
 
 
 @contextlib.contextmanager
@@ -117,44 +116,29 @@ def outputs(
 def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[str, ...]:
     """Return the recipients of a launch's ranks; of silent ranks, those of the options.
 
-    And to whom the dump is encrypted that they were brought back from: secrets that it kept do not
-    get into the clear because whoever brought it back had other options.
-
-    Args:
-        folder: The supervisor's.
-        tier: The run's place.
-        record: Of the attempt.
+    The recipients of the dump that the attempt was restored from are among them: other options of
+    the resume must not bring its secrets into the clear.
 
     Raises:
         ConfigurationError: an option is unreadable, or the package is missing.
-        UnusableSnapshot, TierUnavailable: to whom that dump is encrypted cannot be read.
+        UnusableSnapshot, TierUnavailable: that dump's record cannot be read.
     """
     cwd = launch_folder(record.facts)
-    claimed = [
-        status for status in read_rank_statuses(folder).values() if status.attempt is not None
-    ]
-    texts = tuple(sorted({word for status in claimed for word in status.encrypt_to}))
+    statuses = read_rank_statuses(folder).values()
+    claimed = [status for status in statuses if status.attempt is not None]
+    texts = tuple(sorted({text for status in claimed for text in status.encrypt_to}))
     if not claimed:
         texts = recorded_options(record.facts).encrypt_to
-    previous_recipients = _before(tier, record)
-    if texts or previous_recipients:
+    parents = list[str]()
+    if (parent := DumpName.parse(record.parent or "")) is not None:
+        parents = [key.to for key in load(tier, attempt_history.run_id(tier) or "", parent).keys]
+        for recipient in parents:
+            public_bytes(recipient)
+    if texts or parents:
         must_be_there()
-    # a file of recipients lies where the command was launched, as the command has it.
+    # A file of recipients lies where the command was launched, as the command has it.
     resolved = (text if text.startswith(RECIPIENT) else str(cwd / text) for text in texts)
-    return tuple(dict.fromkeys([*parse_recipients(resolved), *previous_recipients]))
-
-
-def _before(tier: LocalTier, record: AttemptRecord) -> list[str]:
-    """Return the recipients of the dump from which this attempt was restored, if any."""
-    name = DumpName.parse(record.parent or "")
-    if name is None:
-        return []
-    parent_recipients = [
-        key.to for key in load(tier, attempt_history.run_id(tier) or "", name).keys
-    ]
-    for recipient in parent_recipients:
-        public_bytes(recipient)
-    return parent_recipients
+    return tuple(dict.fromkeys([*parse_recipients(resolved), *parents]))
 
 
 def why_exposed(tier: LocalTier) -> str:
@@ -176,11 +160,10 @@ def why_exposed(tier: LocalTier) -> str:
 #     RUN/notices/<attempt>-<id>.ask      {"reason", "seconds_left", "mode", "dump"}
 #     RUN/notices/<attempt>-<id>.answer   {"choice", "why", "error"}
 #
-# A notice (`.json`) goes to the ranks, who stop at a boundary. A request goes to the supervisor,
-# who chooses between that and a dump of the processes, and says what it chose; whoever asked then
-# writes the notice, if that is the answer. Answers are for requests: one that nobody waits for is
-# removed with the attempt's other garbage. A notice is written here only to ranks that hear no
-# signals.
+# A notice (`.json`) makes the ranks stop at a boundary. A request makes the supervisor choose
+# between that and a dump of the processes, and answer; the caller then writes the notice, if that
+# is the answer. Unread answers are removed with the attempt's other garbage. The supervisor itself
+# writes notices only to ranks without signal handlers.
 
 
 ASK, ANSWER = ".ask", ".answer"
@@ -189,13 +172,11 @@ LOOKING = "looking"  # a first answer: GPUs may take their time until there is a
 
 @dataclass(frozen=True)
 class DumpCall:
-    """One request."""
+    """One request, read from its key; reason and seconds left as in a notice."""
 
-    key: str  # where it lies
-    # reason, seconds_left, mode: as of a notice
+    key: str
     reason: str
     seconds_left: float | None = None
-    mode: str | None = None
     dump: bool = False  # a dump was asked for
 
 
@@ -214,20 +195,25 @@ def find(tier: Tier, attempt: int, seen: set[str]) -> DumpCall | None:
         for name in tier.list(names.NOTICES):
             if name.startswith(f"{attempt}-") and name.endswith(ASK) and name not in seen:
                 seen.add(name)
-                if request := _read(tier, f"{names.NOTICES}/{name}"):
-                    return request
+                key = f"{names.NOTICES}/{name}"
+                # An unreadable file is no request: nobody waits for an answer to it.
+                with contextlib.suppress(TrainckptError, ValueError, RecursionError):
+                    body = json.loads(tier.read(key, max_bytes=MAX_BYTES))
+                    notice = parse(body)
+                    asks_dump = body.get("dump") is True
+                    return DumpCall(key, notice.reason, notice.seconds_left, asks_dump)
     return None
 
 
 def answer(tier: Tier, request: DumpCall, found: DumpAnswer) -> None:
-    """Say what was chosen; a place that refuses has to do without."""
+    """Write the answer to a request, if the run directory permits."""
     body = {"choice": found.choice, "why": found.why, "error": found.error}
     with contextlib.suppress(TrainckptError):
         tier.replace(answer_key(request.key), json.dumps(body).encode())
 
 
 def write_notice(run: str, attempt: int, reason: str, seconds_left: float | None) -> None:
-    """Have the ranks of an attempt stop; not waited for: its place may be slow, or refuse."""
+    """Write a stop notice for an attempt, on a thread: its run directory may be slow, or refuse."""
 
     def write() -> None:
         left_s = None if seconds_left is None else max(seconds_left, 0.0)
@@ -252,21 +238,12 @@ def read_answer(tier: Tier, key: str) -> DumpAnswer | None:
     return None
 
 
-def _read(tier: Tier, key: str) -> DumpCall | None:
-    try:
-        body = json.loads(tier.read(key, max_bytes=MAX_BYTES))
-        notice = parse(body)
-    except (TrainckptError, ValueError, RecursionError):
-        return None  # no request: nobody waits for an answer to it
-    return DumpCall(key, notice.reason, notice.seconds_left, notice.mode, body.get("dump") is True)
+# ---- the dumper
 
 
-# ---- dumping, from the side of the supervisor
-
-
-REST_WITHIN_S = 600.0  # from the order on, and from the first rank to the last: else they go on
-TOGETHER_WITHIN_S = 120.0
-LOCK_SHARE = 0.25  # of the time that is left: GPUs that are still busy then are let go on
+REST_WITHIN_S = 600.0  # from the request to the last rank's pause: else they go on
+TOGETHER_WITHIN_S = 120.0  # from the first rank's pause to the last
+LOCK_SHARE = 0.25  # of the time that is left: GPUs that are still busy then go on
 
 
 @dataclass(frozen=True)
@@ -275,36 +252,35 @@ class DumpTarget:
 
     process: Process  # the tree's root
     folder: Path  # the supervisor's
-    logs: tuple[Path, ...]  # what the tree appends its output to
-    # its run, where the command has no Checkpointer, or did not begin it here
-    named: NamedRun | None
+    logs: tuple[Path, ...]  # the tree appends its output to them
+    named: NamedRun | None  # its run, if the command has no Checkpointer, or was restored
 
 
 @dataclass(frozen=True)
 class DumpReason:
-    """Somebody wants the command to stop."""
+    """A reason to stop the command."""
 
-    reason: str  # who
-    seconds_left: float | None = None  # until it will be ended; None: nobody said
+    reason: str
+    seconds_left: float | None = None  # until the command is ended; None: unknown
     asked: bool = False  # for a dump
-    host_returns: bool = True  # the host will be there again, for all that is known
+    host_returns: bool = True  # the host is expected to be there again
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """For the ranks to rest, since a moment in monotonic seconds."""
+    """The wait for the ranks to pause."""
 
     order: DumpRequest
     wish: DumpReason
     record: AttemptRecord
-    since_s: float
+    since_s: float  # on the monotonic clock
 
     def left_s(self) -> float:
         left_s = self.wish.seconds_left
         return math.inf if left_s is None else left_s - (time.monotonic() - self.since_s)
 
 
-class Dumping:
+class Dumper:
     """Dumps of one launch.
 
     Attributes:
@@ -323,11 +299,9 @@ class Dumping:
         self._first_rests_s: float | None = None
 
     def look(self, ranks: Sequence[RankStatus], left_s: float = math.inf) -> bool:
-        """Answer a request, if there is one; True if the tree was dumped, and is no more.
+        """Answer a request, if there is one; return True if the tree was dumped, and is gone.
 
-        Args:
-            ranks: What they told.
-            left_s: Until the deadline of a signal.
+        `left_s`: seconds until the deadline of a signal.
         """
         self._find(ranks)
         if (tier := self._tier) is None:
@@ -349,9 +323,10 @@ class Dumping:
         return True
 
     def notice(self, wish: DumpReason, ranks: Sequence[RankStatus]) -> bool:
-        """Choose because of a notice that has come to us; True if the tree was dumped.
+        """Choose because of a signal to the supervisor; return True if the tree was dumped.
 
-        What can be told without measuring the tree costs the ranks nothing of their time.
+        The tree is measured only after the facts known without that allow a dump: the ranks' time
+        is short.
         """
         if ranks and wish.seconds_left is None:
             return False  # there is time for a boundary
@@ -444,10 +419,8 @@ class Dumping:
             handshake.refuse(self._launch.folder, waiting.order, reason)
             return False
         dropped = sum(rank.dropped for rank in resting)
-        dropped_text = (
-            f", but for {dropped / 1e6:.1f} MB in {resting[0].snapshot}" if dropped else ""
-        )
-        self._say(f"dumped as {self.taken} within {time.monotonic() - start:.1f} s{dropped_text}")
+        but_for = f", but for {dropped / 1e6:.1f} MB in {resting[0].snapshot}" if dropped else ""
+        self._say(f"dumped as {self.taken} within {time.monotonic() - start:.1f} s{but_for}")
         return True
 
     def _why_not_at_rest(
@@ -570,35 +543,24 @@ class Dumping:
             dropped=sum(quiesced.dropped for quiesced in resting),
             recipients=self._recipients,
         )
-        with orphans_come_here(), _beating(tier, record.attempt):
-            dump_record = dump.take(tier, order, SUPERVISOR_VARIABLE)
-            self.taken = dump_record.name
-            launch.process.wait()
-            remaining_pids = dump.await_gone(dump_record)
-        if remaining_pids:
-            self._say(f"processes of the dump are still there: {_some(remaining_pids)}")
-
-
-@contextlib.contextmanager
-def _beating(tier: LocalTier, attempt: int) -> Iterator[None]:
-    """Keep the attempt's heartbeat alive while its own processes stand still."""
-    heartbeat = Heartbeat(tier, attempt)
-    heartbeat.start()
-    try:
-        yield
-    finally:
-        heartbeat.stop(keep=True)
+        heartbeat = Heartbeat(tier, record.attempt)  # the attempt's own processes stand still
+        heartbeat.start()
+        try:
+            with orphans_come_here():
+                dump_record = dump.take(tier, order, SUPERVISOR_VARIABLE)
+                self.taken = dump_record.name
+                launch.process.wait()
+                remaining = dump.await_gone(dump_record)
+        finally:
+            heartbeat.stop(keep=True)
+        if remaining:
+            named = ", ".join(map(str, remaining[:5]))
+            self._say(f"processes of the dump are still there: {named}")
 
 
 def ability_for(wanted: str) -> Ability | None:
-    """Return the abilities of this supervisor for "auto", "on" or "off"; None: launch without
-    dumps.
-    """
+    """Return the ability to dump for "auto", "on" or "off"; None: launch without dumps."""
     if wanted == "off":
         return None
     ability = criu.examine()
     return None if ability.why_not and wanted == "auto" else ability
-
-
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:5]))
