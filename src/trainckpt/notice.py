@@ -62,3 +62,17 @@ class NoticeSource(Protocol):
 
     def stop(self) -> None:
         """Stop listening, and undo the changes of `start`."""
+
+
+class PolledSource:
+    """Base of sources without descriptor: the watcher polls them once a second."""
+
+    def start(self) -> None:
+        """Do nothing: there is nothing to set up."""
+
+    def fileno(self) -> int | None:
+        """Return None: there is no descriptor."""
+        return None
+
+    def stop(self) -> None:
+        """Do nothing: there is nothing to undo."""

@@ -162,7 +162,8 @@ def settle(
         if outcome is None and (failed or claimed.rank == 0):
             outcome = _unsaid(record, verdict, _newest_commit(tier, record))
         elif outcome is not None and failed and _is_consequence(outcome, verdict):
-            outcome = {**outcome, **_words(verdict, verdict.how)}
+            report = {"exit_code": verdict.exit_code, "reason": verdict.why}
+            outcome = {**outcome, "outcome": verdict.how, **report}
         if outcome is not record.outcome and outcome is not None:
             outcome[DIED_WHILE] = record.state if by_itself else None
             # As the ranks do: only an attempt that failed by itself may count as one that its
@@ -208,10 +209,6 @@ def _unsaid(record: AttemptRecord, verdict: Outcome, commit: str | None) -> dict
     if verdict.exit_code == 0:
         outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
     return outcome
-
-
-def _words(verdict: Outcome, how: str) -> dict[str, Any]:
-    return {"outcome": how, "exit_code": verdict.exit_code, "reason": verdict.why}
 
 
 def _outcome(

@@ -159,9 +159,8 @@ class SignalAction:
     """The supervisor's action on a signal."""
 
     what: str
-    # pids, number: for `DELIVER` and `HAND_ON`: send this signal to these
-    pids: tuple[int, ...] = ()
-    number: int = 0
+    pids: tuple[int, ...] = ()  # for `TO_RANKS` and `TO_NESTED`
+    number: int = 0  # the signal to send them
 
 
 def about_signal(

@@ -17,39 +17,30 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 AGENT = "trainckpt.launcher.torchrun_agent"
-RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
+
+
+def _spellings(*names: str) -> tuple[str, ...]:
+    """Return options in both of torchrun's spellings: `--max-restarts` and `--max_restarts`."""
+    return tuple(
+        f"--{text}" for name in names for text in dict.fromkeys((name, name.replace("-", "_")))
+    )
+
+
+RESTARTS_OPTIONS = _spellings("max-restarts")
 RESTARTS_VARIABLE = "PET_MAX_RESTARTS"  # torchrun's own, for the option
-NPROC_OPTIONS = ("--nproc-per-node", "--nproc_per_node")
+NPROC_OPTIONS = _spellings("nproc-per-node")
 MODULE_OPTIONS = ("-m", "--module")
-NO_PYTHON_OPTIONS = ("--no-python", "--no_python")
+NO_PYTHON_OPTIONS = _spellings("no-python")
 # torchrun's common options; for others its own parser is asked, which takes a second to import.
 FLAGS = (*MODULE_OPTIONS, *NO_PYTHON_OPTIONS, "--standalone")
 WITH_VALUE = (
     *NPROC_OPTIONS,
     *RESTARTS_OPTIONS,
-    "--nnodes",
-    "--node-rank",
-    "--node_rank",
-    "--master-addr",
-    "--master_addr",
-    "--master-port",
-    "--master_port",
-    "--rdzv-backend",
-    "--rdzv_backend",
-    "--rdzv-endpoint",
-    "--rdzv_endpoint",
-    "--rdzv-id",
-    "--rdzv_id",
-    "--rdzv-conf",
-    "--rdzv_conf",
-    "--log-dir",
-    "--log_dir",
-    "--redirects",
+    *_spellings("nnodes", "node-rank", "master-addr", "master-port"),
+    *_spellings("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"),
+    *_spellings("log-dir", "redirects", "tee", "monitor-interval"),
     "-r",
-    "--tee",
     "-t",
-    "--monitor-interval",
-    "--monitor_interval",
 )
 SCRIPT_BYTES = 1 << 20
 MAX_PATH = 1024  # what is longer is no path

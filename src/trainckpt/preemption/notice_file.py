@@ -17,7 +17,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.format.duration import MOST_S
-from trainckpt.notice import Notice
+from trainckpt.notice import Notice, PolledSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 * 1024
 
 
-class NoticeFiles:
-    """Watch one folder for the notices of one attempt; a `NoticeSource` without descriptor.
+class NoticeFiles(PolledSource):
+    """Watch one folder for the notices of one attempt.
 
     Attributes:
         bad: File name -> why it is not a notice.
@@ -51,20 +51,10 @@ class NoticeFiles:
         self._reported: set[str] = set()
         self._looked_at: dict[str, tuple[int, ...]] = {}
 
-    def start(self) -> None:
-        """Nothing to set up: the folder may appear later."""
-
-    def fileno(self) -> int | None:
-        """Return None: the watcher polls the folder once a second."""
-        return None
-
     def poll(self) -> list[Notice]:
         """Return the unreported notices for this attempt, oldest name first."""
         found = [self._read(path) for path in self._new_files()]
         return [notice for notice in found if notice is not None]
-
-    def stop(self) -> None:
-        """Nothing to put back."""
 
     def _new_files(self) -> list[Path]:
         try:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from trainckpt.notice import PolledSource
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -29,8 +31,8 @@ class PollFailed(Exception):
     """A query was refused or answered with something else; the message names the server."""
 
 
-class PollingSource:
-    """Poll until there is a notice; a `NoticeSource` without descriptor."""
+class PollingSource(PolledSource):
+    """Poll until there is a notice."""
 
     def __init__(
         self,
@@ -82,10 +84,6 @@ class PollingSource:
         self._may_ask.set()
         if not self._thread.is_alive():
             self.start()
-
-    def fileno(self) -> int | None:
-        """Return None: the watcher polls this source once a second."""
-        return None
 
     def poll(self) -> list[Notice]:
         """Return the notices since the last call."""

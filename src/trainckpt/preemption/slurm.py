@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.format.duration import MOST_S
-from trainckpt.notice import Notice
+from trainckpt.notice import Notice, PolledSource
 from trainckpt.preemption.wall_time import REASON as WALL_TIME
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _refusal(code: int, said: str) -> str:
     return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
 
 
-class JobEnd:
+class JobEnd(PolledSource):
     """Notice source for the job's end, if no variable holds it.
 
     Slurm's controller is asked at the start, a few times if it does not answer, and once more when
@@ -252,10 +252,6 @@ class JobEnd:
         """Ask, in a thread."""
         self._ask()
 
-    def fileno(self) -> int | None:
-        """Return None: the watcher polls the clock once a second."""
-        return None
-
     def poll(self) -> list[Notice]:
         """Return one notice, once no more than the lead is left and the limit was not raised."""
         if self._asking.is_alive() or self._reported:
@@ -274,9 +270,6 @@ class JobEnd:
             return []
         self._reported = True
         return [Notice(reason=WALL_TIME, seconds_left=max(0.0, left_s))]
-
-    def stop(self) -> None:
-        """Nothing to put back."""
 
     def _ask(self) -> None:
         if not self._has_answered and self._num_asked >= MOST_ASKED:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.format.duration import MOST_S
-from trainckpt.notice import Notice
+from trainckpt.notice import Notice, PolledSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ SLURM_VARIABLE = "SLURM_JOB_END_TIME"
 STARTED_VARIABLE = "TRAINCKPT_STARTED"  # on the monotonic clock, common to a host
 
 
-class WallTime:
-    """Report once that the time is nearly up; a `NoticeSource` without descriptor."""
+class WallTime(PolledSource):
+    """Report once that the time is nearly up."""
 
     def __init__(
         self,
@@ -50,13 +50,6 @@ class WallTime:
         self._clock, self._anew = clock, anew
         self._reported = False
 
-    def start(self) -> None:
-        """Nothing to set up."""
-
-    def fileno(self) -> int | None:
-        """Return None: the watcher polls the clock once a second."""
-        return None
-
     def poll(self) -> list[Notice]:
         """Return one notice, once no more than the lead is left."""
         anew = self._anew()
@@ -67,9 +60,6 @@ class WallTime:
             return []
         self._reported = True
         return [Notice(reason=REASON, seconds_left=max(0.0, left_s))]
-
-    def stop(self) -> None:
-        """Nothing to put back."""
 
 
 def wall_time_end(
