@@ -203,6 +203,16 @@ def test_a_folder_of_runs_or_within_one_is_66_with_the_run_that_may_be_meant(
     assert f"next: name that: {run}\n" in said
 
 
+@pytest.mark.parametrize("content", ['{"name": "theirs"}', '{"id": "theirs"}', "[]", "not JSON"])
+def test_a_file_of_that_name_that_is_no_record_makes_no_run(tmp_path, capsys, content):
+    for folder in (tmp_path, tmp_path / "mine" / "child"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text(content)
+    assert main(["list", str(tmp_path / "mine")]) == 66
+    captured = capsys.readouterr().err
+    assert f"there is no run at {tmp_path}/mine\nnext: check the path" in captured
+
+
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives root away, so needs it")
 @pytest.mark.parametrize("verb", ["list", "verify", "resume"])
 def test_a_place_that_denies_a_look_is_69_and_never_empty(verb, make_run):

@@ -43,7 +43,8 @@ def is_right(data, entry, cuts=()):
     """What is found when the bytes pass by in pieces."""
     check, bounds = digest_check.check_of(entry), [0, *sorted(cuts), len(data)]
     pieces = [memoryview(data)[a:b] for a, b in itertools.pairwise(bounds)]
-    assert b"".join(digest_check.over(pieces, check)) == data
+    for piece in pieces:
+        check.update(piece)
     return check.is_right
 
 

@@ -17,7 +17,7 @@ from trainckpt.format import digest, shard_file
 from trainckpt.format.manifest import FileEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 PREFIX_BYTES = 8
 STEP_BYTES = 1 << 20  # takes a tenth of a millisecond
@@ -35,35 +35,21 @@ class StoredBytes(Protocol):
         """Return the digest of the whole file; "" only in a `FileEntry`."""
 
 
-class Check(Protocol):
-    """Check of one file's bytes, fed in order, in pieces of any length."""
+class WholeCheck(digest.Running):
+    """Check a file's bytes, fed in order in pieces of any length, by the digest of all."""
 
-    def update(self, piece: memoryview) -> None:
-        """Add the next bytes."""
+    def __init__(self, wanted: str) -> None:
+        super().__init__()
+        self._wanted = wanted
 
     @property
     def is_right(self) -> bool:
         """Return True if the bytes so far are the complete, correct file."""
-
-
-class WholeCheck:
-    """A `Check` by the digest of all bytes."""
-
-    def __init__(self, wanted: str) -> None:
-        self._wanted, self._passed = wanted, digest.Running()
-
-    def update(self, piece: memoryview) -> None:
-        """Add the next bytes; as `Check`."""
-        self._passed.update(piece)
-
-    @property
-    def is_right(self) -> bool:
-        """Return the result; as `Check`."""
-        return self._passed.hexdigest() == self._wanted
+        return self.hexdigest() == self._wanted
 
 
 class TreeCheck:
-    """A `Check` of a shard file by its head's digest, and by the digests in the head."""
+    """As `WholeCheck`, but by the digest of a shard file's head, and by the digests in it."""
 
     def __init__(self, num_bytes: int, header_digest: str) -> None:
         self._num_bytes, self._wanted = num_bytes, header_digest
@@ -74,7 +60,7 @@ class TreeCheck:
         self._is_read = self._is_bad = False  # head parsed; some byte is wrong
 
     def update(self, piece: memoryview) -> None:
-        """Add the next bytes; as `Check`."""
+        """Add the next bytes."""
         while not (self._is_read or self._is_bad) and len(piece):
             step = piece[: self._head_bytes - len(self._head)]
             self._head += step
@@ -92,7 +78,7 @@ class TreeCheck:
 
     @property
     def is_right(self) -> bool:
-        """Return the result; as `Check`."""
+        """Return the result; as `WholeCheck`."""
         return self._is_read and not self._is_bad and self._region is None
 
     def _take_head(self) -> None:
@@ -125,7 +111,7 @@ class TreeCheck:
             self._passed = digest.RunningByBlock(self._region.bytes_per_digest)
 
 
-def check_of(file: StoredBytes) -> Check:
+def check_of(file: StoredBytes) -> WholeCheck | TreeCheck:
     """Return a check for one file."""
     if file.digest:
         return WholeCheck(file.digest)
@@ -138,10 +124,3 @@ def is_file(data: memoryview, file: StoredBytes) -> bool:
     check = check_of(file)
     check.update(data)
     return check.is_right
-
-
-def over(blocks: Iterable[memoryview], check: Check) -> Iterator[memoryview]:
-    """Yield the same blocks, adding each to the check."""
-    for block in blocks:
-        check.update(block)
-        yield block

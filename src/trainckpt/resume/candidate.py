@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from trainckpt.ranks.store import RankStore
     from trainckpt.ranks.world import World
     from trainckpt.state.registry import Registry
-    from trainckpt.state.restore_targets import Targets
     from trainckpt.storage.base import Readable, Tier
     from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -72,78 +71,6 @@ if TYPE_CHECKING:
 SAME_WAY = "launch the same number of ranks and layout, or move sharded tensors out of that object"
 
 
-@dataclass
-class StateRead:
-    """One rank's reading of a snapshot.
-
-    Attributes:
-        targets: The tensors this rank needs.
-        entries: The donor's entries among the snapshot's tensors.
-        again: Reads the state that the script changes before training goes on.
-        num_threads: Number of concurrent copies.
-    """
-
-    reader: Reader
-    registry: Registry
-    world: World
-    values: dict[str, Any]
-    targets: Targets
-    destination: Destination
-    again: Reader
-    entries: Mapping[str, TensorEntry]
-    num_threads: int = 1
-
-    @property
-    def donor(self) -> int:
-        """Return the snapshot's rank whose values this rank takes."""
-        return self.world.rank % self.reader.manifest.world
-
-    def _is_own(self, manifest: Manifest) -> bool:
-        """Return True if the donor is this very rank and its random generators continue here.
-
-        False if several ranks train the same samples now and perhaps did not then: their generators
-        would differ, and their common state would drift apart.
-        """
-        drew_alike = self.targets.exact or not self.registry.has_peers
-        return self.donor == self.world.rank and self.donor not in manifest.lost and drew_alike
-
-    def finish(self) -> Saved:
-        """Compare the complete read with the live objects, without touching them.
-
-        Raises:
-            StateMismatch: the script's objects differ from the snapshot; lists every difference.
-            UnusableSnapshot: a part is missing.
-        """
-        manifest, targets = self.reader.manifest, self.targets
-        entries, all_entries = self.entries, manifest.tensors
-        compared = entries if manifest.world == self.world.size else all_entries
-        models = self.registry.models
-        tensors = self.destination.finish({name: entries[name].dtype for name in targets.wanted})
-        saved = Saved(
-            tensors,
-            self.values,
-            shapes={name: entry.shape for name, entry in compared.items()},
-            elsewhere=frozenset(all_entries.keys() - entries.keys()),
-            wraps=targets.wraps,
-            exact=targets.exact,
-            is_own=self._is_own(manifest),
-            worlds=(manifest.world, self.world.size),
-            left=frozenset(n for m in models for n in m.left_out(self.values, entries)),
-            proofs=(proofs := Proofs(self.reader.verified)),
-            given=AdoptedTensors(tensors, proofs, self._read_again, self.destination.borrowed),
-            num_threads=self.num_threads,
-        )
-        apply.check(self.registry, saved, str(manifest.name))
-        return saved
-
-    def _read_again(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        wanted = {name: self.targets.wanted[name] for name in names}
-        destination = Destination(wanted)
-        self.again.read(wanted, destination, donor=self.donor)
-        entries = self.reader.manifest.tensors
-        return destination.finish({name: entries[name].dtype for name in wanted})
-
-
 def read_state(
     tier: Readable,
     manifest: Manifest,
@@ -152,7 +79,7 @@ def read_state(
     *,
     later: Readable | None = None,
     num_threads: int = 1,
-) -> tuple[StateRead, Saved]:
+) -> tuple[Saved, Reader]:
     """Read and verify the data this rank needs, and compare it with the live objects.
 
     Args:
@@ -164,7 +91,7 @@ def read_state(
         num_threads: Number of concurrent copies.
 
     Returns:
-        The reading, and its result.
+        The state, and a reader for what the script changes before training goes on.
 
     Raises:
         StateMismatch: the script's objects differ from the snapshot; lists every difference.
@@ -188,22 +115,38 @@ def read_state(
             targets.problems,
             hint=SAME_WAY,
         )
-    own = _become_live(registry, manifest.tensors)
-    destination = Destination(targets.wanted, own=own)
     again = reader.from_tier(later or tier)
-    reading = StateRead(
-        reader=reader,
-        registry=registry,
-        world=world,
-        values=values,
-        targets=targets,
-        destination=destination,
-        again=again,
-        entries=entries,
+
+    def read_again(names: Collection[str]) -> dict[str, torch.Tensor]:
+        wanted = {name: targets.wanted[name] for name in names}
+        destination = Destination(wanted)
+        again.read(wanted, destination, donor=donor)
+        return destination.finish({name: manifest.tensors[name].dtype for name in wanted})
+
+    destination = Destination(targets.wanted, own=_become_live(registry, manifest.tensors))
+    reader.read(targets.wanted, destination, donor=donor)
+    tensors = destination.finish({name: entries[name].dtype for name in targets.wanted})
+    compared = entries if manifest.world == world.size else manifest.tensors
+    # Ranks that train the same samples now, and perhaps did not then, would drift apart with
+    # generators that differ.
+    drew_alike = targets.exact or not registry.has_peers
+    models = registry.models
+    saved = Saved(
+        tensors,
+        values,
+        shapes={name: entry.shape for name, entry in compared.items()},
+        elsewhere=frozenset(manifest.tensors.keys() - entries.keys()),
+        wraps=targets.wraps,
+        exact=targets.exact,
+        is_own=donor == world.rank and donor not in manifest.lost and drew_alike,
+        worlds=(manifest.world, world.size),
+        left=frozenset(n for m in models for n in m.left_out(values, entries)),
+        proofs=(proofs := Proofs(reader.verified)),
+        given=AdoptedTensors(tensors, proofs, read_again, destination.borrowed),
         num_threads=num_threads,
     )
-    reader.read(targets.wanted, destination, donor=donor)
-    return reading, reading.finish()
+    apply.check(registry, saved, str(manifest.name))
+    return saved, again
 
 
 def _become_live(registry: Registry, entries: Mapping[str, TensorEntry]) -> set[str]:
@@ -393,17 +336,11 @@ def read_candidate(
     if any(r["kind"] == "tier" for r in results):
         raise TierUnavailable("; ".join(reasons), hint="make the run directory readable again")
     if not reasons and channel.world.rank == 0:
-        _say_from_where(name, ladder, from_memory=from_memory)
+        slower = sorted({number for number in ladder.read_from.values() if number})
+        if from_memory or slower:
+            sources = "memory" if from_memory else ", ".join(tiers[n].name for n in slower)
+            logger.info("%s was read from %s", name, sources)
     return ReadCandidate(read.manifest, read.saved, read.reader, reasons)
-
-
-def _say_from_where(name: SnapshotName, ladder: TieredReader, *, from_memory: bool) -> None:
-    slower = sorted({number for number in ladder.read_from.values() if number})
-    if from_memory:
-        logger.info("%s was read from memory", name)
-    elif slower:
-        tiers = ", ".join(ladder.tiers[number].name for number in slower)
-        logger.info("%s was read from %s", name, tiers)
 
 
 def _load_manifest(ladder: TieredReader, run: str, name: SnapshotName) -> Manifest:
@@ -426,6 +363,7 @@ class _Read:
     Attributes:
         manifest: The candidate's manifest, once read.
         saved: This rank's state, once complete.
+        reader: Reads more of the candidate, without this host's memory.
         num_threads: Number of concurrent copies.
     """
 
@@ -446,7 +384,7 @@ class _Read:
         self.manifest: Manifest | None = None
         self._is_admitted = False
         self.saved: Saved | None = None
-        self._reading: StateRead | None = None
+        self.reader: Reader | None = None
         self._tier, self._world, self._registry = tier, world, registry
         self._run, self._name = run, name
 
@@ -459,17 +397,12 @@ class _Read:
         assert self.manifest is not None
         return self.manifest
 
-    @property
-    def reader(self) -> Reader | None:
-        """Reads more of the candidate, without this host's memory."""
-        return self._reading.again if self._reading is not None else None
-
     def read(self) -> dict[str, Any]:
         """Read this rank's part of the snapshot; return the result, without raising for a bad
         one."""
         try:
             manifest = self.load()
-            self._reading, self.saved = read_state(
+            self.saved, self.reader = read_state(
                 self._tier,
                 manifest,
                 self._registry,
@@ -477,7 +410,7 @@ class _Read:
                 later=self._opened,
                 num_threads=self.num_threads,
             )
-            result = {"kind": "ok", "exact": self._reading.targets.exact}
+            result = {"kind": "ok", "exact": self.saved.exact}
         except NoAgreement:
             raise
         except TrainckptError as error:
@@ -495,16 +428,13 @@ def _failed(error: TrainckptError, rank: int) -> dict[str, Any]:
 
 
 def _must_fit(name: SnapshotName, results: list[dict[str, Any]]) -> None:
-    """Raise the first difference between the script's objects and the snapshot, on all ranks."""
-    mismatch = [r for r in results if r["kind"] == "mismatch"]
-    if mismatch:
+    """Raise the first difference between the script's objects and the snapshot, on all ranks.
+
+    A mix of exact and changed layouts is one: some ranks would continue the window, others
+    restart it.
+    """
+    if mismatch := [r for r in results if r["kind"] == "mismatch"]:
         raise error_json.from_json(mismatch[0])
-    _must_agree(name, results)
-
-
-def _must_agree(name: SnapshotName, results: list[dict[str, Any]]) -> None:
-    """Refuse a mix of exact and changed layouts: some ranks would continue the window, others
-    restart it."""
     exact = [r["exact"] for r in results if r["kind"] == "ok"]
     if len(set(exact)) > 1:
         raise StateMismatch(

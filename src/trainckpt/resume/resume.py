@@ -6,8 +6,6 @@
                  an attempt number above all of them, lists the candidates (`candidate_order`)
     rank 0       records the candidate to be read next, in case the process dies of it
     every rank   reads and verifies its part of the candidate; all exchange their results
-    all          if several ranks want columns of the same rows, they divide the reads between
-                 them, and exchange the results again
     all          usable on every rank: chosen. Damaged on any: refused by all, the next is tried.
                  The script's objects differ: no other snapshot would fit either, so it is raised
     rank 0       records the parent, before anything can be committed
@@ -43,8 +41,7 @@ from trainckpt.resume import candidate_order as choices
 from trainckpt.resume import crash_marker
 from trainckpt.resume.candidate import read_candidate
 from trainckpt.resume.scavenge import scavenge
-from trainckpt.run_directory.merged_history import catch_up
-from trainckpt.run_directory.tier_set import TierSet
+from trainckpt.run_directory.tier_set import TierSet, catch_up
 from trainckpt.run_directory.validate import (
     RANKS_TIMEOUT_S,
     RankLocation,
@@ -100,11 +97,8 @@ def _has_gone(record: AttemptRecord) -> bool:
     hosts, pids = record.facts.get("hosts"), record.facts.get("pids")
     if not isinstance(hosts, list) or not isinstance(pids, list) or not pids:
         return False
-    return {*hosts} == {socket.gethostname()} and not any(_is_there(pid) for pid in pids)
-
-
-def _is_there(pid: object) -> bool:
-    return isinstance(pid, int) and pid > 0 and is_alive(pid)
+    alive = (isinstance(pid, int) and pid > 0 and is_alive(pid) for pid in pids)
+    return {*hosts} == {socket.gethostname()} and not any(alive)
 
 
 # ---- the resume
@@ -258,12 +252,17 @@ def _look(
     def read() -> dict[int, AttemptRecord]:
         return crash_marker.heard(tier, attempt_records.read_attempts(tier))
 
-    known = catch_up(reach, run, read, sure=mode == "required")
-    before = known.records
-    record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), known.newest)
+    before, newest, tiers = catch_up(reach, run, read, sure=mode == "required")
+    record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)
     try:
         choice = _choose(reach, run, before, mode)
-        _must_come_before(choice.candidates, record.attempt)
+        for name in choice.candidates:  # readers would ignore every save that descends from it
+            if name.attempt >= record.attempt:
+                raise UnusableSnapshot(
+                    f"{name} was saved by attempt {name.attempt}, but this is attempt "
+                    f"{record.attempt}: another start of the run has continued meanwhile",
+                    hint="stop one of the two; to continue with this one, start it again",
+                )
     except TrainckptError as error:
         record_refusal(tier, record, error, 0.0)
         raise
@@ -271,24 +270,12 @@ def _look(
     return {
         "run": run,
         "attempt": record.attempt,
-        "tiers": known.tiers,
+        "tiers": tiers,
         "candidates": [str(name) for name in choice.candidates],
         "refused": choice.refused,
         "why_fresh": choice.why_fresh,
         "lost": lost,
     }
-
-
-def _must_come_before(candidates: Sequence[SnapshotName], attempt: int) -> None:
-    """Refuse a candidate of a later attempt: readers would ignore every save that descends from
-    it."""
-    for name in candidates:
-        if name.attempt >= attempt:
-            raise UnusableSnapshot(
-                f"{name} was saved by attempt {name.attempt}, but this is attempt {attempt}: "
-                "another start of the run has continued meanwhile",
-                hint="stop one of the two; to continue with this one, start it again",
-            )
 
 
 def _choose(
@@ -389,11 +376,8 @@ def _try_in_order(
             )
             return replace(found, lost=None if lost is None else lost + found.rewound)
         refused[str(name)] = "; ".join(read.reasons)
-    if names or (refused and not told["why_fresh"] and _is_serious(refused)):
+    excused = (catalog.NOT_COMMITTED, catalog.ABANDONED)
+    is_serious = any(reason not in excused for reason in refused.values())
+    if names or (is_serious and not told["why_fresh"]):
         raise NoUsableSnapshot(tier.url, refused)
     return replace(beginning, refused=refused)
-
-
-def _is_serious(refused: Mapping[str, str]) -> bool:
-    excused = (catalog.NOT_COMMITTED, catalog.ABANDONED)
-    return any(reason not in excused for reason in refused.values())

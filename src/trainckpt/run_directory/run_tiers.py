@@ -17,13 +17,12 @@ from trainckpt.errors import (
     NothingToResume,
     SaveFailed,
     TierUnavailable,
+    TrainckptError,
     UnusableSnapshot,
 )
 from trainckpt.format import manifest as manifests
-from trainckpt.format import names
 from trainckpt.format.names import MANIFEST, split_target
 from trainckpt.run_directory import run_url
-from trainckpt.run_directory import run_url as places
 from trainckpt.run_directory.tier_config import TierConfig, open_slower
 from trainckpt.run_directory.tier_set import TierSet
 from trainckpt.snapshot import attempt_history, catalog, upload
@@ -83,14 +82,13 @@ def open_source(target: str) -> SnapshotSource:
             f"{candidate.name}: {candidate.reason}",
             hint=f"trainckpt list {tier.url}, and name another",
         )
-    passed_over = _passed_over(candidates, candidate) if wanted in (None, LATEST) else ()
-    return SnapshotSource(tier, candidate.manifest, passed_over)
-
-
-def _passed_over(candidates: Sequence[Candidate], chosen: Candidate) -> tuple[str, ...]:
-    newer = [c for c in candidates if c.name > chosen.name and not c.usable]
     harmless = (catalog.NOT_COMMITTED, catalog.ABANDONED)
-    return tuple(f"{c.name} is passed over: {c.reason}" for c in newer if c.reason not in harmless)
+    passed_over = [
+        f"{c.name} is passed over: {c.reason}"
+        for c in (candidates if wanted in (None, LATEST) else ())
+        if c.name > candidate.name and not c.usable and c.reason not in harmless
+    ]
+    return SnapshotSource(tier, candidate.manifest, tuple(passed_over))
 
 
 def read_candidates(tier: Tier) -> tuple[Candidate, ...]:
@@ -189,7 +187,7 @@ def open_everywhere(run: str | os.PathLike[str], *also: str) -> RunTiers:
         NothingToResume: neither holds a run.
         TierUnavailable: the run directory refused.
     """
-    local = places.open_place(run)
+    local = run_url.open_place(run)
     reach = TierSet(local, _named(local, also), accept_older=True)
     found = attempt_history.run_id(local)
     source: Tier = local
@@ -308,34 +306,27 @@ def no_run_at(tier: Tier, before: str = "") -> NothingToResume:
     said = f"{before}there is no run at {tier.url}"
     if not isinstance(tier, LocalTier):
         return NothingToResume(said, hint="check the path")
-    if held := _runs_in(tier.root):
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):
+        folders = sorted(tier.root.iterdir())
+    if held := [folder.name for folder in folders if _is_run(folder)]:
         listed = ", ".join(held[:MOST_RUNS])
         more = f" and {len(held) - MOST_RUNS} more" if len(held) > MOST_RUNS else ""
         one = shlex.quote(str(tier.root / held[0])) if len(held) == 1 else f"{tier.root}/<name>"
         return NothingToResume(
             f"{said}: it is a folder that holds runs: {listed}{more}", hint=f"name one: {one}"
         )
-    if (run := _run_around(tier.root)) is not None:
+    around = list(tier.root.parents)[:DEEPEST]
+    if (run := next(filter(_is_run, around), None)) is not None:
         return NothingToResume(
             f"{said}: it is in the run {run}", hint=f"name that: {shlex.quote(str(run))}"
         )
     return NothingToResume(said, hint="check the path")
 
 
-def _runs_in(folder: Path) -> list[str]:
-    """Return the names of the runs in the folder, as far as this user may see them."""
-    found = []
-    with contextlib.suppress(OSError):
-        for each in sorted(folder.iterdir()):
-            with contextlib.suppress(OSError):  # skip a folder without access
-                if (each / names.RUN_RECORD).is_file():
-                    found.append(each.name)
-    return found
-
-
-def _run_around(place: Path) -> Path | None:
-    for folder in list(place.parents)[:DEEPEST]:
-        with contextlib.suppress(OSError):
-            if (folder / names.RUN_RECORD).is_file():
-                return folder
-    return None
+def _is_run(folder: Path) -> bool:
+    """Return True if the folder holds a run's readable record; others call files run.json too."""
+    try:
+        return attempt_history.run_id(LocalTier(folder)) is not None
+    except (OSError, TrainckptError):
+        return False

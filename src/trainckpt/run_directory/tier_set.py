@@ -23,9 +23,10 @@ from trainckpt.storage.local import LocalTier
 from trainckpt.storage.worker_pool import answer_within
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.snapshot.attempt_history import OtherHistory
     from trainckpt.storage.base import Place, Tier
 
 ACCEPT = "wait for it; or accept_older=True, `trainckpt resume --accept-older`, goes on without it"
@@ -226,3 +227,75 @@ class TierSet:
                 self.leave(tier, error.message)
                 return True
         return False
+
+
+# ---- merge into the run directory the attempts made elsewhere
+#
+# On a host's own disk a run leaves its old run directory unchanged when it continues elsewhere; a
+# restored backup is as outdated. Before an attempt takes its number, rank 0 copies the slower
+# tiers' records to the run directory. A tier that does not answer is left out, as it is later.
+
+
+def catch_up(
+    reach: TierSet, run: str, read: Callable[[], dict[int, AttemptRecord]], *, sure: bool
+) -> tuple[dict[int, AttemptRecord], int, list[list[str]]]:
+    """Copy missing records to the run directory, and log it.
+
+    Args:
+        reach: The run directory, and its slower tiers.
+        run: Id of the run.
+        read: Reads the run directory's records.
+        sure: Attempts at other places belong to this run, whatever their names.
+
+    Returns:
+        Records of the attempts; the highest attempt number in a record or snapshot of a slower
+        tier; name and URL of the slower tiers with this run, as from `TierSet.look`.
+
+    Raises:
+        ConfigurationError: a tier named by the options holds attempts of a copy of this run.
+        TierUnavailable: the run directory refused.
+    """
+    records, newest = read(), 0
+    while True:
+        tiers, brought = reach.look(run, records), False
+        for tier in tuple(reach.answering):
+            try:
+                theirs = attempt_records.read_theirs(tier, records)
+            except TrainckptError as error:
+                reach.leave(tier, error.message)
+                continue
+            try:
+                _must_be_of(reach, theirs, sure=sure)
+                written = attempt_records.bring(reach.place, records, theirs)
+            except ConfigurationError as error:
+                if tier in reach.slower.tiers:
+                    raise
+                logger.warning("the tier %s is left out: %s", tier.name, error.message)
+                reach.leave(tier)
+                continue
+            newest = max(newest, theirs.newest)
+            if written:
+                logger.warning(
+                    "%s was behind: the tier %s told it of the attempts %s",
+                    reach.place.url,
+                    tier.name,
+                    ", ".join(map(str, sorted(written))),
+                )
+                records, brought = read(), True
+        if not brought:  # else a newer attempt may have named other tiers
+            answering = {tier.name for tier in reach.answering}
+            return records, newest, [told for told in tiers if told[0] in answering]
+
+
+def _must_be_of(reach: TierSet, theirs: OtherHistory, *, sure: bool) -> None:
+    """Refuse attempts of a run at another place: that one, or this, is a copy."""
+    told = [r.facts[WHERE] for _, r in sorted(theirs.records.items()) if WHERE in r.facts]
+    if sure or not theirs.saved or not told or told[-1] == where(reach.place):
+        return
+    raise ConfigurationError(
+        f"the tier {theirs.tier.name} at {theirs.tier.url} holds attempts of the run at "
+        f"{str(told[-1])[:200]} that {reach.place.url} lacks: one of the two is a copy of the "
+        "other",
+        hint="name other tiers for a copy that goes its own way ({run} in a URL stands for the "
+        "name of its place); or, to go on from here with what that run did, resume='required'",
+    )

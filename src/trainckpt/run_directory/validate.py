@@ -127,9 +127,12 @@ def attach(
     found = gather_or_raise(channel, "place/can", lambda: _measure(tier, rank), RANKS_TIMEOUT_S)
     if lost is not None:
         adopted: str = lost
-        gather_or_raise(
-            channel, "place/adopted", lambda: _adopt(reach, adopted, rank), RANKS_TIMEOUT_S
-        )
+
+        def adopt() -> None:
+            if rank == 0 and reach is not None:
+                reach.adopt(adopted)
+
+        gather_or_raise(channel, "place/adopted", adopt, RANKS_TIMEOUT_S)
     return looks[holders[0]]["run"] if holders else lost, found[0]
 
 
@@ -168,11 +171,6 @@ def _elsewhere(reach: TierSet | None, channel: RankStore, *, must: bool, sure: b
         return run
 
     return gather_or_raise(channel, "place/elsewhere", look, RANKS_TIMEOUT_S)[0]
-
-
-def _adopt(reach: TierSet | None, run: str, rank: int) -> None:
-    if rank == 0 and reach is not None:
-        reach.adopt(run)
 
 
 def leaders(seats: Sequence[RankLocation]) -> list[int]:
@@ -232,7 +230,7 @@ def _ask_store(tier: ObjectStoreTier) -> dict[str, Any]:
     """Test if the store refuses to overwrite, and abort the stale uploads of dead writers."""
     found = {"store": tier.name, "create_only": tier.creates_only()}
     if not found["create_only"]:
-        logger.info("%s creates what is there already, so names are claimed first", tier.url)
+        logger.debug("%s creates what is there already, so names are claimed first", tier.url)
     with contextlib.suppress(TrainckptError):  # a store may deny it
         tier.abort_stale_uploads()
     return found

@@ -29,7 +29,7 @@ from trainckpt.errors import (
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.format.attempt_record import MAX_BYTES
-from trainckpt.format.digest_check import check_of, over
+from trainckpt.format.digest_check import check_of
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.snapshot.verify import files_of
@@ -196,18 +196,15 @@ def _blocks(
 ) -> Iterator[memoryview]:
     passing = check_of(file)
     memory = memoryview(bytearray(min(BLOCK_BYTES, file.num_bytes)))
-
-    def read() -> Iterator[memoryview]:
-        for at in range(0, file.num_bytes, BLOCK_BYTES):
-            check(file.num_bytes - at)
-            block = memory[: min(BLOCK_BYTES, file.num_bytes - at)]
-            try:
-                source.read_into(key, at, block)
-            except UnusableSnapshot as error:
-                raise _NotGood(error) from error
-            yield block
-
-    yield from over(read(), passing)
+    for at in range(0, file.num_bytes, BLOCK_BYTES):
+        check(file.num_bytes - at)
+        block = memory[: min(BLOCK_BYTES, file.num_bytes - at)]
+        try:
+            source.read_into(key, at, block)
+        except UnusableSnapshot as error:
+            raise _NotGood(error) from error
+        passing.update(block)
+        yield block
     if not passing.is_right:  # raised inside `write`, which then leaves nothing
         raise _NotGood(UnusableSnapshot(f"{key} in {source.url} does not match its digest"))
     check(0)
