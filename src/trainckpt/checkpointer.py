@@ -241,6 +241,8 @@ class Checkpointer:
         """
         self._must_have_resumed()
         self._position.manage_epochs()
+        for _, tracked in self._loaders:
+            tracked.count_passes_of_epochs()
         self._loop_checks.enter_epochs(has_any=self._position.cursor.epoch < number)
         while (epoch := self._position.cursor.epoch) < number and not self._has_returned():
             for original, _ in self._loaders:

@@ -177,11 +177,7 @@ def case(program, *stops, cause="", still=""):
             3,
             still="silent: the length of the data is compared, the content is not",
         ),
-        case(
-            "two_passes_an_epoch",
-            9,
-            still="silent: the resumed loop over passes begins with the first one",
-        ),
+        case("two_passes_an_epoch", 3, 9, 15),
         case(
             "enumerate_to_accumulate",
             3,

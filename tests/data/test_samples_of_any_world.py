@@ -132,7 +132,7 @@ class Rank:
             deal = Deal(self.world.ranks, self.world.batch)
             over, self.deal = going_on and self.place.over, (going_on and self.place.deal) or deal
             if over:
-                self.loader.skip_next_pass()
+                self.loader.skip_passes(1)
             self.epoch, self.over = epoch, False
             for batch in self.loader:
                 self.log.append((epoch, torch.as_tensor(batch).reshape(-1).tolist()))

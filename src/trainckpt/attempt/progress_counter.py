@@ -167,7 +167,7 @@ class ProgressCounter:
         self._epoch, self._batches = epoch, 0
         self._epoch_is_fresh = True
         if self._loader is not None:
-            self._loader.abandon_pass()
+            self._loader.enter_epoch()
 
     @property
     def pass_is_over(self) -> bool:

@@ -29,6 +29,8 @@ asked. A dropped iterator is then the only sign of the second loader's abandoned
 
 from __future__ import annotations
 
+import dis
+import sys
 import warnings
 import weakref
 from dataclasses import asdict
@@ -107,7 +109,9 @@ class TrackedLoader:
         self._history = PassHistory()
         # the last pass that is compared with the history, by its number
         self._last_compared_pass = 0
-        self._skips_next_pass = False
+        self._passes_to_skip = 0
+        # `passes_started` as `ckpt.epochs()` entered the running epoch; None without it
+        self._epoch_start: int | None = None
         self._samples_before = 0
         self._source = source_of(loader, name, self._report)
         facts = self._source.facts()
@@ -174,7 +178,8 @@ class TrackedLoader:
         """Return the position after the batches returned so far; never changed later."""
         self._abandon_if_dropped()
         if self._pending is not None:
-            return {**self._pending, "window": self._window()}
+            own = {"window": self._window(), "epoch_start": self._epoch_start}
+            return {**self._pending, **own}
         return self._build_state()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -199,6 +204,7 @@ class TrackedLoader:
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
         self._pending, self._window_start = dict(state), state.get("window")
+        self._epoch_start = state.get("epoch_start")
         earlier = state.get("run_samples")
         self._earlier_samples = None if earlier is None else earlier - self.total_samples
         self.loaded_pass.record_load(self)
@@ -244,6 +250,7 @@ class TrackedLoader:
         self.in_pass, self.exhausted = mark["in_pass"], mark["exhausted"]
         self._earlier_samples = None  # the state may be another rank's
         self._history, self._last_compared_pass = PassHistory(), 0
+        self._epoch_start = state.get("epoch_start")
         self._pending = {**self._build_state(between=True), "elsewhere": True}
         self.loaded_pass.record_load(self)
 
@@ -308,14 +315,32 @@ class TrackedLoader:
             self._end_pass(exhausted=False)
             self._active_ticket = None
 
+    def count_passes_of_epochs(self) -> None:
+        """Count the passes of each epoch from now on: the script loops over `ckpt.epochs()`."""
+        if self._epoch_start is None:
+            self._epoch_start = self.passes_started - self.in_pass
+
+    def enter_epoch(self) -> None:
+        """Begin an epoch; a pass that still runs is over."""
+        self.abandon_pass()
+        if self._epoch_start is not None:
+            self._epoch_start = self.passes_started
+
+    @property
+    def earlier_passes(self) -> int:
+        """Passes of the running epoch that are over; 0 outside `ckpt.epochs()`."""
+        if self._epoch_start is None:
+            return 0
+        return max(0, self.passes_started - self.in_pass - self._epoch_start)
+
     @property
     def skips_next_pass(self) -> bool:
         """True if the next pass is to be skipped."""
-        return self._skips_next_pass
+        return self._passes_to_skip > 0
 
-    def skip_next_pass(self) -> None:
-        """End the next pass at once, without a boundary: it was over before the resume."""
-        self._skips_next_pass = True
+    def skip_passes(self, number: int) -> None:
+        """End the next passes at once, without a boundary: they were over before the resume."""
+        self._passes_to_skip = number
 
     def shutdown(self) -> None:
         """Kill the workers now. The running pass cannot resume; a new one can begin."""
@@ -391,6 +416,7 @@ class TrackedLoader:
             "padding": self.padding,
             "elsewhere": False,
             "window": self._window(),
+            "epoch_start": self._epoch_start,
             "passes": asdict(self._history),
             **self._source.state(self.in_pass and not between),
         }
@@ -406,8 +432,14 @@ class TrackedLoader:
         assert isinstance(self._source, LoaderSource)
         return self._source
 
-    def _consume_skip(self) -> bool:
-        skips, self._skips_next_pass = self._skips_next_pass, False
+    def _consume_skip(self, *, by_loop: bool) -> bool:
+        """Return True if this pass is to be skipped.
+
+        `by_loop`: False if the script calls `next` itself. It makes its next iterator when one
+        ends, so only one that had ended may end again, and the next one has to go on.
+        """
+        skips = self._passes_to_skip > 0 and (by_loop or not self.in_pass)
+        self._passes_to_skip = self._passes_to_skip - 1 if skips and by_loop else 0
         return skips
 
     def _count_batch(self) -> None:
@@ -468,8 +500,11 @@ class TrackedIterator:
 
     def __next__(self) -> Any:
         loader = self._loader
-        if self._is_over or (self._batches is None and loader._consume_skip()):
-            self._is_over = True
+        if self._batches is None and loader.skips_next_pass and not self._is_over:
+            frame = sys._getframe(1)
+            by_loop = "CALL" not in dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            self._is_over = loader._consume_skip(by_loop=by_loop)
+        if self._is_over:
             raise StopIteration
         self._check_active()
         if loader.on_boundary is not None:

@@ -76,7 +76,7 @@ class PhasedRestore:
         self._saved: Saved | None = None
         self._at = Cursor()
         self._window: Cursor | None = None
-        self._skipping: TrackedLoader | None = None  # loader with a finished pass at the save
+        self._skipping: TrackedLoader | None = None  # loader with passes of the epoch to skip
         self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
         self._hidden: list[str] = []  # models that must be wrapped in the same DDP again
 
@@ -202,8 +202,11 @@ class PhasedRestore:
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
         self._position.restore(self._at, window=self._window)
-        if loader is not None and self._position.pass_is_over:
-            loader.skip_next_pass()
+        if loader is None:
+            return
+        passes = max(loader.earlier_passes, self._position.pass_is_over)
+        if passes:
+            loader.skip_passes(passes)
             self._skipping = loader
 
     def _check_loaders(self, saved: Saved) -> None:

@@ -1,0 +1,75 @@
+"""Scripts that pass over the data several times in one epoch of `ckpt.epochs()`."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.end_to_end.training import Crash
+from trainckpt import Checkpointer
+
+
+class Run:
+    """Train two epochs of three passes over four micro-batches, or until a crash."""
+
+    def __init__(self, place, passes, stop=None):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        self.stop, self.got = stop, []
+        loader = DataLoader(torch.randn(16, 4), 4, shuffle=True)
+        tracked = {"model": self.model, "optimizer": self.optimizer, "loader": loader}
+        with Checkpointer(place, every="1 steps", **tracked) as ckpt:
+            for epoch in ckpt.epochs(2):
+                passes(self, ckpt, epoch)
+
+    def train(self, batch, *where):
+        loss = self.model(torch.nn.functional.dropout(batch)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.got.append((*where, loss.item().hex()))
+        if len(self.got) == self.stop:
+            raise Crash
+
+
+def by_number(run, ckpt, epoch):
+    for part in range(3):
+        for batch in ckpt.batches():
+            run.train(batch, epoch, part)
+
+
+def left_early(run, ckpt, epoch):
+    for part in range(3):
+        for index, batch in enumerate(ckpt.batches()):
+            run.train(batch, epoch, part)
+            if part == 0 and index == 1:
+                break
+
+
+def by_hand(run, ckpt, epoch):
+    """Make the next iterator where one ends, so that no pass needs to end at once."""
+    batches = ckpt.batches()
+    while ckpt.cursor.step < 12 * (epoch + 1):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = ckpt.batches()
+            batch = next(batches)
+        run.train(batch, epoch)
+
+
+@pytest.mark.parametrize("stop", [3, 5, 6, 10, 16, 18])
+@pytest.mark.parametrize("passes", [by_number, left_early, by_hand])
+def test_a_resume_skips_the_passes_of_the_epoch_that_are_over(tmp_path, caplog, passes, stop):
+    whole = Run(tmp_path / "straight", passes).got
+    with pytest.raises(Crash):
+        Run(tmp_path / "run", passes, stop)
+    caplog.set_level(logging.INFO, "trainckpt")
+    rest = Run(tmp_path / "run", passes).got
+    assert rest == whole[stop - 1 :]
+    assert "bitwise" in caplog.text
+    assert "not exact" not in caplog.text
