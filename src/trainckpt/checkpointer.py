@@ -50,6 +50,7 @@ from trainckpt.save.checks import check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
+from trainckpt.state.early_draws import EarlyDraws
 from trainckpt.state.registry import Registry
 from trainckpt.stop.listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
@@ -107,6 +108,7 @@ class Checkpointer:
         self._problems = list[Restored]()
         self._attempt: Attempt | None = None
         self._loaders: list[tuple[Any, TrackedLoader]] = []
+        self._early_draws = EarlyDraws(registry, self._report)
         for name, value in keywords.items():
             registry.add(name, value)
         registry.add_implied()
@@ -288,6 +290,7 @@ class Checkpointer:
             on_boundary=self._loader_boundary if first else None,
             before_first_fetch=self._phased_restore.before_first_fetch if first else None,
             after_fetch=self._recorder.batch if first and self._recorder is not None else None,
+            early_draws=self._early_draws,
             report=self._report,
         )
         self._registry.add_loader(name, tracked, loader)

@@ -146,12 +146,7 @@ def case(program, *stops, cause="", still=""):
             still="over-warned: an attribute is compared before the head of the epoch sets it",
         ),
         case("shuffled_datapipe", 3, 9),
-        case(
-            "draw_before_next",
-            3,
-            9,
-            still="silent: numbers drawn before `next` are drawn again with other values",
-        ),
+        case("draw_before_next", 3, 9, cause="random numbers"),
         case(
             "untracked_loaders_with_boundary",
             3,

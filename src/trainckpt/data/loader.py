@@ -34,7 +34,7 @@ import sys
 import warnings
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.data import resharding, state_differences
 from trainckpt.data.pass_history import PassHistory, announced
@@ -51,6 +51,18 @@ if TYPE_CHECKING:
 
 
 _COMPARED = 3  # passes after a load, the loaded one included; what differs later has other reasons
+
+
+class RequestListener(Protocol):
+    """What an owner compares around the script's requests for batches, until it is over."""
+
+    is_over: bool
+
+    def on_iter(self) -> None:
+        """Note that the script asks for an iterator."""
+
+    def before_batch(self, *, is_leader: bool) -> None:
+        """Note that the script asks for a batch."""
 
 
 class TrackedLoader:
@@ -77,6 +89,7 @@ class TrackedLoader:
         passes_started: Passes begun, those of the loaded run included.
         total_batches, total_samples: Returned since this object was made, over all passes.
         after_fetch: Called with every batch before it is returned.
+        early_draws: Called at each `iter()` and before each batch, until it is over.
         loaded_pass: The pass in the middle of which a state was loaded.
     """
 
@@ -88,6 +101,7 @@ class TrackedLoader:
         on_boundary: Callable[[], None] | None = None,
         before_first_fetch: Callable[[], bool | None] | None = None,
         after_fetch: Callable[[Any], None] | None = None,
+        early_draws: RequestListener | None = None,
         leader: TrackedLoader | None = None,
         report: Report | None = None,
     ) -> None:
@@ -104,6 +118,7 @@ class TrackedLoader:
         # This rank's samples since the run began, less `total_samples`; None: unknown after a load.
         self._earlier_samples: int | None = 0
         self.after_fetch = after_fetch
+        self._early_draws = early_draws
         self._report: Report = report or _warn
         self.loaded_pass = LoadedPass()
         self._history = PassHistory()
@@ -162,6 +177,8 @@ class TrackedLoader:
         return dealer.batches(deal) - self._source.progress.position
 
     def __iter__(self) -> TrackedIterator:
+        if self._early_draws is not None and not self._early_draws.is_over:
+            self._early_draws.on_iter()
         iterator = TrackedIterator(self)
         self.loaded_pass.record_iterator(iterator)
         return iterator
@@ -507,6 +524,8 @@ class TrackedIterator:
         if self._is_over:
             raise StopIteration
         self._check_active()
+        if loader._early_draws is not None and not loader._early_draws.is_over:
+            loader._early_draws.before_batch(is_leader=loader.on_boundary is not None)
         if loader.on_boundary is not None:
             loader.on_boundary()
         if self._batches is None:

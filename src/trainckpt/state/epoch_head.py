@@ -37,15 +37,13 @@ class EpochHead:
 
     def begin(self, epoch: int) -> None:
         """Record the generators before the head of this epoch runs."""
-        self._recorded = {"epoch": epoch, **self._generators()}
+        self._recorded = {"epoch": epoch, **generators(self._registry)}
         self.is_open = True
 
     def end(self) -> None:
         """Drop the record if the head drew nothing."""
         self.is_open = False
-        before, now = self._recorded, self._generators()
-        # names of the script may have come: those of functions that run by now
-        if before is not None and all(before[part].items() <= now[part].items() for part in now):
+        if self._recorded is not None and unchanged(self._registry, self._recorded):
             self._recorded = None
 
     def capture(self, out: Captured) -> None:
@@ -64,9 +62,18 @@ class EpochHead:
             randomness.restore(script_generators.variables(self._registry), head["script"], "")
             randomness.set_main_rng(head["main"])
 
-    def _generators(self) -> dict[str, Any]:
-        return {
-            "main": randomness.packed_rng(),
-            "objects": randomness.capture(self._registry.watched.generators()),
-            "script": randomness.capture(script_generators.variables(self._registry)),
-        }
+
+def generators(registry: Registry) -> dict[str, Any]:
+    """Return the states of the global generators, of those in objects, and of the script's."""
+    return {
+        "main": randomness.packed_rng(),
+        "objects": randomness.capture(registry.watched.generators()),
+        "script": randomness.capture(script_generators.variables(registry)),
+    }
+
+
+def unchanged(registry: Registry, before: dict[str, Any]) -> bool:
+    """Return True if no generator of an earlier result of `generators` has drawn since."""
+    now = generators(registry)
+    # names may have come: those of functions that run by now
+    return all(before[part].items() <= now[part].items() for part in now)
