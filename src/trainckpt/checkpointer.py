@@ -29,9 +29,9 @@ from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.rank_status import RankStatusWriter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
-from trainckpt.data.iterators import shield_all_loaders
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
+from trainckpt.data.untracked import shield_all_loaders
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import RUNNING
 from trainckpt.format.exactness import Restored
@@ -105,6 +105,7 @@ class Checkpointer:
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
         self._first = self._to_prove = True
+        self._has_plain_loop = False  # the script's own, by `batches` or `boundary`
         self._problems = list[Restored]()
         self._attempt: Attempt | None = None
         self._loaders: list[tuple[Any, TrackedLoader]] = []
@@ -263,6 +264,7 @@ class Checkpointer:
                 "there is no loader to take batches from",
                 hint="pass loader=, or call ckpt.boundary() before fetching each micro-batch",
             )
+        self._has_plain_loop = True
         return iter(self._loaders[0][1])
 
     def loader(self, loader: Iterable[Any]) -> TrackedLoader:
@@ -318,6 +320,7 @@ class Checkpointer:
             True to continue; False after a stop with `on_stop="return"`.
         """
         self._must_have_resumed()
+        self._has_plain_loop = True
         goes_on = self._boundary()
         self._position.begin_outside_batch()
         return goes_on
@@ -446,6 +449,8 @@ class Checkpointer:
         if self._first:
             self._first = False
             self._registry.watched.training_begins()
+            if self._has_plain_loop:
+                self._registry.open_loaders.begin()
             self._loop_checks.on_first_boundary(
                 asks=not (evaluation or closing or self._hooks.on_resume)
             )

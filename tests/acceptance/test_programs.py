@@ -147,12 +147,7 @@ def case(program, *stops, cause="", still=""):
         ),
         case("shuffled_datapipe", 3, 9),
         case("draw_before_next", 3, 9, cause="random numbers"),
-        case(
-            "untracked_loaders_with_boundary",
-            3,
-            9,
-            still="silent: loaders that nobody tracks begin their pass again",
-        ),
+        case("untracked_loaders_with_boundary", 3, 9, cause="untracked loaders"),
         case(
             "dataset_epoch_with_persistent_workers",
             9,

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from tests import warm
 from tests.data.datasets import Plain
-from tests.end_to_end.training import ACCUMULATE, Parts, record
+from tests.end_to_end.training import ACCUMULATE, Crash, Parts, record
 from trainckpt import Checkpointer
-from trainckpt.data.iterators import shield_all_loaders
+from trainckpt.data.untracked import shield_all_loaders
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -114,3 +114,43 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def train_beside(place, way, stop=None):
+    """Train one pass, and read an untracked loader in this way; crash after micro-batch `stop`."""
+    parts, side = Parts(), DataLoader(Plain(), 1)
+    held = iter(side)
+    if way == "before training":
+        next(held)
+    with Checkpointer(place, **parts.tracked(), every="1 steps") as ckpt:
+        for _ in range(ckpt.cursor.micro_batches if way == "skipped by the script" else 0):
+            next(held)
+        for count, batch in enumerate(ckpt.batches(), 1):
+            if way in ("in each batch", "skipped by the script"):
+                next(held)
+            elif way == "to its end":
+                held = iter(side)
+                for _ in held:
+                    pass
+            parts.train_on(batch, ckpt.cursor.micro + 1 == ACCUMULATE)
+            if count == stop:
+                raise Crash
+
+
+@pytest.mark.parametrize(
+    ("way", "is_named"),
+    [
+        ("in each batch", True),
+        ("skipped by the script", False),
+        ("before training", False),
+        ("to its end", False),
+    ],
+)
+def test_a_resume_names_an_untracked_loader_that_was_partly_read(tmp_path, caplog, way, is_named):
+    with pytest.raises(Crash):
+        train_beside(tmp_path / "run", way, ACCUMULATE + 1)
+    gc.collect()  # the iterator of the failed script
+    caplog.clear()
+    train_beside(tmp_path / "run", way)
+    found = "DataLoaders that are not tracked were partly read: Plain of 23 samples"
+    assert (found in caplog.text) == is_named

@@ -50,12 +50,14 @@ class ResumeDrift(NamedTuple):
         wrappers: Models in a DDP without the internal state of the saved DDP.
         attributes: Attributes of callbacks outside every state_dict, each with its values.
         generators: Variables and attributes whose random generator was not restored.
+        loaders: Untracked loaders that are not where they were, each with its position.
     """
 
     gradients: dict[str, bool]
     wrappers: list[str]
     attributes: Sequence[str] = ()
     generators: Sequence[str] = ()
+    loaders: Sequence[str] = ()
 
 
 AS_SAVED = ResumeDrift({}, [])
@@ -139,7 +141,8 @@ class PhasedRestore:
         if evaluation or not has_loader:
             self._end()
         generators = apply.generators_not_restored(self._registry, saved)
-        return ResumeDrift({}, [], lost, generators)
+        loaders = self._registry.open_loaders.lost(saved)
+        return ResumeDrift({}, [], lost, generators, loaders)
 
     def enter_epoch(self, epoch: int) -> None:
         """Restore the generators of the beginning of the epoch that the run resumes in."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt import fingerprint
 from trainckpt.attempt.log import logger
 from trainckpt.data import state_differences as loader_states
-from trainckpt.data.iterators import on_workers_started
+from trainckpt.data.untracked import on_workers_started
 from trainckpt.errors import NoAgreement
 from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
 from trainckpt.inspect.contents import models_in
@@ -151,6 +151,12 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
             f"{_some(otherwise.attributes)} ({hint})"
         )
         found += _not_kept("attributes", [why])
+    if otherwise.loaders:
+        why = (
+            f"DataLoaders that are not tracked were partly read: {_some(otherwise.loaders)}; the "
+            "script does not go on there. Pass them as loader=[a, b], and iterate ckpt.loader(a)"
+        )
+        found += _not_kept("untracked loaders", [why])
     if otherwise.generators:
         names = _some(otherwise.generators)
         why = f"these names do not hold the saved generators: {names}"

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import StateMismatch, TrainckptError
 from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
-from trainckpt.state import attributes, epoch_head, plain_tensors, script_generators
+from trainckpt.state import (
+    attributes,
+    epoch_head,
+    open_loaders,
+    plain_tensors,
+    script_generators,
+)
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import Captured
@@ -40,6 +46,7 @@ OWN = frozenset(
         *(DDP, FSDP, LOADERS, attributes.PART, attributes.GENERATORS),
         *(script_generators.PART, plain_tensors.PART),
         epoch_head.PART,
+        open_loaders.PART,
         *(gradients.PART, rng.PART, tracked_file.PART),
     )
 )

@@ -97,6 +97,7 @@ def capture(registry: Registry) -> Captured:
     attributes.capture_generators(registry.watched, out)
     script_generators.capture(registry, out)
     registry.epoch_head.capture(out)
+    registry.open_loaders.capture(out)
     rng.capture(out, registry.devices)
     # Any thread may read the copies made above. Also devices without parameters.
     device_copy.finish(out.tensors.values(), finished=finished)

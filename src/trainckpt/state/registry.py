@@ -14,7 +14,13 @@ from trainckpt.data.own_state import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
-from trainckpt.state import attributes, epoch_head, plain_tensors, script_generators
+from trainckpt.state import (
+    attributes,
+    epoch_head,
+    open_loaders,
+    plain_tensors,
+    script_generators,
+)
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
 from trainckpt.state.adapters.loader import LoaderState
@@ -44,6 +50,7 @@ RESERVED = frozenset(
         *("gradients", "rng", "ddp", "fsdp", "loaders", "values.json"),
         *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART, epoch_head.PART),
         plain_tensors.PART,
+        open_loaders.PART,
     )
 )
 
@@ -55,6 +62,7 @@ class Registry:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
         epoch_head: Generators before the running epoch.
+        open_loaders: Untracked loaders that the script is in the middle of.
         bucket_orders: DDP wrapper -> its rebuilt bucket order, once known.
         as_saved: DDP wrappers that add gradients as the resume's snapshot says.
         has_peers: Several ranks train the same samples, and must draw the same for them.
@@ -68,6 +76,7 @@ class Registry:
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
         self.epoch_head = epoch_head.EpochHead(self)
+        self.open_loaders = open_loaders.OpenLoaders()
         self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.as_saved: WeakSet[nn.Module] = WeakSet()
         self._owners: dict[int, str] = {}

@@ -1,0 +1,126 @@
+"""Watch the DataLoaders that the script does not track.
+
+Their workers are shielded from signals like those of tracked loaders. Their iterators are known, so
+that a save can record which of them the script is in the middle of: no resume goes on there.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data import dataloader as torch_loader
+
+from trainckpt.data.iterators import InProcessIterator, WorkersIterator
+from trainckpt.data.sampler import length
+from trainckpt.data.worker import kill_on_shutdown, kill_workers, signals_blocked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.utils.data import DataLoader
+
+_Base = torch_loader._BaseDataLoaderIter
+_Multi = torch_loader._MultiProcessingDataLoaderIter
+_TRACKED = (InProcessIterator, WorkersIterator)
+
+
+_listeners: list[weakref.WeakMethod[Callable[[DataLoader[Any]], None]]] = []
+
+
+def on_workers_started(listener: Callable[[DataLoader[Any]], None]) -> None:
+    """Call this method with each loader whose workers have started, while its object lives."""
+    _listeners[:] = [known for known in _listeners if known() is not None]
+    _listeners.append(weakref.WeakMethod(listener))
+
+
+def shield_all_loaders() -> None:
+    """Patch torch so that iterators are known, and workers of untracked loaders start shielded too.
+
+    A signal to the process group would kill a validation loader's workers, and with them the
+    emergency save. Signals blocked in the creating thread stay blocked in its workers.
+    """
+    original_init: Any = _Multi.__init__
+    if getattr(original_init, "_shields", False):
+        return
+    _know_iterators()
+
+    @functools.wraps(original_init)
+    def shielded_birth(iterator: Any, loader: DataLoader[Any]) -> None:
+        if isinstance(iterator, _TRACKED):
+            original_init(iterator, loader)
+            return
+        context = loader.multiprocessing_context or torch.multiprocessing
+        with signals_blocked(context.get_start_method()):
+            original_init(iterator, loader)
+        kill_on_shutdown(iterator)
+        for known in _listeners:
+            if (listener := known()) is not None:
+                listener(loader)
+
+    marked: Any = shielded_birth
+    marked._shields = True
+    _Multi.__init__ = marked  # type: ignore[method-assign]
+    original_shutdown: Any = _Multi._shutdown_workers
+
+    @functools.wraps(original_shutdown)
+    def end_unless_killed(iterator: Any) -> None:
+        # the garbage collector kills the workers first, then finalizes the iterator
+        workers = getattr(iterator, "_workers", ())
+        are_own = all(worker._parent_pid == os.getpid() for worker in workers)
+        if workers and are_own and not any(worker.is_alive() for worker in workers):
+            kill_workers(iterator)
+        else:
+            original_shutdown(iterator)
+
+    ends: Any = end_unless_killed
+    _Multi._shutdown_workers = ends  # type: ignore[method-assign]
+
+
+# ---- the iterators that a script is in the middle of
+
+
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def open_iterators() -> Iterator[tuple[Any, str, int]]:
+    """Yield each untracked iterator that is partly read: itself, its data, the batches read.
+
+    Iterators that a DataLoader keeps with its persistent workers are left out: a pass that was
+    left early, and one that goes on, look the same.
+    """
+    for iterator in list(_iterators):
+        batches = iterator._num_yielded
+        if batches and not iterator._persistent_workers and not _has_ended(iterator, batches):
+            dataset = iterator._dataset
+            size = length(dataset)
+            of = "" if size is None else f" of {size} samples"
+            yield iterator, f"{type(dataset).__qualname__}{of}", batches
+
+
+def _has_ended(iterator: Any, batches: int) -> bool:
+    if isinstance(iterator._dataset, IterableDataset):
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        workers = getattr(iterator, "_workers_status", [True])
+        return bool(getattr(fetcher, "ended", False)) or not any(workers)
+    count = length(iterator)
+    return count is not None and batches >= count
+
+
+def _know_iterators() -> None:
+    original: Any = _Base.__init__
+
+    @functools.wraps(original)
+    def known_birth(iterator: Any, loader: DataLoader[Any]) -> None:
+        original(iterator, loader)
+        if not isinstance(iterator, _TRACKED):
+            _iterators.add(iterator)
+
+    known: Any = known_birth
+    _Base.__init__ = known  # type: ignore[method-assign]
+    _iterators.update(found for found in gc.get_objects() if issubclass(type(found), _Base))
