@@ -46,10 +46,10 @@ from trainckpt.run_directory.tier_set import TierSet
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.save import encryption
 from trainckpt.save.arenas import Arenas
+from trainckpt.save.committer import ManifestDefaults
 from trainckpt.save.coordinator import SaveCoordinator
 from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.save.requests import PRIOR_S, SaveSchedule, interval_s, mean_time_between_failures_s
-from trainckpt.save.writer import ManifestDefaults
 from trainckpt.snapshot.attempt_history import read_attempts
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.state.capture import capture

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from trainckpt import Checkpointer
-from trainckpt.save import staging
-from trainckpt.save.staging import OVERLAP, PLAIN
+from trainckpt.save import copying
+from trainckpt.save.copying import OVERLAP, PLAIN
 from trainckpt.snapshot import writer_client
 from trainckpt.snapshot.attempt_history import read_attempts, run_id
 from trainckpt.snapshot.catalog import read_catalog
@@ -39,7 +39,7 @@ SHARED = ("beside", "shared")
 BESIDE_FROM_BYTES = 1 << 20
 
 
-def by_turns() -> Callable[[staging.CopyChoice], str]:
+def by_turns() -> Callable[[copying.CopyChoice], str]:
     """Instead of what is measured: every other save is overlapped."""
     kinds = itertools.cycle([OVERLAP, PLAIN])
     return lambda _: next(kinds)
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of memory (%(default)s)")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    staging.CopyChoice.next = by_turns()
+    copying.CopyChoice.next = by_turns()
     root, report = os.environ.get(ROOT_VARIABLE), {}
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         for kind in asked.kinds.split(","):

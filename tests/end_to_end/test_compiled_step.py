@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.end_to_end.overlapped import Loop, Model, adam, as_saved
-from trainckpt.save import coordinator, staging
-from trainckpt.save.staging import OVERLAP
+from trainckpt.save import coordinator, copying
+from trainckpt.save.copying import OVERLAP
 from trainckpt.state.dynamo import untraced
 
 
 @pytest.fixture(autouse=True)
 def always_beside_training(monkeypatch):
-    monkeypatch.setattr(staging, "choose", lambda *_: OVERLAP)
+    monkeypatch.setattr(copying, "choose", lambda *_: OVERLAP)
     for limit in ("NEARLY_S", "PATIENCE_S"):  # on a busy machine too no save is put off
         monkeypatch.setattr(coordinator, limit, 120.0)
     yield

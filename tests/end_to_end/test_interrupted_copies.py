@@ -12,8 +12,8 @@ import torch
 
 from tests.end_to_end.overlapped import Loop, Model, adam, as_saved
 from trainckpt import Checkpointer
-from trainckpt.save import coordinator, staging
-from trainckpt.save.staging import OVERLAP
+from trainckpt.save import coordinator, copying
+from trainckpt.save.copying import OVERLAP
 from trainckpt.state import overlap
 from trainckpt.state.overlap import OverlappedCopy, PendingCopy
 from trainckpt.stop import shutdown
@@ -44,7 +44,7 @@ def memory(monkeypatch):
     memory = Memory()
     monkeypatch.setattr(overlap, "ctypes", memory)
     monkeypatch.setattr(overlap, "CHUNK_BYTES", 4000)
-    monkeypatch.setattr(staging, "choose", lambda *_: OVERLAP)
+    monkeypatch.setattr(copying, "choose", lambda *_: OVERLAP)
     for limit in ("NEARLY_S", "PATIENCE_S"):  # on a busy machine too no save is put off
         monkeypatch.setattr(coordinator, limit, 120.0)
 

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from tests.end_to_end.many_saves import BESIDE_FROM_BYTES, KINDS, SHARED, by_turns, save_often
-from trainckpt.save import staging
+from trainckpt.save import copying
 from trainckpt.snapshot import writer_client
 from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE, SharedMemoryDir
 
@@ -34,7 +34,7 @@ def test_saves_leave_no_memory_descriptors_threads_or_files_behind(place, monkey
         monkeypatch.setenv(ROOT_VARIABLE, NONE)
     from_bytes = BESIDE_FROM_BYTES if kind == "beside" else 1 << 40
     monkeypatch.setattr(writer_client, "FROM_BYTES", from_bytes)
-    monkeypatch.setattr(staging.CopyChoice, "next", by_turns())
+    monkeypatch.setattr(copying.CopyChoice, "next", by_turns())
     first, last = save_often(place, KINDS[kind], SAVES, warm_up=WARM_UP)
     assert last["saves"] - first["saves"] == SAVES - WARM_UP
     assert first["memory bytes"] > 2 * SHARD_BYTES or kind not in SHARED

@@ -17,8 +17,8 @@ from tests.end_to_end import on_devices
 from tests.end_to_end.on_devices import KINDS, ONLY_ON_A_GPU, Crash, Parts, attempt, difference
 from tests.ranks.processes import preload, run_ranks
 from trainckpt import Checkpointer
-from trainckpt.save import staging
-from trainckpt.save.staging import OVERLAP, PLAIN
+from trainckpt.save import copying
+from trainckpt.save.copying import OVERLAP, PLAIN
 
 preload("tests.end_to_end.on_devices")
 
@@ -65,7 +65,7 @@ def test_a_resumed_training_is_the_one_that_was_never_stopped(tmp_path, device, 
 def test_saves_in_every_micro_batch_change_nothing_in_training(
     tmp_path, monkeypatch, device, copies
 ):
-    monkeypatch.setattr(staging, "choose", lambda *_: copies)
+    monkeypatch.setattr(copying, "choose", lambda *_: copies)
     straight = Parts(device, "fused")
     expected, _ = attempt(tmp_path / "straight", straight)
     often = Parts(device, "fused")
@@ -85,7 +85,7 @@ def test_ddp_ranks_that_share_a_device_go_on_exactly(tmp_path, device):
 def test_a_save_takes_little_of_the_gpu_s_memory(tmp_path, monkeypatch, copies):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    monkeypatch.setattr(staging, "choose", lambda *_: copies)
+    monkeypatch.setattr(copying, "choose", lambda *_: copies)
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)]).cuda()  # 268 MB
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x, peaks = torch.ones(4, 2048, device="cuda"), {False: [], True: []}

@@ -14,8 +14,8 @@ from tests.end_to_end.overlapped import WIDTH, WORDS, Loop, Model, adam, as_save
 from tests.state.slow_device import SlowDevice
 from trainckpt import Checkpointer
 from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
-from trainckpt.save import coordinator, staging
-from trainckpt.save.staging import OVERLAP
+from trainckpt.save import coordinator, copying
+from trainckpt.save.copying import OVERLAP
 from trainckpt.snapshot import writer_client
 from trainckpt.state import captured, device_copy, overlap
 from trainckpt.state.capture import capture
@@ -31,7 +31,7 @@ from trainckpt.state.zero_copy import AdoptedTensors
 
 @pytest.fixture(autouse=True)
 def always_beside_training(monkeypatch):
-    monkeypatch.setattr(staging, "choose", lambda *_: OVERLAP)
+    monkeypatch.setattr(copying, "choose", lambda *_: OVERLAP)
     for limit in ("NEARLY_S", "PATIENCE_S"):  # on a busy machine too no save is put off
         monkeypatch.setattr(coordinator, limit, 120.0)
 
@@ -335,7 +335,7 @@ def overlapped_on(device):
 
 
 def test_the_first_copies_and_some_later_ones_are_proved():
-    proved = [n for n in range(1, 20) if n <= staging.PROVED_FIRST or n % staging.PROVED_EVERY == 0]
+    proved = [n for n in range(1, 20) if n <= copying.PROVED_FIRST or n % copying.PROVED_EVERY == 0]
     assert proved == [1, 2, 8, 16]
 
 

@@ -6,8 +6,8 @@ import os
 
 from tests.end_to_end.ranks import parts
 from trainckpt import Checkpointer
-from trainckpt.save import coordinator, staging
-from trainckpt.save.staging import OVERLAP
+from trainckpt.save import coordinator, copying
+from trainckpt.save.copying import OVERLAP
 from trainckpt.state import overlap
 from trainckpt.state.overlap import OverlappedCopy
 
@@ -22,7 +22,7 @@ def save_at_each_step(rank, place, *, streams, waits):
         streams: The rank that has no memory to copy to; None: all have.
         waits: The rank whose training waits for each save; None: none does.
     """
-    staging.choose = lambda *_: OVERLAP
+    copying.choose = lambda *_: OVERLAP
     overlap.FENCE_WITHIN_S = 0.2
     coordinator.NEARLY_S = coordinator.PATIENCE_S = NEVER_S
     if rank == streams:

@@ -26,9 +26,9 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.ranks.store import LocalStore
 from trainckpt.ranks.world import World
 from trainckpt.save.arenas import Arenas
+from trainckpt.save.committer import ManifestDefaults
 from trainckpt.save.coordinator import SaveCoordinator
 from trainckpt.save.estimates import Timings
-from trainckpt.save.writer import ManifestDefaults
 from trainckpt.snapshot import attempt_history, prune
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.restore import Reader

@@ -28,27 +28,27 @@ def wanting(*wishes):
 
 def test_a_stop_is_brought_at_once_and_a_save_waits_for_open_rounds():
     """A stop has no time; a save may be the very one that is being decided."""
-    assert wanting(STOP).to_bring({1}) == STOP
-    assert wanting(SAVE).to_bring({1}) is None
-    assert wanting(SAVE).to_bring(()) == SAVE
+    assert wanting(STOP).next_notice({1}) == STOP
+    assert wanting(SAVE).next_notice({1}) is None
+    assert wanting(SAVE).next_notice(()) == SAVE
 
 
 def test_only_a_stricter_stop_is_asked_for_again():
     """The window's end was asked for, then time ran short."""
     wishes = wanting(WINDOW)
-    wishes.asked(1, WINDOW)
+    wishes.published(1, WINDOW)
     wishes.add(WINDOW)
-    assert wishes.to_bring({1}) is None
+    assert wishes.next_notice({1}) is None
     wishes.add(STOP)
-    assert wishes.to_bring({1}) == STOP
+    assert wishes.next_notice({1}) == STOP
 
 
 def test_a_stop_with_a_sooner_deadline_is_asked_for_again_and_keeps_the_strictest_mode():
     """First SIGTERM, then `pause --deadline`: what was decided first is not loosened."""
     wishes = wanting(STOP)
-    wishes.asked(1, STOP)
+    wishes.published(1, STOP)
     wishes.add(Notice("trainckpt pause", "stop", "window", seconds_left=60.0))
-    brought = wishes.to_bring({1})
+    brought = wishes.next_notice({1})
     assert (brought.reason, brought.mode) == ("trainckpt pause", "micro-batch")
     assert 59 < brought.seconds_left <= 60
 
@@ -58,73 +58,73 @@ def test_a_deadline_that_is_hardly_sooner_or_later_opens_no_round():
     now = [100.0]
     wishes = PendingRequests(clock=lambda: now[0])
     wishes.add(Notice("wall time", "stop", "micro-batch", seconds_left=60.0))
-    wishes.asked(1, wishes.to_bring(()))
+    wishes.published(1, wishes.next_notice(()))
     for later, left in ((1.0, 58.5), (2.0, 90.0), (3.0, None)):
         now[0] = 100.0 + later
         wishes.add(Notice("wall time", "stop", "micro-batch", seconds_left=left))
-        assert wishes.to_bring(()) is None
+        assert wishes.next_notice(()) is None
     wishes.add(Notice("SIGTERM", "stop", "micro-batch", seconds_left=30.0))
-    assert wishes.to_bring(()).seconds_left == 30.0
+    assert wishes.next_notice(()).seconds_left == 30.0
 
 
 def test_a_stop_decided_elsewhere_covers_our_own():
     """As strict as ours, so no second round."""
     wishes = wanting()
-    wishes.settle(Decision(1, 0, Notice("", "stop", "micro-batch")))
+    wishes.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch")))
     wishes.add(STOP)
-    assert wishes.to_bring(()) is None
+    assert wishes.next_notice(()) is None
 
 
 def test_a_stop_drops_saves():
     """It saves anyway."""
     wishes = wanting(SAVE, numbered(1), STOP)
-    wishes.asked(1, STOP)
-    wishes.settle(Decision(1, 0, Notice("", "stop", "micro-batch")))
-    assert wishes.to_bring(()) is None
+    wishes.published(1, STOP)
+    wishes.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch")))
+    assert wishes.next_notice(()) is None
 
 
 def test_any_save_will_do_for_one_without_a_number():
     """It merges with whatever save was decided after it was asked for."""
     wishes = wanting(SAVE)
-    wishes.settle(saved(1, number=1))
-    assert wishes.to_bring(()) is None
+    wishes.on_decision(saved(1, number=1))
+    assert wishes.next_notice(()) is None
 
 
 def test_a_numbered_save_is_asked_for_until_its_own_number_is_decided():
     """Save 1 does not cover save 2; a skipped one is settled too."""
     wishes = wanting(numbered(1), numbered(2))
-    wishes.settle(saved(1, number=1))
-    assert wishes.to_bring(()) == numbered(2)
-    wishes.settle(saved(2, number=2, failed=True))
+    wishes.on_decision(saved(1, number=1))
+    assert wishes.next_notice(()) == numbered(2)
+    wishes.on_decision(saved(2, number=2, failed=True))
     wishes.add(numbered(2))
-    assert wishes.to_bring(()) is None
+    assert wishes.next_notice(()) is None
 
 
 def test_a_save_whose_round_ran_out_of_time_is_not_asked_for_for_ever():
     """It was skipped; the next one may do better."""
     wishes = wanting(numbered(1))
-    wishes.asked(1, numbered(1))
-    wishes.settle(saved(1, failed=True))
-    assert wishes.to_bring(()) is None
+    wishes.published(1, numbered(1))
+    wishes.on_decision(saved(1, failed=True))
+    assert wishes.next_notice(()) is None
 
 
 def test_a_stop_that_came_too_late_for_its_round_is_asked_for_again():
     """The round was given up as a save before our answer was there."""
     wishes = wanting(STOP)
-    wishes.asked(1, STOP)
-    assert wishes.to_bring(()) is None
-    wishes.settle(saved(1, failed=True))
-    assert wishes.to_bring(()) == STOP
+    wishes.published(1, STOP)
+    assert wishes.next_notice(()) is None
+    wishes.on_decision(saved(1, failed=True))
+    assert wishes.next_notice(()) == STOP
 
 
 def test_after_a_stop_was_undone_the_same_stop_is_a_new_one():
     wishes = wanting(STOP)
-    wishes.asked(1, STOP)
-    wishes.settle(Decision(1, 0, Notice("", "stop", "micro-batch", seconds_left=5.0)))
+    wishes.published(1, STOP)
+    wishes.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch", seconds_left=5.0)))
     wishes.add(STOP)
-    assert wishes.to_bring(()) is None
+    assert wishes.next_notice(()) is None
     wishes.forget_stop()
     wishes.add(SAVE)
-    assert wishes.to_bring(()) == SAVE
+    assert wishes.next_notice(()) == SAVE
     wishes.add(STOP)
-    assert wishes.to_bring(()) == STOP
+    assert wishes.next_notice(()) == STOP

@@ -35,7 +35,7 @@ def committed():
         handle=handle,
         num_bytes=8,
         seconds=0.1,
-        is_last=False,
+        is_final=False,
     )
 
 

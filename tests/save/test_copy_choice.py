@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from tests.state.helpers import registry
-from trainckpt.save.staging import (
+from trainckpt.save.copying import (
     FIRST_RETRY,
     NONE,
     OVERLAP,
     PLAIN,
     RETRY_EVERY,
     CopyChoice,
-    Staging,
+    StateCopier,
     choose,
 )
 
@@ -52,7 +52,7 @@ def test_a_period_is_of_the_kind_of_the_one_save_in_it():
 def test_what_is_copied_while_training_waits_by_choice_is_digested_too():
     """Where there is no choice, nobody knows whether a core is free to digest it."""
     model = nn.Linear(2, 2)
-    copying = Staging(registry(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
+    copying = StateCopier(registry(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
     try:
         assert copying.stage_arguments(set()) == {}
         assert copying.stage_arguments({"w"}) == {"digests": True}

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from trainckpt.save.replica_check import ReplicaCheck, compare
+from trainckpt.save.deduplication import ReplicaCheck, compare
 from trainckpt.state.captured import Captured
 from trainckpt.state.replicas import PARTS
 
@@ -25,11 +25,11 @@ class Two:
         self.ranks = [ReplicaCheck(rank, 2) for rank in range(2)]
         self.tensors = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(2)]
 
-    def save(self, *, last=False, skipped=False, lost_by=None, stepped=(("w",), ("w",))):
+    def save(self, *, final=False, skipped=False, lost_by=None, stepped=(("w",), ("w",))):
         """Whether they are found alike; both come to the same result."""
         states = [state(tensor) for tensor in self.tensors]
         answers = [
-            rank.report(one, names, last=last)
+            rank.report(one, names, final=final)
             for rank, one, names in zip(self.ranks, states, stepped, strict=True)
         ]
         if skipped:
@@ -53,7 +53,7 @@ def test_what_drifted_in_one_byte_is_found_and_stays_apart_until_all_bytes_are_c
     assert caplog.text.count("model parameters: the ranks' copies were equal and now differ") == 1
     two.tensors[1][NUM_BYTES // 2] = 0
     assert not two.save()
-    assert two.save(last=True)
+    assert two.save(final=True)
     assert two.save()
 
 
@@ -94,10 +94,10 @@ def test_what_differs_is_apart_for_all_though_only_some_sample_it():
     assert not two.save(stepped=(("w",), ()))
     two.tensors[1][:] = 0
     assert not two.save()
-    assert two.save(last=True)
+    assert two.save(final=True)
 
 
 def test_a_rank_alone_compares_nothing():
     alone = ReplicaCheck(0, 1)
-    assert alone.report(state(torch.zeros(4)), ["w"], last=False) == {}
+    assert alone.report(state(torch.zeros(4)), ["w"], final=False) == {}
     assert alone.equal_groups(compare([{}])) == []

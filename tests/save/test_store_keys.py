@@ -12,7 +12,7 @@ from tests.limits import HANG_S
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.ranks import TorchStore, World
 from trainckpt.replicate.replicator import STEP_S
-from trainckpt.save import writer
+from trainckpt.save import committer
 
 preload("tests.end_to_end.kept_by_others")
 RANKS = 3
@@ -29,21 +29,21 @@ class Rank:
     def __init__(self, store, rank):
         world = World(rank, RANKS, rank, "here")
         self.channel = TorchStore(world, store, "test/").connection()
-        self.rank, self.keys = rank, writer.SaveKeys(self.channel)
+        self.rank, self.keys = rank, committer.SaveKeys(self.channel)
 
     def save(self, sequence, skipped=()):
         """Up to the verdict; its keys stay if it is skipped."""
-        fold = self.channel.fold(writer.groups_key(sequence), self.rank, sum, HANG_S)
+        fold = self.channel.fold(committer.groups_key(sequence), self.rank, sum, HANG_S)
         assert fold == sum(range(RANKS))
         if sequence in skipped:
             return
         if self.rank:
-            self.channel.put(writer.report_key(sequence, self.rank), sequence)
+            self.channel.put(committer.report_key(sequence, self.rank), sequence)
         else:
             for other in range(1, RANKS):
-                assert self.channel.get(writer.report_key(sequence, other), HANG_S) == sequence
-            self.channel.put(writer.verdict_key(sequence), sequence)
-        assert self.channel.get(writer.verdict_key(sequence), HANG_S) == sequence
+                assert self.channel.get(committer.report_key(sequence, other), HANG_S) == sequence
+            self.channel.put(committer.verdict_key(sequence), sequence)
+        assert self.channel.get(committer.verdict_key(sequence), HANG_S) == sequence
         self.keys.delete_read(sequence)
 
 
@@ -57,10 +57,10 @@ def test_the_keys_of_many_saves_do_not_add_up(store):
             left.append(store.num_keys())
     assert left[0] == left[8] == left[-1]
     assert left[18] > left[8]  # those that were skipped go with the next that is not
-    own = {f"{writer.groups_key(30)}/{rank}" for rank in range(RANKS)}
+    own = {f"{committer.groups_key(30)}/{rank}" for rank in range(RANKS)}
     assert not any(store.check([f"test/{key}"]) for key in own)
-    assert store.check([f"test/{writer.verdict_key(30)}"])  # some rank may be about to read it
-    assert not store.check([f"test/{writer.verdict_key(29)}"])
+    assert store.check([f"test/{committer.verdict_key(30)}"])  # some rank may be about to read it
+    assert not store.check([f"test/{committer.verdict_key(29)}"])
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,7 @@ def test_a_last_save_that_is_cut_off_leaves_what_was_in_memory_before_it(
             protecting = ckpt._attempt.saver.replication
             plan = protecting.replicator.plan
             protecting.replicator.plan = replace(plan, num_losses=int(others_keep))
-            protecting.prepare_last(others=False)
+            protecting.prepare_final(others=False)
             arena = protecting.reserve(100_000, in_memory=True)
             arena.memory[:] = b"x" * 100_000
             opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
@@ -310,7 +310,7 @@ def test_after_a_stop_that_was_undone_the_same_hosts_keep_what_is_saved_next(tmp
             before = protecting.replicator
             before.plan = replace(before.plan, num_losses=1)
             protecting.pause()
-            protecting.prepare_last(others=False)
+            protecting.prepare_final(others=False)
             seen.append(protecting.replicator is before)
             protecting.resume()
             seen.append(protecting.replicator is before)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from benchmarks.compare.systems.base import Pending, System
 
 import trainckpt
-from trainckpt.save import staging
+from trainckpt.save import copying
 from trainckpt.storage.shared_memory import SharedMemoryDir, reclaim
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.save_handle import SaveHandle
 
 SPIN_S = 0.001
-CHOOSE = staging.choose
+CHOOSE = copying.choose
 
 
 class Trainckpt(System):
@@ -35,7 +35,7 @@ class Trainckpt(System):
 
     def begin(self, training: Training) -> None:
         super().begin(training)
-        staging.choose = CHOOSE if self.copies is None else lambda *_: self.copies
+        copying.choose = CHOOSE if self.copies is None else lambda *_: self.copies
         self.checkpointer = self._attach(training, "never")
         self.checkpointer.resume()
 

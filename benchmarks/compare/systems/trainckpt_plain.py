@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.compare.systems.trainckpt import Trainckpt
 
-from trainckpt.save.staging import PLAIN
+from trainckpt.save.copying import PLAIN
 
 
 class Plain(Trainckpt):

@@ -10,10 +10,9 @@ Secrets are redacted before anything is stored: variables and arguments named li
 secret, password or credential keep their name and lose their value, wherever such a pair stands in
 a text; so do passwords in URLs and values that look like the keys of known services.
 
-Compute a hash that identifies a command, so that one command's notes never count for another.
-
-The same script with the same arguments may train several runs: the options in its environment, the
-run directory's name and the working directory count too. Secrets do not, since others see the hash.
+`command_hash` identifies a command, so that one command's notes never count for another. The same
+script with the same arguments may train several runs: the options in its environment, the run
+directory's name and the working directory count too. Secrets do not, since others see the hash.
 """
 
 from __future__ import annotations
@@ -143,9 +142,7 @@ def missing_supervisor(environment: Mapping[str, str]) -> list[str]:
                 "or GraceTime when preempted, saved or not"
             ),
         ]
-    return [
-        "no automatic restart, and a deadline cannot be enforced from outside",
-    ]
+    return ["no automatic restart, and a deadline cannot be enforced from outside"]
 
 
 def redact_arguments(argv: Sequence[str]) -> list[str]:

@@ -206,9 +206,7 @@ def read_rank_statuses(folder: Path) -> dict[int, RankStatus]:
 
 
 def has_imported(folder: Path, besides: int | None = None) -> bool:
-    """Return True if a process launched with this folder, except `besides`, has
-    imported trainckpt.
-    """
+    """Return True if a process of this launch, except `besides`, has imported trainckpt."""
     return any(path.name != f"imported-{besides}" for path in folder.glob("imported-*"))
 
 
@@ -220,18 +218,13 @@ def remove_import_mark() -> None:
             _mark(folder).unlink()
 
 
-def _mark_import() -> None:
-    folder = launch_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            _mark(folder).touch()
-
-
 def _mark(folder: Path) -> Path:
     return folder / f"imported-{os.getpid()}"
 
 
-_mark_import()
+if (_folder := launch_folder()) is not None:  # this process has imported trainckpt
+    with contextlib.suppress(OSError):
+        _mark(_folder).touch()
 
 FILE = "supervisor.json"
 

@@ -213,7 +213,7 @@ class Committed:
         file: Entry of this rank's file.
         num_bytes: Size of this rank's state.
         seconds: Time from the save's beginning to the commit.
-        is_last: The attempt ends with this save.
+        is_final: The attempt ends with this save.
     """
 
     manifest: Manifest
@@ -223,4 +223,4 @@ class Committed:
     handle: SaveHandle
     num_bytes: int
     seconds: float
-    is_last: bool
+    is_final: bool

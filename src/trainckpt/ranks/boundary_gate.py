@@ -17,6 +17,7 @@ would split. Only the watcher ends a wait: by a decision, `broken`, or `finish`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -204,12 +205,11 @@ class BoundaryGate:
         for decision in decisions:
             if decision.stops and decision.round < last_stop:
                 del self._open[decision.round]
-            elif not decision.stops and (decision.failed or self._is_after_stop(decision)):
+            elif not decision.stops and (
+                decision.failed or decision.round > (self._first_stop or math.inf)
+            ):
                 del self._open[decision.round]
                 self._skipped.append(decision)
-
-    def _is_after_stop(self, decision: Decision) -> bool:
-        return self._first_stop is not None and decision.round > self._first_stop
 
     def _due(self, window_end: bool) -> Decision | None:
         """Return the oldest due save, else the stop if due."""

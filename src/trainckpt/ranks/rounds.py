@@ -179,15 +179,12 @@ def _chosen(notices: Sequence[Notice]) -> Notice | None:
     stops = [notice for notice in notices if notice.action == "stop"]
     if stops:
         chosen = max(stops, key=lambda notice: STRICTNESS[notice.mode])
-        return replace(chosen, seconds_left=_smallest(stops), number=None)
+        lefts = [notice.seconds_left for notice in stops if notice.seconds_left is not None]
+        return replace(chosen, seconds_left=min(lefts, default=None), number=None)
     numbered = [notice for notice in notices if notice.number is not None]
     if numbered:
         return min(numbered, key=lambda notice: notice.number or 0)
     return notices[0] if notices else None
-
-
-def _smallest(notices: Sequence[Notice]) -> float | None:
-    return min((n.seconds_left for n in notices if n.seconds_left is not None), default=None)
 
 
 def _parse_notice(value: Any) -> Notice:
@@ -285,7 +282,7 @@ class Rounds:
         others."""
         self._channel.wait(f"bell/{self._rank}/{k}", timeout_s)
 
-    def heard(self, k: int) -> dict[str, Any] | None:
+    def bell(self, k: int) -> dict[str, Any] | None:
         """Return the value of this rank's bell for round `k`, if set."""
         value = self._channel.peek(f"bell/{self._rank}/{k}")
         return value if isinstance(value, dict) else None
@@ -343,8 +340,3 @@ def decide_within(timeout_s: float, seconds_left: float | None) -> float:
     At least a second, though: giving up sooner would only make the loss certain.
     """
     return timeout_s if seconds_left is None else min(timeout_s, max(seconds_left / 2, 1.0))
-
-
-def seconds_of(value: object) -> float | None:
-    """Return a bell's duration as a float, or None if it is no number."""
-    return float(value) if isinstance(value, (int, float)) else None

@@ -16,6 +16,7 @@ Threads: any. Foreign errors leave as `NoAgreement`: without the store there is 
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import defaultdict
 from datetime import timedelta
@@ -344,6 +345,22 @@ def own_connection(store: Store, *, clone: bool = True) -> Store:
     return type(innermost)(
         innermost.host, innermost.port, is_master=False, timeout=innermost.timeout
     )
+
+
+def collective_timeout_s() -> float:
+    """Return how long training's own collectives wait for a rank, in seconds; infinity if
+    unknown."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return math.inf
+    try:
+        from torch.distributed import distributed_c10d
+
+        group: Any = distributed_c10d._get_default_group()
+        backends = [group._get_backend(device) for device in group._device_types]
+        found = [backend.options._timeout.total_seconds() for backend in backends]
+    except (AttributeError, RuntimeError, ValueError):  # a backend without such options
+        return math.inf
+    return min(found, default=math.inf)
 
 
 def _default_store() -> Store:

@@ -38,7 +38,6 @@ from trainckpt.ranks.rounds import (
     Undecided,
     decide,
     decide_within,
-    seconds_of,
     strictest,
 )
 from trainckpt.ranks.store import DAY_S
@@ -86,19 +85,19 @@ class PendingRequests:
         self._clock = clock
         self._stop: Notice | None = None
         self._saves: list[Notice] = []
-        self._settled_number = 0
-        self._asked: dict[int, Notice] = {}
+        self._decided_number = 0
+        self._published: dict[int, Notice] = {}
 
     def add(self, notice: Notice) -> None:
         """Add a notice, its mode filled in, unless a known one covers it."""
         if notice.action == "stop":
             if self._is_stricter(notice):
-                self._stop = self._know(notice)
+                self._stop = self._merge(notice)
                 self._saves.clear()
         elif self.stop_mode is None and not self._is_covered(notice):
             self._saves.append(notice)
 
-    def to_bring(self, undecided: Collection[int]) -> Notice | None:
+    def next_notice(self, undecided: Collection[int]) -> Notice | None:
         """Return the request to propose now, or to attach to a round another rank opened.
 
         No save while a round is undecided here: it may be that very save, and ranks that already
@@ -116,31 +115,31 @@ class PendingRequests:
         """Undo the known stop: a later request is a new one."""
         self.stop_mode = self._deadline_s = None
 
-    def asked(self, round_: int, notice: Notice | None) -> None:
+    def published(self, round_: int, notice: Notice | None) -> None:
         """Record that this rank has published `notice` for `round_`."""
         if notice is not None:
-            self._asked[round_] = notice
+            self._published[round_] = notice
             self._stop = None
 
-    def settle(self, decision: Decision, *, is_forgotten: bool = False) -> None:
+    def on_decision(self, decision: Decision, *, is_forgotten: bool = False) -> None:
         """Drop the requests covered by a decided round. A stop of a forgotten round is undone."""
-        mine = self._asked.pop(decision.round, None)
+        mine = self._published.pop(decision.round, None)
         if decision.stops and is_forgotten:
             return
         if decision.stops:
             self._saves.clear()
-            self._know(decision.notice)
+            self._merge(decision.notice)
             return
         if mine is not None and mine.action == "stop":
             self._stop = mine
-        self._settle_saves(decision, mine)
+        self._drop_saves(decision, mine)
 
-    def _settle_saves(self, decision: Decision, mine: Notice | None) -> None:
+    def _drop_saves(self, decision: Decision, mine: Notice | None) -> None:
         numbers = [decision.notice.number or 0]
         if decision.failed and mine is not None:
             numbers.append(mine.number or 0)
-        self._settled_number = max(self._settled_number, *numbers)
-        self._saves = [w for w in self._saves if (w.number or 0) > self._settled_number]
+        self._decided_number = max(self._decided_number, *numbers)
+        self._saves = [w for w in self._saves if (w.number or 0) > self._decided_number]
 
     def _is_stricter(self, notice: Notice) -> bool:
         if self.stop_mode is None or strictest(self.stop_mode, notice.mode) != self.stop_mode:
@@ -150,7 +149,7 @@ class PendingRequests:
         sooner_s = self._deadline_s - self._clock() - notice.seconds_left
         return sooner_s > max(SOONER_S, SOONER_SHARE * notice.seconds_left)
 
-    def _know(self, stop: Notice) -> Notice:
+    def _merge(self, stop: Notice) -> Notice:
         """Take a stop into account; returns it with the strictest mode and the least time."""
         now_s = self._clock()
         self.stop_mode = strictest(self.stop_mode, stop.mode)
@@ -161,7 +160,7 @@ class PendingRequests:
         return replace(stop, mode=self.stop_mode, seconds_left=left)
 
     def _is_covered(self, notice: Notice) -> bool:
-        if notice.number is not None and notice.number <= self._settled_number:
+        if notice.number is not None and notice.number <= self._decided_number:
             return True
         return any(save.number == notice.number for save in self._saves)
 
@@ -244,8 +243,8 @@ class Watcher:
             source.start()
         loops = [self._watch]
         if self._world.size > 1:
-            self._mouth = Rounds(self._channel.connection())
-            self._ears = Rounds(self._channel.connection())
+            self._rounds = Rounds(self._channel.connection())
+            self._bell_rounds = Rounds(self._channel.connection())
             loops.append(self._listen)
         self._running = True
         atexit.register(self._leave_at_exit)
@@ -265,7 +264,7 @@ class Watcher:
         if any_save_will_do and self._gate.has_save_to_come():
             return
         mode = notice.mode or self._mode_of(notice.seconds_left)
-        self._want(replace(notice, mode=mode))
+        self._add(replace(notice, mode=mode))
 
     def request_save(self, number: int, tag: str | None = None) -> None:
         """Ask for the save of this rank's `number`-th `ckpt.save()`, counted from 1.
@@ -273,7 +272,7 @@ class Watcher:
         Nothing happens if a round has decided that save already. While a round is undecided the
         request waits, and gets the next round unless the round decides that very save.
         """
-        self._want(Notice("ckpt.save()", "save", "micro-batch", tag=tag, number=number))
+        self._add(Notice("ckpt.save()", "save", "micro-batch", tag=tag, number=number))
 
     def forget_stop(self, round_: int) -> None:
         """Undo this round's stop on all ranks, and forget all rounds up to it, received or not."""
@@ -294,9 +293,9 @@ class Watcher:
         try:
             self._send()
             final = Publication(0, self._world.rank, passed, can_save=False)
-            self._mouth.publish_final(final)
+            self._rounds.publish_final(final)
             for k in tuple(self._undecided):
-                self._mouth.try_to_decide(k)
+                self._rounds.try_to_decide(k)
         except NoAgreement as error:
             self._lose(error)
 
@@ -307,7 +306,10 @@ class Watcher:
         self._running = False
         self._stopping.set()
         self._wake.ring()
-        self._wake_listener()
+        if self._world.size > 1 and self._lost is None:
+            with self._lock:
+                k = self._listening_for
+            self._guarded(lambda: self._rounds.wake_listener(k))
         until = time.monotonic() + STOP_WITHIN_S
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -334,7 +336,7 @@ class Watcher:
 
     # Requests become rounds. Any thread.
 
-    def _want(self, notice: Notice) -> None:
+    def _add(self, notice: Notice) -> None:
         with self._lock:
             if not self._running or self._gate.finished:
                 return
@@ -346,7 +348,7 @@ class Watcher:
         self._wake.ring()
 
     def _open_rounds(self) -> None:
-        while self._lost is None and (notice := self._pending.to_bring(self._undecided)):
+        while self._lost is None and (notice := self._pending.next_notice(self._undecided)):
             self._answer(notice, notice.seconds_left)
 
     def _answer(
@@ -366,24 +368,24 @@ class Watcher:
             notice=notice,
             settled=settled,
         )
-        self._pending.asked(k, notice)
+        self._pending.published(k, notice)
         within_s = decide_within(self._timeout_s, seconds_left)
         now_s = time.monotonic()
         stops = stops or (notice is not None and notice.action == "stop")
         self._undecided[k] = Undecided(now_s, now_s + within_s, stops)
         if self._world.size == 1:
-            self._take(decide([publication]))
+            self._act_on(decide([publication]))
         else:
             self._outbox.append(publication)
 
-    def _take(self, decision: Decision) -> None:
+    def _act_on(self, decision: Decision) -> None:
         """Act on a decision, once."""
         with self._lock:
             entry = self._undecided.pop(decision.round, None)
             if entry is None:
                 return
             stops = decision.stops and decision.round > self._forgotten
-            self._pending.settle(decision, is_forgotten=decision.round <= self._forgotten)
+            self._pending.on_decision(decision, is_forgotten=decision.round <= self._forgotten)
             self._settled = max(self._settled, decision.settled)
         if stops and not self._gate.finished:
             if decision.failed:
@@ -404,9 +406,9 @@ class Watcher:
         """Publish the outbox. No lock of ours is held over a store call but this."""
         with self._sending:
             while self._outbox and self._lost is None:
-                decision = self._mouth.publish(self._outbox.popleft())
+                decision = self._rounds.publish(self._outbox.popleft())
                 if decision is not None:
-                    self._take(decision)
+                    self._act_on(decision)
 
     # The thread on the descriptors.
 
@@ -425,10 +427,10 @@ class Watcher:
                     sources = list(self._sources)
                 self._wake.drain()
                 for source in sources:
-                    self._ask(source)
+                    self._poll(source)
                 self._guarded(self._send)
 
-    def _ask(self, source: NoticeSource) -> None:
+    def _poll(self, source: NoticeSource) -> None:
         try:
             for notice in source.poll():
                 self.request(notice)
@@ -450,57 +452,48 @@ class Watcher:
         if self._stopping.is_set():
             return
         if idle:
-            self._ears.forget(settled)  # all rounds before the awaited one
-            self._ears.listen(self._listening_for, 7 * DAY_S)
-            self._hear()
+            self._bell_rounds.forget(settled)  # all rounds before the awaited one
+            self._bell_rounds.listen(self._listening_for, 7 * DAY_S)
+            self._answer_bell()
         else:
-            self._settle_rounds()
+            self._poll_undecided()
 
-    def _hear(self) -> None:
+    def _answer_bell(self) -> None:
         """Answer the next round if its bell is set and this rank has not answered it."""
         with self._lock:
             k = self._answered + 1
-        bell = self._mouth.heard(k)
+        bell = self._rounds.bell(k)
         if bell is None or self._stopping.is_set():
             return
         with self._lock:
             if k == self._answered + 1:
-                notice = self._pending.to_bring(self._undecided)
-                left, stops = seconds_of(bell.get("seconds_left")), bell.get("action") == "stop"
-                self._answer(notice, left, stops=stops)
+                notice = self._pending.next_notice(self._undecided)
+                left = bell.get("seconds_left")
+                left_s = float(left) if isinstance(left, (int, float)) else None
+                self._answer(notice, left_s, stops=bell.get("action") == "stop")
         self._send()
 
-    def _settle_rounds(self) -> None:
+    def _poll_undecided(self) -> None:
         """Read decisions, keep deadlines, and answer further rounds, until no round is
         undecided."""
         pause_s, next_try = FIRST_PAUSE_S, time.monotonic() + RETRY_DECIDING_S
         while self._undecided and not self._stopping.is_set():
-            self._hear()
+            self._answer_bell()
             retry = time.monotonic() >= next_try
             if retry:
                 next_try = time.monotonic() + RETRY_DECIDING_S
             for k, entry in tuple(self._undecided.items()):
-                decision = self._look_at(k, entry.give_up_s, retry=retry)
+                decision = self._rounds.decision(k)
+                if decision is None and time.monotonic() >= entry.give_up_s:
+                    decision = self._rounds.give_up(k)
+                elif decision is None and retry:
+                    decision = self._rounds.try_to_decide(k)
                 if decision is not None:
-                    self._take(decision)
+                    self._act_on(decision)
             self._send()
             if self._undecided:
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _look_at(self, k: int, deadline: float, *, retry: bool) -> Decision | None:
-        decision = self._mouth.decision(k)
-        if decision is None and time.monotonic() >= deadline:
-            return self._mouth.give_up(k)
-        if decision is None and retry:
-            return self._mouth.try_to_decide(k)
-        return decision
-
-    def _wake_listener(self) -> None:
-        if self._world.size > 1 and self._lost is None:
-            with self._lock:
-                k = self._listening_for
-            self._guarded(lambda: self._mouth.wake_listener(k))
 
     # When the store is gone.
 

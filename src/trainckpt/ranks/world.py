@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed
 
@@ -54,22 +53,6 @@ def current_world() -> World:
             f"Trainer(devices={launched}, strategy='ddp')",
         )
     return World(0, 1, 0, host)
-
-
-def collective_timeout_s() -> float:
-    """Return how long training's own collectives wait for a rank, in seconds; infinity if
-    unknown."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return math.inf
-    try:
-        from torch.distributed import distributed_c10d
-
-        group: Any = distributed_c10d._get_default_group()
-        backends = [group._get_backend(device) for device in group._device_types]
-        found = [backend.options._timeout.total_seconds() for backend in backends]
-    except (AttributeError, RuntimeError, ValueError):  # a backend without such options
-        return math.inf
-    return min(found, default=math.inf)
 
 
 def _number(variable: str, otherwise: int) -> int:

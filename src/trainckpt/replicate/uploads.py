@@ -213,7 +213,7 @@ class UploadContext:
         arena_first: The run directory, read from this rank's arenas where they hold the bytes.
         channel: Between the ranks.
         log: The attempt's record.
-        run, number, keep_last: As in `writer.ManifestDefaults`.
+        run, number, keep_last: As in `committer.ManifestDefaults`.
     """
 
     run_tier: Tier

@@ -75,25 +75,6 @@ def choose(room: MemorySpace, num_bytes: int) -> tuple[str, int]:
     return (PRIVATE, 1) if most else (STREAMED, 0)
 
 
-NO_ROOM = "has no room for them (docker run --shm-size=8g, or --ipc=host, gives it more)"
-
-
-def describe(place: SharedMemoryDir, arena: Arena) -> str:
-    """Return a description of the memory and of its lifetime."""
-    if arena.outlives:
-        return f"shared memory in {place.root}"
-    root = place.root.parent.parent
-    return f"private memory, so no copy outlives the process: {root} {NO_ROOM}"
-
-
-def no_memory(num_bytes: int) -> str:
-    """Return why a save of this size is written from the live tensors."""
-    return (
-        f"no arena for its saves: {mb(num_bytes)} exceed memory_budget or the free memory, "
-        "so training waits while each file is written"
-    )
-
-
 def mb(num_bytes: int) -> str:
     """Return a number of bytes as text in megabytes."""
     return f"{num_bytes / 1e6:.1f} MB"
@@ -177,8 +158,7 @@ class Arenas:
         return self.are_double and all(arena.outlives for arena in self._open)
 
     def release_private(self) -> memoryview:
-        """Release memory outside file systems: no save comes for a while, and a dump would contain
-        it.
+        """Release memory outside file systems before a dump, which would contain it.
 
         Returns memory without contents of value.
         """
@@ -228,7 +208,11 @@ class Arenas:
                 return arena.memory
             kind = PRIVATE
         if kind == STREAMED:
-            self._log_kind(STREAMED, no_memory(num_bytes))
+            self._log_kind(
+                STREAMED,
+                f"no arena for its saves: {mb(num_bytes)} exceed memory_budget or the free memory, "
+                "so training waits while each file is written",
+            )
             raise ArenaUnavailable
         self._close()
         if len(self._private) < num_bytes:
@@ -251,9 +235,7 @@ class Arenas:
             self.publish(event.manifest.name, shard_file_name(self._rank))
 
     def publish(self, name: SnapshotName, file: str) -> None:
-        """Publish the bytes of the committed save in flight, so that they are
-        found in memory too.
-        """
+        """Publish the bytes of the committed save in flight: they are found in memory too."""
         if self._filled is None or self._place is None:
             return
         folder = name.folder
@@ -266,9 +248,12 @@ class Arenas:
             logger.warning("could not keep the snapshot in shared memory: %s", error)
         self._remove_older(name)
 
+    def prefer(self, newest: str | None) -> None:
+        """Keep this snapshot rather than the one published last, which is of no use."""
+        self.newest = newest
+
     def copy_from(self, key: str, first_byte: int, into: memoryview) -> bool:
-        """Copy bytes of a committed file from its arena; return False if no arena holds it any
-        more.
+        """Copy bytes of a committed file from its arena; return False if none holds it any more.
 
         Any thread. A save that needs the arena waits for this one copy at most.
         """
@@ -326,10 +311,16 @@ class Arenas:
                 continue
             self._filled = arena
             assert self._place is not None
-            description = describe(self._place, arena)
+            memory = f"shared memory in {self._place.root}"
+            if not arena.outlives:
+                memory = (
+                    "private memory, so no copy outlives the process: "
+                    f"{self._place.root.parent.parent} has no room for them (docker run "
+                    "--shm-size=8g, or --ipc=host, gives it more)"
+                )
             self._log_kind(
                 f"{kind} {number}",
-                f"{number} x {mb(num_bytes)} of {description}",
+                f"{number} x {mb(num_bytes)} of {memory}",
                 is_best=number >= MAX_ARENAS and arena.outlives,
             )
             return arena

@@ -6,7 +6,7 @@
     3  plan the regions this rank stores, and     7  commit when all have reported      (rank 0)
        those that an older file holds already
     4  copy the rest into one shard: "staged"     8  publish the verdict; prune         (rank 0)
-       (the saving thread may copy a part beside training: `staging`)
+       (the saving thread may copy a part beside training: `copying`)
 
 All ranks take the same saves in the same order, since each is asked for at a boundary that all
 agreed on. A rank that fails reports it in 2 or 6, and then no snapshot commits: training goes on,
@@ -30,20 +30,19 @@ from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
-from trainckpt.ranks.world import collective_timeout_s
+from trainckpt.ranks.store import collective_timeout_s
 from trainckpt.replicate.uploads import Uploads
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
-from trainckpt.save.incremental import IncrementalIndex, SavePlanCache
-from trainckpt.save.replica_check import ReplicaCheck, verdict
-from trainckpt.save.replication_control import ReplicationControl
-from trainckpt.save.staging import Staging
-from trainckpt.save.writer import (
+from trainckpt.save.committer import (
     RANKS_TIMEOUT_S,
     ManifestDefaults,
-    SnapshotWriter,
+    SnapshotCommitter,
     groups_key,
 )
+from trainckpt.save.copying import StateCopier
+from trainckpt.save.deduplication import IncrementalIndex, ReplicaCheck, SavePlanCache, verdict
+from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
@@ -78,42 +77,25 @@ class _Skipped(Exception):
 
 
 class _Staged(NamedTuple):
-    """This rank's state at a boundary, staged for the saving thread.
+    """This rank's state at a boundary, staged for the saving thread."""
 
-    Attributes:
-        captured: The live state.
-        shard: This rank's shard file in memory, or a stream of it.
-        entries: Every tensor of this rank, for the manifest.
-        attempt: The attempt that the ranks agreed on.
-    """
-
-    captured: Captured
+    captured: Captured  # the live state
     shard: staging.Shard | staging.StreamedShard
-    entries: dict[str, TensorEntry]
-    attempt: int
+    entries: dict[str, TensorEntry]  # every tensor of this rank, for the manifest
+    attempt: int  # as the ranks agreed
 
 
 @dataclass(kw_only=True)
-class SaveInFlight:
-    """One save, from its boundary to its commit.
+class _SaveInFlight:
+    """One save, from its boundary to its commit."""
 
-    Attributes:
-        manifest: Without files and tensors: the writer adds those of all ranks.
-        staged: This rank's part; None once the saving thread has taken it.
-        handle: The caller's handle.
-        begun_s: Start of the save, in monotonic seconds.
-        num_bytes: Bytes of this rank's state.
-        in_memory: It is kept in the hosts' memory, and written nowhere else.
-        is_last: The attempt ends with it.
-    """
-
-    manifest: Manifest
-    staged: _Staged | None
+    manifest: Manifest  # without files and tensors: the committer adds those of all ranks
+    staged: _Staged | None  # None once the saving thread has taken it
     handle: SaveHandle
-    begun_s: float
-    num_bytes: int
-    in_memory: bool
-    is_last: bool
+    begun_s: float  # monotonic
+    num_bytes: int  # of this rank's state
+    in_memory: bool  # kept in the hosts' memory, and written nowhere else
+    is_final: bool  # the attempt ends with it
 
 
 class SaveCoordinator:
@@ -122,6 +104,7 @@ class SaveCoordinator:
     Attributes:
         committed: Full name and cursor of the newest snapshot this attempt committed.
         skipped: Saves that all ranks skipped, since one before was still being written.
+        sequence: Number of the last save that was begun.
         references: Regions of this rank that need not be written.
         uploads: Uploads committed snapshots to slower tiers.
         replication: Replicates this rank's files to other hosts.
@@ -163,7 +146,7 @@ class SaveCoordinator:
         self.replication = replication or ReplicationControl(arenas, channel.world.rank)
         self._blocks_step = blocks_step
         self._channel = channel
-        self._copying = Staging(
+        self._copier = StateCopier(
             registry,
             self._prepare,
             num_threads=arenas.copy_threads,
@@ -171,7 +154,7 @@ class SaveCoordinator:
             side=arenas.side,
         )
         self.references = IncrementalIndex(tier, channel.world.rank, registry)
-        self._writer = SnapshotWriter(
+        self._committer = SnapshotCommitter(
             tier=tier,
             channel=channel,
             files=registry.files,
@@ -186,10 +169,10 @@ class SaveCoordinator:
         self._tracked_names = TrackedNamesCheck(registry)
         self._registry, self._defaults, self._timings = registry, defaults, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
-        self._plans = SavePlanCache(channel.world.rank, channel.world.size)
-        self._comparing = ReplicaCheck(channel.world.rank, channel.world.size)
-        self._sequence = 0
-        self._save: SaveInFlight | None = None  # the one being written, or the last one
+        self._plan_cache = SavePlanCache(channel.world.rank, channel.world.size)
+        self._replica_check = ReplicaCheck(channel.world.rank, channel.world.size)
+        self.sequence = 0
+        self._save: _SaveInFlight | None = None  # the one being written, or the last one
         self._report_from_s = 0.0  # monotonic; saves before it are logged at debug level
         self._cut_off = False  # the last save found a rank gone
         self._may_wait = True  # the last wait for a save was not in vain
@@ -202,7 +185,7 @@ class SaveCoordinator:
             timings.on_commit,
             self._report_commit,  # from here on a waiting caller goes on
             self.uploads.on_commit,
-            self._writer.on_commit,
+            self._committer.on_commit,
             self.replication.on_commit,
         )
 
@@ -213,7 +196,7 @@ class SaveCoordinator:
         tags: tuple[str, ...],
         handle: SaveHandle,
         *,
-        last: bool = False,
+        final: bool = False,
         may_skip: bool = False,
         in_memory: bool = False,
     ) -> SaveHandle:
@@ -225,7 +208,7 @@ class SaveCoordinator:
         Args:
             cursor, reason, tags: For the manifest.
             handle: Handle to resolve.
-            last: Nothing need be copied: the caller changes nothing before `wait` or `abandon`.
+            final: Nothing need be copied: the caller changes nothing before `wait` or `abandon`.
             may_skip: All ranks skip the save if on any rank the one before is far from written. One
                 that a caller may wait for is deferred instead.
             in_memory: Keep it in the hosts' memory, and write nothing to the run directory.
@@ -233,14 +216,14 @@ class SaveCoordinator:
         behind = may_skip and self._is_behind(PATIENCE_S if handle.is_requested else NEARLY_S)
         if not behind:
             self.join()
-            self._writer.begin()
+            self._committer.begin()
         begun_s = time.monotonic()
-        self._sequence += 1
-        name = SnapshotName(self._defaults.attempt, self._sequence, cursor.step, cursor.micro)
+        self.sequence += 1
+        name = SnapshotName(self._defaults.attempt, self.sequence, cursor.step, cursor.micro)
         try:
             with self._registry.unchanged():
                 self._tracked_names.check()
-                staged = self._stage(cursor, last=last, behind=behind, in_memory=in_memory)
+                staged = self._stage(cursor, final=final, behind=behind, in_memory=in_memory)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
             if handle.is_requested:
@@ -249,7 +232,9 @@ class SaveCoordinator:
                 self._skip(handle, name, str(skipped))
             return handle
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
-            self._writer.send(name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"})
+            self._committer.send(
+                name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"}
+            )
             self._record_failure(
                 handle, name, SaveFailed(f"the state could not be captured: {error}")
             )
@@ -272,19 +257,19 @@ class SaveCoordinator:
             writer=f"trainckpt {VERSION}",
             window=self._window_start(),
         )
-        self._save = save = SaveInFlight(
+        self._save = save = _SaveInFlight(
             manifest=manifest,
             staged=staged,
             handle=handle,
             begun_s=begun_s,
             num_bytes=num_bytes,
             in_memory=in_memory,
-            is_last=last,
+            is_final=final,
         )
-        handle.stage(str(name), self._copying.wait)
+        handle.stage(str(name), self._copier.wait)
         self._thread = threads.thread(self._write, "trainckpt-save", save)
         self._thread.start()
-        if isinstance(staged.shard, staging.StreamedShard) and not last:
+        if isinstance(staged.shard, staging.StreamedShard) and not final:
             staged.shard.is_read.wait()  # no memory for a copy: the tensors must not change
         self._timings.record_stall(time.monotonic() - begun_s)
         return handle
@@ -294,7 +279,7 @@ class SaveCoordinator:
 
         If its copies are not made in time, it may take twice as long.
         """
-        self._copying.wait(limit_s)
+        self._copier.wait(limit_s)
         if self._thread is not None:
             self._thread.join(limit_s)
             if not self._thread.is_alive():
@@ -307,24 +292,24 @@ class SaveCoordinator:
 
     def wait_for_retention(self, limit_s: float | None) -> None:
         """Return when older saves are pruned, or after `limit_s` seconds."""
-        self._writer.retention.wait(limit_s)
+        self._committer.retention.wait(limit_s)
 
     def close(self, *, keep: bool) -> None:
         """End the attempt; `keep` shared memory for the next one."""
-        self._copying.close()
+        self._copier.close()
         if not self.busy:
             self.replication.close(keep=keep)
             self.arenas.close(keep=keep)
-            self._writer.close(keep=keep)
+            self._committer.close(keep=keep)
 
     def release_memory(self) -> memoryview:
         """Pause: no save comes for a while. Returns memory without contents of value."""
-        self._writer.stop_client()
+        self._committer.stop_client()
         return self.arenas.release_private()
 
     def abandon(self) -> None:
         """Abandon the save in flight, unless all is written already."""
-        self._writer.abandon()
+        self._committer.abandon()
 
     @property
     def has_room(self) -> bool:
@@ -333,11 +318,6 @@ class SaveCoordinator:
         num_bytes += weigh(self._registry, gradients=True).gradients
         stored_bytes = EncryptedLayout(SPARE_BYTES, num_bytes).stored_bytes
         return not self._is_encrypted or self.replication.has_room(stored_bytes)
-
-    @property
-    def sequence(self) -> int:
-        """Number of the last save that was begun."""
-        return self._sequence
 
     @property
     def in_flight(self) -> SaveHandle | None:
@@ -398,7 +378,7 @@ class SaveCoordinator:
                 self.skipped,
             )
 
-    def _stage(self, cursor: Cursor, *, last: bool, behind: bool, in_memory: bool) -> _Staged:
+    def _stage(self, cursor: Cursor, *, final: bool, behind: bool, in_memory: bool) -> _Staged:
         """Do steps 2 to 4."""
         world = self._channel.world
         answer = dict[str, Any](place=cursor.place(), behind=behind, attempt=self._defaults.attempt)
@@ -406,11 +386,11 @@ class SaveCoordinator:
         try:
             captured = capture(self._registry)
             stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
-            answer.update(self._comparing.report(captured, stepped, last=last))
+            answer.update(self._replica_check.report(captured, stepped, final=final))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
             cause = error
-        key = groups_key(self._sequence)
+        key = groups_key(self.sequence)
         # Ranks stand at one boundary, so a collective of training would wait no longer either.
         limit_s = min(RANKS_TIMEOUT_S, collective_timeout_s())
         agreed = self._channel.fold(key, answer, verdict, limit_s)
@@ -418,8 +398,8 @@ class SaveCoordinator:
             raise SaveFailed(agreed["error"]) from cause
         if agreed["behind"]:
             raise _Skipped("the previous save is still being written")
-        plan = self._plans.plan(captured, self._comparing.equal_groups(agreed))
-        shard = self._shard(captured, plan.regions, None if last else stepped, in_memory=in_memory)
+        plan = self._plan_cache.plan(captured, self._replica_check.equal_groups(agreed))
+        shard = self._shard(captured, plan.regions, None if final else stepped, in_memory=in_memory)
         return _Staged(captured, shard, plan.entries, agreed["attempt"])
 
     def _shard(
@@ -433,21 +413,21 @@ class SaveCoordinator:
         """Stage or stream. `stepped`: tensors to copy beside training; None:
         training waits anyway.
         """
-        last, find, world = stepped is None, self.references.find_unchanged, self._channel.world
+        final, find, world = stepped is None, self.references.find_unchanged, self._channel.world
         facts: dict[str, Any] = {
             "rank": world.rank,
             "world": world.size,
-            "references": {} if in_memory else find(captured, planned, last=last),
+            "references": {} if in_memory else find(captured, planned, final=final),
         }
         planned = [region for region in planned if region.key not in facts["references"]]
-        if (not last or self.arenas.are_ready) and self.replication.can_reuse_arena():
-            how = {**facts, **self._copying.stage_arguments(stepped or set())}
+        if (not final or self.arenas.are_ready) and self.replication.can_reuse_arena():
+            how = {**facts, **self._copier.stage_arguments(stepped or set())}
             memory, side = self.arenas.memory, self.arenas.side
             side.use(captured.tensors.values())
             with contextlib.suppress(ArenaUnavailable):
                 shard = staging.stage(captured, planned, memory=memory, side=side, **how)
                 shard.descriptor = self.arenas.descriptor
-                self._copying.begin(shard)
+                self._copier.begin(shard)
                 return shard
         return staging.stream(captured, planned, **facts)
 
@@ -458,9 +438,9 @@ class SaveCoordinator:
         )
         self.arenas.side.use(self._registry.all_parameters())
         self.arenas.prepare(num_bytes)
-        self._writer.prepare(num_bytes)
+        self._committer.prepare(num_bytes)
 
-    def _write(self, save: SaveInFlight) -> None:
+    def _write(self, save: _SaveInFlight) -> None:
         # background thread: no collectives here, only the store
         time.sleep(YIELD_S)
         assert save.staged is not None
@@ -469,10 +449,10 @@ class SaveCoordinator:
         manifest, in_memory = save.manifest, save.in_memory
         finish = partial(self._finish, save)
         try:
-            file = self._writer.write(manifest, shard, entries, finish, in_memory=in_memory)
+            file = self._committer.write(manifest, shard, entries, finish, in_memory=in_memory)
             if in_memory:
                 self.replication.keep_in_memory(
-                    manifest.name, self._writer.manifest, shard, save.handle
+                    manifest.name, self._committer.manifest, shard, save.handle
                 )
                 self._cut_off = self.replication.is_cut_off
                 return
@@ -485,13 +465,13 @@ class SaveCoordinator:
         else:
             event = Committed(
                 manifest=manifest,
-                whole=self._writer.manifest,
+                whole=self._committer.manifest,
                 shard=shard,
                 file=file,
                 handle=save.handle,
                 num_bytes=save.num_bytes,
                 seconds=time.monotonic() - save.begun_s,
-                is_last=save.is_last,
+                is_final=save.is_final,
             )
             for listener in self._commit_listeners:
                 try:
@@ -510,13 +490,13 @@ class SaveCoordinator:
     def _report_commit(self, event: Committed) -> None:
         if self._channel.world.rank == 0:
             now_s, level = time.monotonic(), logging.DEBUG
-            if event.is_last or event.manifest.tags or now_s >= self._report_from_s:
+            if event.is_final or event.manifest.tags or now_s >= self._report_from_s:
                 self._report_from_s, level = now_s + REPORT_EVERY_S, logging.INFO
             logger.log(level, "saved %s (%s)", event.manifest.name, event.manifest.reason)
         event.handle.reach(COMMITTED)
 
-    def _finish(self, save: SaveInFlight) -> Iterator[int]:
-        yield from self._copying.finish()
+    def _finish(self, save: _SaveInFlight) -> Iterator[int]:
+        yield from self._copier.finish()
         if self.arenas.descriptor is not None:
             self._timings.record_copy(save.num_bytes, time.monotonic() - save.begun_s)
 

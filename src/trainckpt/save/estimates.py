@@ -64,9 +64,7 @@ class Timings:
         self._stalls.append(seconds)
 
     def record_copy(self, num_bytes: int, seconds: float) -> None:
-        """Record the seconds from a save's beginning until all of it was in
-        memory. Saving thread.
-        """
+        """Record the seconds from a save's beginning until it was in memory. Saving thread."""
         if num_bytes > 0:
             self._copies.append(seconds / num_bytes)
 

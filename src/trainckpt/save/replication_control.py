@@ -52,7 +52,7 @@ class ReplicationControl:
         self._arenas, self._rank = arenas, rank
         self._failures = 0
         self._has_checked_room = False
-        self._replaced: tuple[Replicator | None] | None = None  # replaced by a last save
+        self._replaced: tuple[Replicator | None] | None = None  # replaced by a final save
 
     def begin_from(self, tiers: Sequence[Tier], manifest: Manifest) -> None:
         """Replicate, beside training, the parts of this snapshot that other hosts have lost.
@@ -64,10 +64,10 @@ class ReplicationControl:
             tiers: Tiers that hold the snapshot, nearest first.
             manifest: Manifest of the snapshot from which the attempt began.
         """
-        protection = self.replicator
-        if protection is None or not protection.plan.num_losses:
+        replicator = self.replicator
+        if replicator is None or not replicator.plan.num_losses:
             return
-        if manifest.world != protection.num_ranks:
+        if manifest.world != replicator.num_ranks:
             return
         snapshot = StoredSnapshot(
             tiers,
@@ -76,8 +76,8 @@ class ReplicationControl:
             self._rank,
             lambda num_bytes: self._arenas.has_room(num_bytes, 0),
         )
-        protection.newest = manifest.name.folder
-        self.rereplication = Rereplication(protection, snapshot, says=self._rank == 0)
+        replicator.newest = manifest.name.folder
+        self.rereplication = Rereplication(replicator, snapshot, says=self._rank == 0)
         self.rereplication.start()
 
     def _end_rereplication(self, limit_s: float | None = None) -> bool:
@@ -97,12 +97,12 @@ class ReplicationControl:
         return self.replicator.plan.num_losses if self.replicator is not None else 0
 
     def pause(self) -> None:
-        """Yield the network to a last save. All ranks alike."""
+        """Yield the network to a final save. All ranks alike."""
         if self.replicator is not None:
             self.replicator.pause()
 
     def resume(self) -> None:
-        """Replicate again as before, since the last save was not the last after all.
+        """Replicate again as before, since the final save was not the final one after all.
 
         All ranks alike, at a boundary, no save in flight.
         """
@@ -120,8 +120,8 @@ class ReplicationControl:
 
     def reserve(self, num_bytes: int, *, in_memory: bool) -> Arena | None:
         """Return memory for this rank's encrypted file; None: no memory, or no replication."""
-        protection = self.replicator
-        if protection is None or not (in_memory or protection.plan.num_losses):
+        replicator = self.replicator
+        if replicator is None or not (in_memory or replicator.plan.num_losses):
             return None
         if (
             in_memory
@@ -129,7 +129,7 @@ class ReplicationControl:
             and not self.has_room(num_bytes, in_budget=False)
         ):
             return None
-        return protection.reserve_encrypted(num_bytes)
+        return replicator.reserve_encrypted(num_bytes)
 
     def has_room(self, num_bytes: int, *, in_budget: bool = True) -> bool:
         """Return True if this rank's encrypted file fits in memory, beside its plain file.
@@ -142,7 +142,7 @@ class ReplicationControl:
         more = num_bytes - spare
         return more <= 0 or self._arenas.has_room(more, taken if in_budget else None)
 
-    def prepare_last(self, *, others: bool) -> None:
+    def prepare_final(self, *, others: bool) -> None:
         """Prepare a final save that stays in memory. Every rank alike, no save in flight.
 
         Args:
@@ -169,7 +169,7 @@ class ReplicationControl:
 
     def on_commit(self, event: Committed) -> None:
         """Replicate a committed snapshot to other hosts, unless the attempt ends with it."""
-        if event.is_last:
+        if event.is_final:
             event.handle.set_replicated("the attempt ended with this committed save")
             return
         try:
@@ -191,7 +191,7 @@ class ReplicationControl:
         name: SnapshotName,
         whole: Manifest | None,
         shard: Shard | StreamedShard,
-        pending: SaveHandle,
+        handle: SaveHandle,
     ) -> None:
         """Keep in memory a snapshot that is written nowhere else."""
         assert self.replicator is not None
@@ -201,10 +201,10 @@ class ReplicationControl:
         self._arenas.publish(name, shard_file_name(self._rank))
         stored = shard if self._arenas.outlive_process or self.replicator.has_encrypted else None
         if failure := self._replicate(self.replicator, name, whole, stored):
-            self._arenas.newest = before
-            pending.fail(SaveFailed(failure))
+            self._arenas.prefer(before)
+            handle.fail(SaveFailed(failure))
         else:
-            pending.set_replicated()
+            handle.set_replicated()
 
     @property
     def is_cut_off(self) -> bool:
@@ -220,7 +220,7 @@ class ReplicationControl:
 
     def _replicate(
         self,
-        protection: Replicator,
+        replicator: Replicator,
         name: SnapshotName,
         whole: Manifest | None,
         shard: Shard | StreamedShard | None,
@@ -228,21 +228,21 @@ class ReplicationControl:
         """Replicate; return why it failed, or ""."""
         begun_s = time.monotonic()
         try:
-            protection.replicate(name, whole, getattr(shard, "memory", None))
-        except ReplicationFailed as unprotected:
-            self._failures += not protection.is_paused
-            if protection.is_paused:
-                logger.debug("%s was not replicated to other hosts: %s", name, unprotected)
+            replicator.replicate(name, whole, getattr(shard, "memory", None))
+        except ReplicationFailed as error:
+            self._failures += not replicator.is_paused
+            if replicator.is_paused:
+                logger.debug("%s was not replicated to other hosts: %s", name, error)
             elif self._rank == 0 and (self._failures == 1 or self._failures % 10 == 0):
                 logger.warning(
                     "%s was not replicated to other hosts: %s (%d so far)",
                     name,
-                    unprotected,
+                    error,
                     self._failures,
                 )
-            return str(unprotected)
+            return str(error)
         except Exception as error:  # noqa: BLE001 - the save stands, and training goes on
             logger.warning("%s was not replicated to other hosts: %r", name, error)
             return repr(error)
-        self.seconds = time.monotonic() - begun_s if protection.plan.num_losses else None
+        self.seconds = time.monotonic() - begun_s if replicator.plan.num_losses else None
         return ""

@@ -363,7 +363,7 @@ class FinalSave:
     def _save_to_memory(self, end: _End) -> bool:
         """Take it to memory; False: it is not there, on any rank."""
         assert self.chosen is not None
-        self._saver.replication.prepare_last(others=self.chosen["tier"] == PARTNER)
+        self._saver.replication.prepare_final(others=self.chosen["tier"] == PARTNER)
         handle = self._save(end, in_memory=True)
         if handle.error is None and handle.why_not_replicated == "" and handle.snapshot:
             self._in_memory = handle.snapshot, end.cursor
@@ -384,7 +384,7 @@ class FinalSave:
 
     def _save(self, end: _End, *, copied: bool = False, in_memory: bool = False) -> SaveHandle:
         handle = self._saver.save(
-            end.cursor, end.reason, end.tags, SaveHandle(), last=not copied, in_memory=in_memory
+            end.cursor, end.reason, end.tags, SaveHandle(), final=not copied, in_memory=in_memory
         )
         try:
             self._wait(end.deadline)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from trainckpt.attempt.rank_status import RankStatusWriter
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.store import RankStore
+    from trainckpt.save.committer import ManifestDefaults
     from trainckpt.save.coordinator import SaveCoordinator
     from trainckpt.save.encryption import SnapshotEncryption
-    from trainckpt.save.writer import ManifestDefaults
     from trainckpt.state.registry import Registry
     from trainckpt.storage.base import Tier
 
@@ -55,33 +55,32 @@ class SurvivorSetup:
         self._moments, self._survivors, self._small = moments, survivors, small
         self._status_writer, self._after_s = status_writer, after_s
         status_writer.update(survives_s=after_s)
-        self._signs = FailureDetector(
+        self._detector = FailureDetector(
             channel,
             after_s,
             lambda: moments.progress,
             lambda: small.failure if small is not None else "",
-            self._lost,
+            self._save_and_exit,
         )
-        self._signs.start()
+        self._detector.start()
 
     def after(self, error: BaseException | None) -> None:
         """Save if the script ended by an error that means another rank is gone."""
         if error is None or not says_that_a_rank_is_gone(error):
             return
         why = f"{type(error).__name__}: {str(error)[:300]}"
-        self._signs.stop()
-        self._signs.report_lost(why)
+        self._detector.stop()
+        self._detector.report_lost(why)
         self._save(why)
 
     def close(self, *, left: bool) -> None:
         """End at the attempt's end: on all ranks in order (`left`), or on this one by an error."""
-        self._signs.stop(left=left)
+        self._detector.stop(left=left)
         if self._small is not None:
             self._small.close()
         self._moments.close()
 
-    def _lost(self, why: str) -> None:
-        """Save after a rank is lost. Background thread: main hangs."""
+    def _save_and_exit(self, why: str) -> None:  # background thread: main hangs
         self._save(why)
         self._hard_exit(why)
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import TensorEntry
+    from trainckpt.save.committer import ManifestDefaults
     from trainckpt.save.encryption import SnapshotEncryption
-    from trainckpt.save.writer import ManifestDefaults
     from trainckpt.state.step_state import StepState
     from trainckpt.storage.base import Tier
     from trainckpt.survivors.step_history import StepHistory

@@ -1,10 +1,10 @@
-"""The writer: writes one rank's shard file on the saving thread, until all ranks know the result.
+"""The committer: writes one rank's shard file on the saving thread, and commits with the others.
 
     write the file, fsync                every rank
     report its receipt and its tensors   every rank
     commit when all have reported        rank 0
     publish the verdict                  rank 0
-    record it, and prune (`retention`)   rank 0, while the next save may begin
+    record it, and prune                 rank 0, while the next save may begin
 
 No collectives in here, only the store: training goes on meanwhile.
 """
@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
+from trainckpt.dumping.old_dumps import old_dumps, remove
 from trainckpt.errors import NoAgreement, SaveFailed, TierUnavailable, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
 from trainckpt.format.manifest import FileEntry
-from trainckpt.save.retention import RetentionWorker
-from trainckpt.snapshot import prune
+from trainckpt.snapshot import catalog, prune
+from trainckpt.snapshot.attempt_history import newest, read_attempts
 from trainckpt.snapshot.commit import (
     check_whole,
     commit,
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
+    from trainckpt.save.deduplication import IncrementalIndex
     from trainckpt.save.encryption import SnapshotEncryption
-    from trainckpt.save.incremental import IncrementalIndex
     from trainckpt.snapshot.encrypted_writer import SnapshotKey
     from trainckpt.state.adapters.tracked_file import TrackedFile
     from trainckpt.storage.arena import Arena
@@ -143,7 +144,7 @@ def _hint(error: Exception, place: str) -> str:
     return f"{own_hint or 'free space there'}{also}, then start again; older snapshots stand"
 
 
-# ---- the writer
+# ---- the committer
 
 
 RANKS_TIMEOUT_S = 600.0
@@ -167,7 +168,7 @@ class ManifestDefaults:
         return self.number.value
 
 
-class SnapshotWriter:
+class SnapshotCommitter:
     """Writes and commits the snapshots of one attempt, one at a time.
 
     Attributes:
@@ -247,9 +248,7 @@ class SnapshotWriter:
                 tracked.sync()
             reached = self._references.referenced_files(shard.header)
             seal = self._sealing.begin(manifest.name) if self._sealing else None
-            copied = finish()
-            keep = self._in_memory if in_memory else self._write_file
-            file = keep(manifest.name, shard, copied, seal)
+            file = self._store(manifest.name, shard, finish(), seal, in_memory=in_memory)
             self._check_not_abandoned()
             older = [referenced.to_json() for referenced in reached]
             report["receipt"] = {"file": file.to_json(), "reached": older}
@@ -273,70 +272,50 @@ class SnapshotWriter:
             self._keys.delete_read(sequence)
         return file
 
-    def _write_file(
+    def _store(
         self,
         name: SnapshotName,
         shard: staging.Shard | staging.StreamedShard,
         copied: Iterator[int],
         seal: SnapshotKey | None,
+        *,
+        in_memory: bool,
     ) -> FileEntry:
-        """Write this rank's file to stable storage; `shard.header` has digests afterwards."""
+        """Write this rank's file to stable storage, or keep it in memory alone, encrypted or plain.
+
+        `shard.header` has digests afterwards.
+        """
         if isinstance(shard, staging.StreamedShard):
-            size = shard.header.header_bytes + shard.header.data_bytes
+            if in_memory:
+                hint = "raise the option memory_budget"
+                raise SaveFailed("no memory is free for the final save", hint=hint)
             written = write_stream(
                 self._tier,
                 name,
                 self._rank,
                 head=shard.head,
-                num_bytes=size,
+                num_bytes=shard.header.header_bytes + shard.header.data_bytes,
                 blocks=shard.blocks(),
                 seal=seal,
             )
             shard.is_read.set()
             return written
-        arena = self._room(stored_bytes(shard), in_memory=False) if seal is not None else None
-        try:
-            receipt = self._write_by_client(
-                self._tier, name, shard, copied=copied, seal=seal, arena=arena
-            )
-        except WriterDied:
-            receipt = None
-            self._tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
-        if receipt is not None:
-            return receipt
-        into = arena.memory if arena is not None else None
-        return write_shard(self._tier, name, self._rank, shard, copied=copied, seal=seal, into=into)
-
-    def _in_memory(
-        self,
-        name: SnapshotName,
-        shard: staging.Shard | staging.StreamedShard,
-        copied: Iterator[int],
-        seal: SnapshotKey | None,
-    ) -> FileEntry:
-        """Keep the file in memory, encrypted or plain, in place of `_write_file`."""
-        if isinstance(shard, staging.StreamedShard):
-            raise SaveFailed(
-                "no memory is free for the final save", hint="raise the option memory_budget"
-            )
-        if seal is None:
+        if in_memory and seal is None:
             for _ in copied:  # nobody reads it before it is complete
                 pass
             file_name = names.shard_file_name(self._rank)
             return FileEntry(file_name, len(shard.memory), "", digest(shard.head))
-        arena = self._room(stored_bytes(shard), in_memory=True)
-        if arena is None:
+        arena = self._room(stored_bytes(shard), in_memory=in_memory) if seal is not None else None
+        tier = None if in_memory else self._tier
+        if tier is None and arena is None:
             raise SaveFailed("too little shared memory is free for the encrypted final save")
-        receipt = None
-        with contextlib.suppress(WriterDied):
-            receipt = self._write_by_client(
-                None, name, shard, copied=copied, seal=seal, arena=arena
-            )
-        return receipt or write_shard(
-            None, name, self._rank, shard, copied=copied, seal=seal, into=arena.memory
-        )
+        entry = self._store_by_client(tier, name, shard, copied=copied, seal=seal, arena=arena)
+        if entry is not None:
+            return entry
+        into = arena.memory if arena is not None else None
+        return write_shard(tier, name, self._rank, shard, copied=copied, seal=seal, into=into)
 
-    def _write_by_client(
+    def _store_by_client(
         self,
         tier: Tier | None,
         name: SnapshotName,
@@ -346,25 +325,26 @@ class SnapshotWriter:
         seal: SnapshotKey | None,
         arena: Arena | None,
     ) -> FileEntry | None:
-        """Have the writer process write the file; None if it does not take such a file.
-
-        Raises:
-            WriterDied: the writer process has ended.
-        """
+        """Have the writer process store the file; None if it takes no such file, or has died."""
         file = shard.descriptor
         if file is None or not self._client.takes(tier, len(shard.memory)):
             return None
         into = (arena.descriptor, len(arena.memory)) if arena is not None else None
-        entry, shard.header = self._client.write(
-            tier,
-            name,
-            self._rank,
-            shard,
-            descriptor=file,
-            copied=copied,
-            seal=seal,
-            into=into,
-        )
+        try:
+            entry, shard.header = self._client.write(
+                tier,
+                name,
+                self._rank,
+                shard,
+                descriptor=file,
+                copied=copied,
+                seal=seal,
+                into=into,
+            )
+        except WriterDied:
+            if tier is not None:
+                tier.remove(f"{name.folder}/{names.shard_file_name(self._rank)}")
+            return None
         return entry
 
     def prepare(self, num_bytes: int) -> None:
@@ -391,8 +371,7 @@ class SnapshotWriter:
         self.retention.wait(TIDY_WITHIN_S if keep else None)
 
     def _check_not_abandoned(self) -> None:
-        """Raise after `abandon`: the live tensors may have changed while they were streamed."""
-        if self._abandoned.is_set():
+        if self._abandoned.is_set():  # the live tensors may have changed while they were streamed
             raise SaveFailed("the save was abandoned at its deadline")
 
     def _commit(
@@ -498,3 +477,101 @@ class SnapshotWriter:
         rank = self._rank
         key = report_key(sequence, rank) if rank else verdict_key(sequence)
         self._background.put(key, message)
+
+
+# ---- retention after a commit
+#
+# On rank 0, by a thread that ends when nothing is left to do. The next save begins meanwhile:
+# storage that commits and then hangs, or deletes slowly, delays neither training nor a save. A
+# snapshot that may be deleted stays so, however many saves are committed before it is
+# (`snapshot.prune`).
+
+
+class RetentionWorker:
+    """Retention worker of one attempt: it handles the newest commit; earlier ones need no more."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        defaults: ManifestDefaults,
+        log: AttemptLog,
+        being_read: Callable[[], Collection[str]],
+    ) -> None:
+        """`being_read`: full names of snapshots that must not be pruned now."""
+        self._tier, self._defaults, self._log, self._being_read = tier, defaults, log, being_read
+        self._lock = threading.Lock()
+        self._newest_commit: SnapshotName | None = None
+        self._thread: threading.Thread | None = None
+        self._superseded = False
+        self._parse = catalog.cached_parse()
+        self._may_have_survivor_files = True  # older attempts may have left survivors' files
+
+    def schedule(self, name: SnapshotName) -> None:
+        """Schedule the work after this commit. Returns at once."""
+        with self._lock:
+            self._newest_commit = name
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="trainckpt-tidy", daemon=True
+                )
+                self._thread.start()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Return when nothing is left to do, or after `limit_s` seconds."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(limit_s)
+
+    def _work(self) -> None:
+        # background thread: no collectives here
+        while (name := self._next()) is not None:
+            self._log.change(newest_commit=str(name))
+            try:
+                self._prune()
+            except TrainckptError as error:
+                logger.warning("could not prune old snapshots: %s", error.message)
+            except Exception as error:  # noqa: BLE001 - what is left goes the next time
+                logger.warning("could not prune old snapshots: %r", error)
+
+    def _next(self) -> SnapshotName | None:
+        with self._lock:
+            name, self._newest_commit = self._newest_commit, None
+            if name is None:
+                self._thread = None
+            return name
+
+    def _prune(self) -> None:
+        if self._is_superseded():
+            return  # a newer attempt decides what is kept
+        attempts = read_attempts(self._tier)
+        for old in old_dumps(self._tier, attempts):
+            remove(self._tier, old)
+        candidates = catalog.read_catalog(self._tier, self._defaults.run, attempts, self._parse)
+        prune.prune_by_policy(
+            self._tier,
+            candidates,
+            keep_last=self._defaults.keep_last,
+            attempt=self._defaults.attempt,
+            keep=self._being_read(),
+            unless=self._is_superseded,
+        )
+        if self._may_have_survivor_files:
+            self._may_have_survivor_files = False
+            for folder in self._tier.list(names.SURVIVORS):
+                if folder.isdecimal() and int(folder) < self._defaults.attempt:
+                    self._tier.remove_folder(f"{names.SURVIVORS}/{folder}")
+
+    def _is_superseded(self) -> bool:
+        """Return True if a newer attempt of the run has begun; log it once."""
+        newer = newest(self._tier)
+        if newer <= self._defaults.attempt:
+            return False
+        if not self._superseded:
+            self._superseded = True
+            logger.warning(
+                "attempt %d of this run has begun: the next saves of this attempt, %d, become an "
+                "abandoned branch, used only by name",
+                newer,
+                self._defaults.attempt,
+            )
+        return True

@@ -87,8 +87,8 @@ PREPARED_AT = 2  # the second step: the first has made the optimizer's state
 PROVED_FIRST, PROVED_EVERY = 2, 8  # overlapped saves whose copies are compared with live tensors
 
 
-class Staging:
-    """Staging of the saves of one attempt, on one rank."""
+class StateCopier:
+    """Copies the saves of one attempt into memory, on one rank."""
 
     def __init__(
         self,
