@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainckpt.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def pop_data_world(keywords: dict[str, Any]) -> DataWorld | None:
             "mesh and data_dims belong together, and the mesh needs names for its dimensions",
             hint='mesh=init_device_mesh(..., mesh_dim_names=("dp", "tp")), data_dims=("dp",)',
         )
-    dims = _names(named)
+    dims = (named,) if isinstance(named, str) else tuple(named)
     unknown = [name for name in dims if name not in names]
     if unknown or len(set(dims)) != len(dims):
         raise ConfigurationError(
@@ -70,7 +67,3 @@ def pop_data_world(keywords: dict[str, Any]) -> DataWorld | None:
             hint="name each dimension along which ranks see different data once",
         )
     return DataWorld(dims, tuple(int(mesh.shape[names.index(name)]) for name in dims))
-
-
-def _names(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)

@@ -206,9 +206,7 @@ def _parse_interval(text: str) -> Every:
     return Every(seconds=parse_duration(text), text=text)
 
 
-def _parse_seconds(value: Any) -> float | None:
-    if value in (None, "", "none"):
-        return None
+def _parse_seconds(value: Any) -> float:
     bare = isinstance(value, (int, float)) or str(value).strip().isdecimal()
     return parse_duration(f"{value} s" if bare else str(value))
 
@@ -220,12 +218,6 @@ def _parse_budget(value: Any) -> Budget:
     if match[2] == "percent":
         return Budget(min(float(match[1]) / 100, 1.0), None, str(value))
     return Budget(None, int(float(match[1]) * _BYTES[(match[2] or "b").lower()]), str(value))
-
-
-def _optional_text(value: Any) -> str | None:
-    if value in (None, "", "none"):
-        return None
-    return str(os.fspath(value))
 
 
 def _parse_memory_every(value: Any) -> Every:
@@ -247,13 +239,7 @@ def _parse_patience(value: Any) -> Patience:
     return Patience(seconds, False, text)
 
 
-def _optional_globs(value: Any) -> tuple[str, ...]:
-    return () if value in (None, "", "none") else parse_globs(value)
-
-
 def _parse_words(value: Any) -> tuple[str, ...]:
-    if value in (None, "", "none"):
-        return ()
     words = value.split(",") if isinstance(value, str) else [os.fspath(word) for word in value]
     urls = tuple(word.strip() for word in words)
     if not all(urls):
@@ -267,8 +253,6 @@ def _yes_or_no(value: Any) -> bool:
 
 
 def _parse_notices(value: Any) -> tuple[str, ...]:
-    if value in (None, "", "none"):
-        return ()
     words = value.split(",") if isinstance(value, str) else list(value)
     names = tuple(str(word).strip() for word in words)
     if names != (AUTO,) and not set(names) <= set(NOTICES):
@@ -276,8 +260,8 @@ def _parse_notices(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _optional_number(value: Any) -> int | None:
-    return None if value in (None, "", "none") else _number(1, 10**9)(value)
+def _unless_none(parse: Callable[[Any], Any], otherwise: Any = None) -> Callable[[Any], Any]:
+    return lambda value: otherwise if value in (None, "", "none") else parse(value)
 
 
 def _number(least: int, most: int) -> Callable[[Any], int]:
@@ -315,6 +299,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
+_text_or_none = _unless_none(lambda value: str(os.fspath(value)))
+
 # name -> default, parser, what to type
 TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "every": (
@@ -328,30 +314,46 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
         _one_of("auto", "micro-batch", "window"),
         '"auto", "micro-batch" or "window"',
     ),
-    "grace": (None, _parse_seconds, 'a duration such as "30 s", or "none"'),
-    "wall_time": (None, _parse_seconds, 'a duration such as "4 h", or "none"'),
-    "accumulate": (None, _optional_number, "a number of micro-batches, or none"),
+    "grace": (None, _unless_none(_parse_seconds), 'a duration such as "30 s", or "none"'),
+    "wall_time": (None, _unless_none(_parse_seconds), 'a duration such as "4 h", or "none"'),
+    "accumulate": (None, _unless_none(_number(1, 10**9)), "a number of micro-batches, or none"),
     "memory_budget": ("40 %", _parse_budget, 'a share such as "40 %", or a size such as "8 GB"'),
     "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),
     "exit_code": (75, _number(1, 255), "a number from 1 to 255"),
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
-    "init_from": (None, _optional_text, '"RUN" or "RUN@SNAPSHOT", or "none"'),
-    "exclude": (None, _optional_globs, 'globs such as "model/frozen.*", with commas, or "none"'),
-    "notices": (AUTO, _parse_notices, '"auto", "none", or of "aws,gce,azure,nvml" those you want'),
+    "init_from": (None, _text_or_none, '"RUN" or "RUN@SNAPSHOT", or "none"'),
+    "exclude": (
+        None,
+        _unless_none(parse_globs, ()),
+        'globs such as "model/frozen.*", with commas, or "none"',
+    ),
+    "notices": (
+        AUTO,
+        _unless_none(_parse_notices, ()),
+        '"auto", "none", or of "aws,gce,azure,nvml" those you want',
+    ),
     "requeue": (AUTO, _one_of(AUTO, "never"), '"auto" or "never"'),
-    "tiers": (None, _parse_words, 'directories or URLs with commas, nearest first, or "none"'),
-    "durable": (None, _optional_text, "the name of one of the tiers, or none"),
+    "tiers": (
+        None,
+        _unless_none(_parse_words, ()),
+        'directories or URLs with commas, nearest first, or "none"',
+    ),
+    "durable": (None, _text_or_none, "the name of one of the tiers, or none"),
     "accept_older": (False, _yes_or_no, "true or false"),
     "redundancy": (
         "none",
         lambda value: value if isinstance(value, RedundancySpec) else parse_wish(str(value)),
         '"none", "partner", or a code such as "xor:8" or "rs:8+2", with at most 3 parities',
     ),
-    "failure_domain": (None, _optional_text, 'a name such as "rack 7", or "none"'),
+    "failure_domain": (None, _text_or_none, 'a name such as "rack 7", or "none"'),
     "survivors": (AUTO, _parse_patience, '"auto", "never" or a duration such as "30 s"'),
     "memory_every": ("never", _parse_memory_every, '"1 step", "20 steps" or "never"'),
-    "encrypt_to": (None, _parse_words, 'recipients, or files of them, with commas, or "none"'),
-    "identity": (None, _optional_text, 'the file that `trainckpt keygen` wrote, or "none"'),
+    "encrypt_to": (
+        None,
+        _unless_none(_parse_words, ()),
+        'recipients, or files of them, with commas, or "none"',
+    ),
+    "identity": (None, _text_or_none, 'the file that `trainckpt keygen` wrote, or "none"'),
 }
 
 _PREFIX, LIKENESS = "TRAINCKPT_", 0.8

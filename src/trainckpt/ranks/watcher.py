@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 # The rules keep repeated notices free and lose no request:
 #
 #     a stop      opens the next round at once, unless one at least as strict, with no later
-#                 deadline, was asked for or decided already; it keeps the strictest mode and the
+#                 deadline, was requested or decided already; it keeps the strictest mode and the
 #                 earliest deadline of those before it
 #     a save      waits until no round is undecided, then opens the next one; a stop drops it
 #       without a number   any save decided after the request will do: merged

@@ -8,7 +8,7 @@
     4  copy the rest into one shard: "staged"     8  publish the verdict; prune         (rank 0)
        (the saving thread may copy a part beside training: `copying`)
 
-All ranks take the same saves in the same order, since each is asked for at a boundary that all
+All ranks take the same saves in the same order, since each is requested at a boundary that all
 agreed on. A rank that fails reports it in 2 or 6, and then no snapshot commits: training goes on,
 the failure is logged, older snapshots stand.
 """
@@ -134,7 +134,7 @@ class SaveCoordinator:
             window_start: Returns the cursor at the beginning of the open window.
             sealing: Encrypts every file; None: nothing is encrypted.
             uploads: None: there are no slower tiers.
-            replication: None: no replication was asked for.
+            replication: None: no replication was requested.
             saves_gradients: Returns True if saves without a stop may fall amid a window.
             blocks_step: A step waits until other hosts hold the state before it, so that at most
                 one is lost. For saves to memory at every step.

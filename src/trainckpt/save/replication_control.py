@@ -31,7 +31,7 @@ class ReplicationControl:
     """One rank's saver and its replicator, where there is one.
 
     Attributes:
-        replicator: None: no replication was asked for.
+        replicator: None: no replication was requested.
         seconds: Duration of the last replication; None: there was none.
         rereplication: Replication of the snapshot the attempt began from; None: nothing to do, or
             over.
