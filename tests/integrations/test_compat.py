@@ -9,7 +9,7 @@ import pytest
 
 from trainckpt.attempt import log
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.compat import RequiredAttribute, check, require
+from trainckpt.integrations.compat import check, check_code, require
 
 
 def test_a_framework_that_is_not_installed_is_an_error_with_the_line_that_installs_it():
@@ -39,10 +39,20 @@ def test_a_framework_whose_own_import_fails_is_not_called_missing(tmp_path, monk
 
 def test_everything_that_is_gone_is_named_in_one_sentence():
     relied = [
-        RequiredAttribute("torch.utils.data:DataLoader", "__iter__", "gives the batches"),
-        RequiredAttribute("torch.utils.data:DataLoader", "_moved", "held the place"),
-        RequiredAttribute("torch.utils.not_there:Class", "name", "held the rest"),
+        ("torch.utils.data:DataLoader", "__iter__", "gives the batches"),
+        ("torch.utils.data:DataLoader", "_moved", "held the place"),
+        ("torch.utils.not_there:Class", "name", "held the rest"),
     ]
     with pytest.raises(ConfigurationError, match=r"lacks .*_moved, which held the place; .*rest"):
         check("torch", relied)
     check("torch", relied[:1])
+
+
+def test_a_function_that_no_longer_uses_what_is_relied_on_is_refused():
+    first, last = "torch.utils.data:DataLoader.__init__", "torch.utils.data:DataLoader._gone"
+    check_code("torch", [(first, ("dataset", "batch_size="))])
+    with pytest.raises(
+        ConfigurationError, match=r"lacks dealer in .*__init__; shuffled in .*"
+    ) as no:
+        check_code("torch", [(first, ("dataset", "dealer", "shuffled=")), (last, ("dataset",))])
+    assert "dataset in torch.utils.data:DataLoader._gone" in str(no.value)

@@ -169,7 +169,11 @@ def test_what_was_not_written_again_is_named_and_stays(tmp_path, caplog):
 def left(caplog):
     """Files of which the log says that they do not belong to the run."""
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    return [line.partition(" is of an attempt")[0] for line in warned if "is of an attempt" in line]
+    return [
+        line.partition(" is of an interrupted attempt")[0]
+        for line in warned
+        if "is of an interrupted" in line
+    ]
 
 
 def test_a_record_holds_the_newest_names_only(tmp_path, monkeypatch):

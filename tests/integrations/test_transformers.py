@@ -22,7 +22,7 @@ from tests.integrations.trained import Training, compared
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.integrations import transformers_compat, transformers_state
+from trainckpt.integrations import transformers_callback, transformers_state
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
 
@@ -455,6 +455,6 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
 
 def test_a_trainer_built_in_another_way_is_refused_when_the_callback_is_made(monkeypatch):
     monkeypatch.delattr(transformers.Trainer, "get_batch_samples")
-    monkeypatch.setattr(transformers_compat, "_USED", ())
+    monkeypatch.setattr(transformers_callback, "_USED", ())
     with pytest.raises(ConfigurationError, match="get_batch_samples, which fetches a window"):
         trainckpt.transformers.TrainckptCallback("runs/x")

@@ -19,7 +19,7 @@ from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.integrations import accelerate_loader
-from trainckpt.integrations.compat import RequiredAttribute, check
+from trainckpt.integrations.compat import check, check_object, one_or_all
 
 if TYPE_CHECKING:
     import os
@@ -31,15 +31,13 @@ if TYPE_CHECKING:
 # ---- an Accelerator's objects to track, and its own state
 
 
-RELIED = (
-    RequiredAttribute("accelerate:Accelerator", "_do_sync", "counts the micro-batches of a window"),
-    RequiredAttribute("accelerate:Accelerator", "accumulate", "opens and closes a window"),
-    RequiredAttribute("accelerate.state:GradientState", "_set_sync_gradients", "ends a window"),
-    RequiredAttribute(
-        "accelerate.optimizer:AcceleratedOptimizer", "step_was_skipped", "knows a skipped step"
-    ),
+_RELIED = (
+    ("accelerate:Accelerator", "_do_sync", "counts the micro-batches of a window"),
+    ("accelerate:Accelerator", "accumulate", "opens and closes a window"),
+    ("accelerate.state:GradientState", "_set_sync_gradients", "ends a window"),
+    ("accelerate.optimizer:AcceleratedOptimizer", "step_was_skipped", "knows a skipped step"),
 )
-MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
+_MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
 _ACCUMULATE = "gradient_accumulation_steps"
 _NEVER = {
     "DEEPSPEED": "use FSDP2 (fsdp_version=2), or DeepSpeed's own save_checkpoint",
@@ -50,12 +48,7 @@ _NEVER = {
 
 def refuse_accelerator(accelerator: Any) -> None:
     """Raise `ConfigurationError` if its state inside a window cannot be saved."""
-    missing = [name for name in MADE if not hasattr(accelerator, name)]
-    if missing:
-        raise ConfigurationError(
-            f"this Accelerator lacks {', '.join(missing)}, which trainckpt reads",
-            hint="use a version of accelerate named in docs/versions.md",
-        )
+    check_object("accelerate", accelerator, [(name, "trainckpt reads") for name in _MADE])
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in _NEVER:
         raise ConfigurationError(
@@ -86,11 +79,7 @@ def tracked_of(accelerator: Any) -> dict[str, Any]:
     seen = {id(one) for group in named.values() for one in group}
     own = [getattr(one, "scheduler", one) for one in accelerator._custom_objects]
     named["registered"] = [one for one in _distinct(own) if id(one) not in seen]
-    return {
-        name: objects[0] if len(objects) == 1 else objects
-        for name, objects in named.items()
-        if objects
-    }
+    return {name: one_or_all(objects) for name, objects in named.items() if objects}
 
 
 def identities(accelerator: Any) -> set[int]:
@@ -158,7 +147,10 @@ class AcceleratorState:
             "ckpt.loader as well, made before training begins and after the training loader's, "
             "or leave persistent_workers=False"
             for i, loader in enumerate(self._accelerator._dataloaders)
-            if i not in tracked and _keeps_workers(loader)
+            for under in [loader.base_dataloader]
+            if i not in tracked
+            and getattr(under, "persistent_workers", False)
+            and under.num_workers > 0
         ]
 
     def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
@@ -178,17 +170,11 @@ class AcceleratorState:
         trigger = state.get("trigger")
         accelerator.flag_tensor = None if trigger is None else trigger.to(accelerator.device)
         for i, loader in enumerate(accelerator._dataloaders):
-            held = state["loaders"].get(str(i))
-            if held is not None:
-                loader.iteration = held["iteration"]
-                sampler.restore(loader.base_dataloader, held["order"])
-        there = dict(enumerate(accelerator._dataloaders))
-        self.tracked_then = [there[i] for i in state["tracked"] if i in there]
-
-
-def _keeps_workers(loader: Any) -> bool:
-    under = loader.base_dataloader
-    return bool(getattr(under, "persistent_workers", False) and under.num_workers > 0)
+            if saved := state["loaders"].get(str(i)):
+                loader.iteration = saved["iteration"]
+                sampler.restore(loader.base_dataloader, saved["order"])
+        loaders = accelerator._dataloaders
+        self.tracked_then = [loaders[i] for i in state["tracked"] if i < len(loaders)]
 
 
 def _wrapped(model: Any) -> Any:
@@ -213,8 +199,9 @@ def _distinct(objects: list[Any]) -> list[Any]:
 # ---- attach
 
 
-_attached: weakref.WeakKeyDictionary[Any, weakref.ref[AttachedCheckpointer]]
-_attached = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[Any, weakref.ref[AttachedCheckpointer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def attach(
@@ -235,14 +222,8 @@ def attach(
             change to make.
         StateMismatch: The snapshot holds other objects.
     """
-    relied = (*RELIED, *accelerate_loader.RELIED)
-    check("accelerate", relied)
-    gone = accelerate_loader.missing_names()
-    if gone:
-        raise ConfigurationError(
-            f"this accelerate is built in another way than trainckpt knows ({'; '.join(gone)})",
-            hint="use a version of accelerate named in docs/versions.md",
-        )
+    check("accelerate", _RELIED)
+    accelerate_loader.check_loaders()
     refuse_accelerator(accelerator)
     before = _attached.get(accelerator, lambda: None)()
     if before is not None and not before.has_ended:

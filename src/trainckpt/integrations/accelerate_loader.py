@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainckpt.data.sampler import length, samplers_of
 from trainckpt.data.sources import PrefetchingSource
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.compat import RequiredAttribute
+from trainckpt.integrations.compat import check, check_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,33 +23,31 @@ if TYPE_CHECKING:
     from trainckpt.format.exactness import Report
 
 _LOADERS = "accelerate.data_loader"
-RELIED = (
-    RequiredAttribute(
-        f"{_LOADERS}:DataLoaderShard", "adjust_state_dict_for_prefetch", "reads one ahead"
-    ),
-    RequiredAttribute(f"{_LOADERS}:DataLoaderShard", "set_epoch", "tells the samplers the epoch"),
-    RequiredAttribute(f"{_LOADERS}:DataLoaderDispatcher", "__iter__", "reads on rank 0 alone"),
-    RequiredAttribute(f"{_LOADERS}:BatchSamplerShard", "__len__", "deals batches over the ranks"),
+_RELIED = (
+    (f"{_LOADERS}:DataLoaderShard", "adjust_state_dict_for_prefetch", "reads one ahead"),
+    (f"{_LOADERS}:DataLoaderShard", "set_epoch", "tells the samplers the epoch"),
+    (f"{_LOADERS}:DataLoaderDispatcher", "__iter__", "reads on rank 0 alone"),
+    (f"{_LOADERS}:BatchSamplerShard", "__len__", "deals batches over the ranks"),
 )
-# (class.method, names its code must use): attributes made in __init__ are not on the class
+# attributes made in __init__ are not on the class
 _USED = (
-    ("DataLoaderAdapter.__init__", ("base_dataloader",)),
-    ("DataLoaderShard.__init__", ("rng_types", "skip_batches", "iteration")),
-    ("DataLoaderShard.__iter__", ("base_dataloader", "rng_types", "iteration", "__iter__")),
-    ("BatchSamplerShard.__len__", ("process_index", "num_processes", "even_batches")),
+    (f"{_LOADERS}:DataLoaderAdapter.__init__", ("base_dataloader",)),
+    (f"{_LOADERS}:DataLoaderShard.__init__", ("rng_types", "skip_batches", "iteration")),
+    (
+        f"{_LOADERS}:DataLoaderShard.__iter__",
+        ("base_dataloader", "rng_types", "iteration", "__iter__"),
+    ),
+    (
+        f"{_LOADERS}:BatchSamplerShard.__len__",
+        ("process_index", "num_processes", "even_batches"),
+    ),
 )
 
 
-def missing_names() -> list[str]:
-    """Return the names no longer used by Accelerate's loaders, as "function: name"."""
-    import accelerate.data_loader
-
-    found = []
-    for path, names in _USED:
-        kind, method = path.split(".")
-        code = vars(getattr(accelerate.data_loader, kind))[method].__code__
-        found += [f"{path}: {name}" for name in names if name not in code.co_names]
-    return found
+def check_loaders() -> None:
+    """Raise `ConfigurationError` if the loaders of this Accelerate are built in another way."""
+    check("accelerate", _RELIED)
+    check_code("accelerate", _USED)
 
 
 class PreparedLoader:
@@ -86,8 +84,8 @@ class ShardReader:
     """Accelerate's DataLoaderShard on trainckpt's iterator; a `sources.PrefetchReader`."""
 
     elsewhere = (
-        "Accelerate deals the batches over its processes, and nobody else can deal the rest of an "
-        "epoch over another number of them; resume with as many processes as the run had"
+        "Accelerate divides the batches over its processes, and the rest of an epoch cannot be "
+        "divided over another number of them; resume with as many processes as the run had"
     )
 
     def __init__(self, shard: Any) -> None:

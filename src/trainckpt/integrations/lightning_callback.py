@@ -27,6 +27,7 @@ from trainckpt.attempt.log import logger
 from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError, StateMismatch, Stopped, TrainckptError
 from trainckpt.integrations import lightning_compat
+from trainckpt.integrations.compat import one_or_all, replace_attribute
 from trainckpt.integrations.lightning_compat import (
     check_lightning,
     chose_path_itself,
@@ -94,10 +95,11 @@ class CheckpointFiles:
         # All ranks must decide alike on a name: Lightning agrees on it in a collective.
         self._again = set(trainer.strategy.broadcast(unknown) if self._callbacks else ())
 
-    def watch(self, replace: Callable[[Any, str, Any], None]) -> None:
+    def watch(self, undo: ExitStack) -> None:
         """Replace `file_exists` of each ModelCheckpoint."""
         for callback in self._callbacks:
-            replace(callback, "file_exists", partial(self._exists, callback.file_exists))
+            exists = partial(self._exists, callback.file_exists)
+            replace_attribute(undo, callback, "file_exists", exists)
         if self._is_first and self._callbacks:
             self._record()  # even if empty: names of an abandoned branch end here
 
@@ -106,8 +108,8 @@ class CheckpointFiles:
         for name in sorted(self._again) if self._is_first else ():
             if Path(name).exists():
                 logger.warning(
-                    "%s is of an attempt that was cut off, and was not written again: it does not "
-                    "belong to the run that was trained",
+                    "%s is of an interrupted attempt, and was not written again: it does not "
+                    "belong to the trained run",
                     name,
                 )
 
@@ -229,14 +231,11 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         log.prepare()  # uncaught refusals end the script with their own exit code from here on
         check_lightning(trainer)
         refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
-        self._replace(trainer._signal_connector, "register_signal_handlers", _nothing)
-        restore = trainer._checkpoint_connector._restore_modules_and_callbacks
-        self._replace(
-            trainer._checkpoint_connector,
-            "_restore_modules_and_callbacks",
-            partial(_restore_from_nowhere, trainer, restore),
-        )
-        self._replace(trainer, "_run_stage", partial(self._around, trainer, trainer._run_stage))
+        replace, connector = partial(replace_attribute, self._undo), trainer._checkpoint_connector
+        replace(trainer._signal_connector, "register_signal_handlers", lambda *_: None)
+        restore = partial(_restore_from_nowhere, trainer, connector._restore_modules_and_callbacks)
+        replace(connector, "_restore_modules_and_callbacks", restore)
+        replace(trainer, "_run_stage", partial(self._around, trainer, trainer._run_stage))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Make the validation loaders now: later ones would be too late for tracking."""
@@ -287,7 +286,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
                 with ckpt:
                     self._make_loaders(trainer, ckpt)
                     files = CheckpointFiles(trainer, ckpt)
-                    files.watch(self._replace)
+                    files.watch(self._undo)
                     found = stage()
                     self._enter_epoch(trainer.current_epoch)
                     files.say_left()
@@ -304,14 +303,13 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
     def _tracked(self, trainer: Any) -> dict[str, Any]:
         """Return the Trainer's objects to track, by name."""
         module, strategy = trainer.lightning_module, trainer.strategy
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         beside = modules_of(trainer)
         self._hooks = HookState(trainer, self, beside)
         found: dict[str, Any] = {
             "model": strategy.model,
-            "optimizer": _one_or_all(trainer.optimizers),
-            "scheduler": _one_or_all(schedulers),
+            "optimizer": one_or_all(trainer.optimizers),
+            "scheduler": one_or_all([c.scheduler for c in trainer.lr_scheduler_configs]),
             "metrics": MetricState(lambda: {"": module, **modules_of(trainer)}),
             "hooks": self._hooks,
             "trainer": LoopState(trainer),
@@ -326,7 +324,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
 
     def _make_loaders(self, trainer: Any, ckpt: Checkpointer) -> None:
         wrap = partial(self._wrap, trainer, ckpt, trainer.strategy.process_dataloader)
-        self._replace(trainer.strategy, "process_dataloader", wrap)
+        replace_attribute(self._undo, trainer.strategy, "process_dataloader", wrap)
         fit = trainer.fit_loop
         if fit._combined_loader is not None:  # made for estimated_stepping_batches
             fit._combined_loader.reset()
@@ -334,7 +332,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         fit.setup_data()
         if ckpt.resumed_from is not None:
             # Validation at the start would change nothing, and may take long.
-            self._replace(trainer, "num_sanity_val_steps", 0)
+            replace_attribute(self._undo, trainer, "num_sanity_val_steps", 0)
             self._make_validation_loaders(trainer)
 
     def _make_validation_loaders(self, trainer: Any) -> None:
@@ -348,9 +346,8 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
     ) -> Any:
         loader = process(loader)
         data = part_of(trainer, "trainer.connectors.data_connector")
-        data._auto_add_worker_init_fn(
-            loader, trainer.global_rank
-        )  # Lightning would ask the wrapper
+        # Lightning would ask the wrapper
+        data._auto_add_worker_init_fn(loader, trainer.global_rank)
         if trainer.training:
             return self._wrap_for_training(trainer, ckpt, loader)
         if any(loader is one for one in self._training):
@@ -393,15 +390,6 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         for loader in self._validating:
             loader.abandon_pass()
 
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an instance attribute until the fit is over."""
-        own = vars(owner)
-        if name in own:
-            self._undo.callback(setattr, owner, name, own[name])
-        else:
-            self._undo.callback(delattr, owner, name)
-        setattr(owner, name, value)
-
 
 def _restore_from_nowhere(
     trainer: Any, restore: Callable[..., None], path: Any = None, *more: Any
@@ -427,11 +415,3 @@ def _pass_over_exception(callback: Any) -> None:
             callback.on_exception = before
 
     callback.on_exception = pass_over
-
-
-def _nothing(*_: Any) -> None:
-    """Replace a method of Lightning by doing nothing."""
-
-
-def _one_or_all(items: list[Any]) -> Any:
-    return items[0] if len(items) == 1 else items

@@ -15,18 +15,16 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.compat import RequiredAttribute, check, check_object
+from trainckpt.integrations.compat import calling_frames, check, check_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
-    from types import FrameType
 
 
 _RELIED_ON = (
@@ -105,10 +103,7 @@ def check_lightning(trainer: Any) -> None:
     """
     root = root_of(trainer)
     package = root.partition(".")[0]
-    check(
-        package,
-        [RequiredAttribute(f"{root}.{owner}", name, why) for owner, name, why in _RELIED_ON],
-    )
+    check(package, [(f"{root}.{owner}", name, why) for owner, name, why in _RELIED_ON])
     check_object(package, trainer, _RELIED_ON_IN_A_TRAINER)
 
 
@@ -138,8 +133,8 @@ def refuse(trainer: Any, callbacks: Sequence[Any]) -> None:
                 )
     if trainer.reload_dataloaders_every_n_epochs:
         raise ConfigurationError(
-            "reload_dataloaders_every_n_epochs makes new loaders while it trains, whose position "
-            "nobody knows",
+            "reload_dataloaders_every_n_epochs makes new loaders while it trains, and their "
+            "position cannot be saved",
             hint="make the loader once, and let its sampler or dataset change with set_epoch",
         )
 
@@ -166,11 +161,9 @@ def chose_path_itself(trainer: Any, path: Any) -> bool:
     connector = trainer._checkpoint_connector
     if path is None or connector._user_managed or path == connector._hpc_resume_path:
         return False
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in calling_frames():
         if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is trainer:
             return "ckpt_path" in frame.f_locals and frame.f_locals["ckpt_path"] is None
-        frame = frame.f_back
     return False
 
 
@@ -185,16 +178,12 @@ def refuse_path(path: Any) -> None:
 
 
 def refuse_fetcher(trainer: Any) -> None:
-    """Refuse loops with batches fetched ahead, or fetched by the script.
-
-    Raises:
-        ConfigurationError: Says what to do instead.
-    """
+    """Refuse loops with batches fetched ahead, or fetched by the script."""
     fetcher = trainer.fit_loop._data_fetcher
     if is_a(fetcher, "_DataLoaderIterDataFetcher"):
         raise ConfigurationError(
-            "training_step(dataloader_iter) fetches by itself, so nobody sees where a micro-batch "
-            "ends",
+            "training_step(dataloader_iter) fetches by itself, so trainckpt cannot see where a "
+            "micro-batch ends",
             hint="take the batch as an argument: training_step(self, batch, batch_idx)",
         )
     loaders = trainer.fit_loop._combined_loader

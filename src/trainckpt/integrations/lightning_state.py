@@ -64,7 +64,7 @@ class LoopState:
             "accumulate_configured": self._accumulate,
             "first_iteration": connector._first_loop_iter,
             "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
-            "results": read_results(fit.epoch_loop._results),
+            "results": [_read_result(*item) for item in fit.epoch_loop._results.items()],
         }
 
     def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
@@ -87,29 +87,30 @@ class LoopState:
                 "init_from",
             )
         self._loads += 1
+        fit = self._trainer.fit_loop
         if self._loads == 1:
-            self._enter(state)
+            self._put(state)
+            for part in (fit.epoch_progress.total, fit.epoch_progress.current):
+                part.ready = part.started = part.completed = part.processed
         elif _inside_an_epoch(state):
-            self._arrive(state)
+            self._put(state)
+            self._put_open_epoch(state)
 
-    def _enter(self, state: dict[str, Any]) -> None:
+    def _put(self, state: dict[str, Any]) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop
-        self._put_counters(state)
-        for part in (fit.epoch_progress.total, fit.epoch_progress.current):
-            part.ready = part.started = part.completed = part.processed
+        for path, progress in self._counters(fit, "fit"):
+            if path in state["progress"]:
+                progress.load_state_dict(state["progress"][path])
         fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
         trainer.should_stop = state["should_stop"]
-        self._put_metrics(state)
+        for name in _METRICS:
+            setattr(trainer._logger_connector, name, dict(state["metrics"][name]))
 
-    def _arrive(self, state: dict[str, Any]) -> None:
+    def _put_open_epoch(self, state: dict[str, Any]) -> None:
         trainer, fit = self._trainer, self._trainer.fit_loop
-        self._put_counters(state)
-        fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
-        trainer.should_stop = state["should_stop"]
         if self._accumulates_as(state):  # else the script's new value applies from here on
             trainer.accumulate_grad_batches = state["accumulate"]
         trainer._logger_connector._first_loop_iter = state["first_iteration"]
-        self._put_metrics(state)
         write_results(trainer, fit.epoch_loop._results, state["results"])
         fetched = fit.epoch_loop.batch_progress.current.ready
         fit._data_fetcher.fetched = fetched
@@ -118,15 +119,6 @@ class LoopState:
     def _accumulates_as(self, state: dict[str, Any]) -> bool:
         """Return True if it was configured the same then, or if the snapshot does not say."""
         return bool(state.get("accumulate_configured", self._accumulate) == self._accumulate)
-
-    def _put_counters(self, state: dict[str, Any]) -> None:
-        for path, progress in self._counters(self._trainer.fit_loop, "fit"):
-            if path in state["progress"]:
-                progress.load_state_dict(state["progress"][path])
-
-    def _put_metrics(self, state: dict[str, Any]) -> None:
-        for name in _METRICS:
-            setattr(self._trainer._logger_connector, name, dict(state["metrics"][name]))
 
     def _counters(self, loop: Any, path: str) -> Iterator[tuple[str, Any]]:
         """Yield every counter of a loop and of its inner loops, by path."""
@@ -170,11 +162,6 @@ _META = (
     "dataloader_idx",
     "metric_attribute",
 )
-
-
-def read_results(results: Any) -> list[dict[str, Any]]:
-    """Return every logged value, with its reduction."""
-    return [_read_result(key, result) for key, result in results.items()]
 
 
 def write_results(trainer: Any, results: Any, saved: list[dict[str, Any]]) -> None:
@@ -249,7 +236,13 @@ class HookState:
         """Return the state of callbacks, the data module and the module's hooks."""
         data = self._trainer.datamodule
         return {
-            "callbacks": {key: _read(callback) for key, callback in self._callbacks.items()},
+            "callbacks": {
+                key: {
+                    "state": callback.state_dict(),
+                    "forgotten": {name: getattr(callback, name) for name in _forgotten(callback)},
+                }
+                for key, callback in self._callbacks.items()
+            },
             "data": data.state_dict() if data is not None else {},
             "checkpoint": self._kept_by_hooks() if self.begun else self._kept,
             "modules": {name: dict(m.state_dict()) for name, m in self._late_modules().items()},
@@ -271,8 +264,11 @@ class HookState:
         for key, callback in self._callbacks.items():
             if state["checkpoint"] and not is_a(callback, *_FORGOTTEN):
                 callback.on_load_checkpoint(trainer, module, checkpoint)
-            if key in state["callbacks"]:
-                _write(callback, state["callbacks"][key])
+            if saved := state["callbacks"].get(key):
+                if saved["state"]:
+                    callback.load_state_dict(saved["state"])
+                for name, value in saved["forgotten"].items():
+                    setattr(callback, name, value)
         self._load_late_modules(state.get("modules", {}))
 
     def stateless(self) -> list[Any]:
@@ -307,7 +303,10 @@ class HookState:
         """Return the additions to a checkpoint by on_save_checkpoint of callbacks and module."""
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = self._offered()
-        offered = {name: _shallow(value) for name, value in checkpoint.items()}
+        offered = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in checkpoint.items()
+        }
         for callback in self._callbacks.values():
             if not is_a(callback, *_FORGOTTEN):
                 callback.on_save_checkpoint(trainer, module, checkpoint)
@@ -324,10 +323,6 @@ class HookState:
             "optimizer_states": [],
             "lr_schedulers": [],
         }
-
-
-def _shallow(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
 
 
 def _added(checkpoint: dict[str, Any], offered: dict[str, Any]) -> dict[str, Any]:
@@ -360,17 +355,3 @@ def modules_of(trainer: Any) -> dict[str, nn.Module]:
 def _forgotten(callback: Any) -> list[str]:
     named = (name for kind, names in _FORGOTTEN.items() if is_a(callback, kind) for name in names)
     return [name for name in named if hasattr(callback, name)]
-
-
-def _read(callback: Any) -> dict[str, Any]:
-    return {
-        "state": callback.state_dict(),
-        "forgotten": {name: getattr(callback, name) for name in _forgotten(callback)},
-    }
-
-
-def _write(callback: Any, saved: dict[str, Any]) -> None:
-    if saved["state"]:
-        callback.load_state_dict(saved["state"])
-    for name, value in saved["forgotten"].items():
-        setattr(callback, name, value)

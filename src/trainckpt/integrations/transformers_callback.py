@@ -3,7 +3,7 @@
 The Trainer calls `on_train_begin` when model, optimizer and schedule exist, wrapped and on their
 devices: there the Checkpointer is made and resumes. Callbacks cannot alter the loop, so a few
 methods of that one Trainer are replaced until its training ends; see `transformers_hooks`. The
-Trainer's own checkpoints are saved as ever, and not used.
+Trainer's own checkpoints are saved as ever, and not used. Set-ups without exact resume are refused.
 """
 
 from __future__ import annotations
@@ -14,14 +14,113 @@ from transformers import TrainerCallback
 
 from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError
-from trainckpt.integrations.accelerate_loader import missing_names, refuse_loader
-from trainckpt.integrations.transformers_compat import look, refuse_trainer, trainer_of
+from trainckpt.integrations.accelerate_attach import refuse_accelerator
+from trainckpt.integrations.accelerate_loader import check_loaders, refuse_loader
+from trainckpt.integrations.compat import calling_frames, check, check_code
 from trainckpt.integrations.transformers_hooks import TrainedLoader, TrainerHooks, WindowReader
 from trainckpt.integrations.transformers_state import TrainerPart
 from trainckpt.run_directory.run_url import in_proof
 
 if TYPE_CHECKING:
     import os
+
+
+_TRAINER = "transformers:Trainer"
+_RELIED = (
+    (_TRAINER, "_inner_training_loop", "runs the epochs"),
+    (_TRAINER, "_run_epoch", "runs one epoch, also from its middle"),
+    (_TRAINER, "get_batch_samples", "fetches a window"),
+    (_TRAINER, "_load_rng_state", "would restore other random generators"),
+    (_TRAINER, "_finalize_training", "ends a training"),
+    ("transformers.trainer", "skip_first_batches", "would skip batches again"),
+    ("transformers.trainer_callback:CallbackHandler", "on_epoch_begin", "reports an epoch"),
+    ("transformers.trainer_callback:ExportableState", "state", "has a callback's state"),
+)
+_LOOP, _EPOCH = f"{_TRAINER}._inner_training_loop", f"{_TRAINER}._run_epoch"
+_USED = (
+    (_LOOP, ("_run_epoch", "_finalize_training", "_tr_loss", "on_epoch_begin")),
+    (_LOOP, ("_total_loss_scalar", "_globalstep_last_logged")),
+    (_EPOCH, ("get_batch_samples", "skip_first_batches", "_load_rng_state", "enumerate")),
+    (_EPOCH, ("current_gradient_accumulation_steps", "_set_sync_gradients")),
+    (_EPOCH, ("epoch=", "train_dataloader=", "resume_from_checkpoint=")),
+    (_EPOCH, ("epochs_trained=", "steps_trained_in_current_epoch=")),
+)
+
+
+def trainer_of(callback: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the Trainer at the start of its training, and the locals of its loop.
+
+    Callbacks do not get their Trainer: it is found among the calling frames.
+    """
+    for frame in calling_frames():
+        if frame.f_code.co_name == "_inner_training_loop" and "_run_epoch" in frame.f_code.co_names:
+            trainer = frame.f_locals.get("self")
+            handler = getattr(trainer, "callback_handler", None)
+            if any(one is callback for one in getattr(handler, "callbacks", ())):
+                return trainer, frame.f_locals
+    raise ConfigurationError(
+        "no transformers.Trainer is training here, or one with a training loop of its own",
+        hint="pass the callback to transformers.Trainer(callbacks=[...]); for loops of your own, "
+        "use trainckpt.Checkpointer",
+    )
+
+
+def refuse_trainer(callback: Any, trainer: Any, given: dict[str, Any]) -> None:
+    """Raise `ConfigurationError` for set-ups without exact resume; one sentence and a remedy."""
+    args, inner = trainer.args, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    ours = [one for one in trainer.callback_handler.callbacks if isinstance(one, type(callback))]
+    keeps_workers = args.dataloader_persistent_workers and args.dataloader_num_workers > 0
+    refusals = (
+        (
+            len(ours) > 1,
+            f"this Trainer has {len(ours)} TrainckptCallbacks, and each run is saved once",
+            "leave one of them",
+        ),
+        (
+            given.get("resume_from_checkpoint") is not None,
+            "resume_from_checkpoint and TrainckptCallback would each resume this training",
+            "call trainer.train() without it: the callback resumes by itself",
+        ),
+        (
+            given.get("trial") is not None,
+            "a search for hyperparameters trains many times, and a run is one training",
+            "leave the callback out of the search",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True begins again with other batches",
+            "set per_device_train_batch_size",
+        ),
+        (
+            args.ignore_data_skip,
+            "ignore_data_skip=True asks for a resume at another place in the data",
+            "leave ignore_data_skip=False",
+        ),
+        (
+            getattr(args, "enable_jit_checkpoint", False),
+            "enable_jit_checkpoint=True also acts on SIGTERM, and would save inside a micro-batch",
+            "leave it out: the callback saves at the signal",
+        ),
+        (
+            keeps_workers and args.eval_strategy != "no",
+            "dataloader_persistent_workers=True keeps the workers of evaluations and their state",
+            "leave dataloader_persistent_workers=False, or eval_strategy='no'",
+        ),
+        (
+            type(inner).__name__ == "LayerWiseDummyOptimizer",
+            "a layerwise optimizer has its state in hooks of parameters, out of trainckpt's sight",
+            "use the same optim without '_layerwise'",
+        ),
+        (
+            args.n_gpu > 1,
+            "one process trains on several GPUs by DataParallel",
+            "start it with torchrun, one process for each GPU",
+        ),
+    )
+    for refused, why, instead in refusals:
+        if refused:
+            raise ConfigurationError(why, hint=instead)
+    refuse_accelerator(trainer.accelerator)
 
 
 class TrainckptCallback(TrainerCallback):
@@ -41,13 +140,9 @@ class TrainckptCallback(TrainerCallback):
     """
 
     def __init__(self, run: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        look()
-        gone = missing_names()
-        if gone:
-            raise ConfigurationError(
-                f"this accelerate is built in another way than trainckpt knows ({'; '.join(gone)})",
-                hint="use a version of accelerate named in docs/versions.md",
-            )
+        check("transformers", _RELIED)
+        check_code("transformers", _USED)
+        check_loaders()
         self.checkpointer: Checkpointer | None = None
         self._run = run
         self._options = options
@@ -75,22 +170,19 @@ class TrainckptCallback(TrainerCallback):
                 self._part = part
                 told.append(self)
                 return
-            self._keep_first_place(told)
+            for place in [at for at, other in enumerate(told) if other is self][:0:-1]:
+                del told[place]  # this callback's later entries
             if is_this_training:
                 part.all_have_begun()
                 return
             # else another callback raised, and this is another training
-        self._must_be_over()
+        if self._hooks is not None and self._hooks.installed:  # as after Ctrl-C between two epochs
+            self._hooks.abandon(RuntimeError("its training was left, and another one began"))
         refuse_trainer(self, trainer, given)
         later = [other for other in told[told.index(self) + 1 :] if other is not self]
         self._begin(trainer, later)
         if later:
             told.append(self)
-
-    def _keep_first_place(self, told: list[Any]) -> None:
-        """Remove this callback's later entries from the list."""
-        for place in reversed([at for at, other in enumerate(told) if other is self][1:]):
-            del told[place]
 
     def _begin(self, trainer: Any, later: list[Any]) -> None:
         trainer.args.output_dir = in_proof(trainer.args.output_dir)
@@ -123,9 +215,3 @@ class TrainckptCallback(TrainerCallback):
             self._hooks.abandon(error)
             raise
         self._part = part if later else None
-
-    def _must_be_over(self) -> None:
-        """Abandon a training with no reported end, as after Ctrl-C between two epochs."""
-        if self._hooks is not None and self._hooks.installed:
-            error = RuntimeError("its training was left, and another one began")
-            self._hooks.abandon(error)

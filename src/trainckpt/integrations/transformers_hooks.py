@@ -14,7 +14,7 @@ Each is set on that object alone, so other Trainers of the process are unchanged
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.data.sources import PrefetchingSource
 from trainckpt.errors import ConfigurationError, Stopped
 from trainckpt.integrations.accelerate_loader import ShardReader
+from trainckpt.integrations.compat import replace_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -196,6 +197,9 @@ class TrainerHooks:
         part: The tracked state of the Trainer.
         reader: The reader of its loader.
         tracked: The loader, tracked.
+
+    Attributes:
+        installed: They are in place.
     """
 
     def __init__(
@@ -212,12 +216,8 @@ class TrainerHooks:
         self._told = -1  # the last epoch begun by the loop
         self._iterator: TrackedIterator | None = None
         self._in_epoch = False
-        self._undo: list[Callable[[], None]] = []
-
-    @property
-    def installed(self) -> bool:
-        """Return True while they are in place."""
-        return bool(self._undo)
+        self._undo = ExitStack()
+        self.installed = False
 
     def install(self, later: Iterable[Any]) -> None:
         """Set them. `later`: callbacks with their on_train_begin still to come."""
@@ -228,18 +228,18 @@ class TrainerHooks:
         self._finalize = trainer._finalize_training
         self._evaluate = trainer._evaluate
         self._tell = handler.on_epoch_begin
-        self._set(trainer, "_run_epoch", self.run_epoch)
-        self._set(trainer, "get_batch_samples", self.get_batch_samples)
-        self._set(trainer, "_load_rng_state", self.load_rng_state)
-        self._set(trainer, "_finalize_training", self.finalize)
-        self._set(trainer, "_evaluate", self.evaluate)
-        self._set(handler, "on_epoch_begin", self.on_epoch_begin)
+        self.installed, replace = True, partial(replace_attribute, self._undo)
+        replace(trainer, "_run_epoch", self.run_epoch)
+        replace(trainer, "get_batch_samples", self.get_batch_samples)
+        replace(trainer, "_load_rng_state", self.load_rng_state)
+        replace(trainer, "_finalize_training", self.finalize)
+        replace(trainer, "_evaluate", self.evaluate)
+        replace(handler, "on_epoch_begin", self.on_epoch_begin)
         if self._ckpt.resumed_from is not None:
-            self._set(trainer.args, "eval_on_start", False)
-
+            replace(trainer.args, "eval_on_start", False)
         for one in later:
             with suppress(AttributeError, TypeError):  # one without a __dict__
-                self._set(one, "on_train_begin", partial(self._begin, one.on_train_begin))
+                replace(one, "on_train_begin", partial(self._begin, one.on_train_begin))
 
     def _begin(self, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._abandoning():
@@ -249,19 +249,14 @@ class TrainerHooks:
         """Restore the Trainer's methods, and end the loader's workers."""
         self._iterator = None
         self._tracked.shutdown()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
+        self.installed = False
 
     def abandon(self, error: BaseException) -> None:
         """End the training by this error."""
         self.remove()
         if not isinstance(error, Stopped):
             self._ckpt.__exit__(type(error), error, None)
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        had, before = name in vars(owner), vars(owner).get(name)
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
 
     # ---- in place of the Trainer's own
 
@@ -290,7 +285,7 @@ class TrainerHooks:
         with self._abandoning():
             try:
                 self._in_epoch = True
-                with _SkipsNothing():
+                with _skipping_nothing():
                     self._run_epoch(**given)
             except WindowAborted:
                 self._trainer.control.should_training_stop = True
@@ -368,18 +363,15 @@ class TrainerHooks:
         return attempt is not None and attempt.shutdown.left
 
 
-class _SkipsNothing:
-    """Disables the Trainer's skip_first_batches for the tracked loader during an epoch."""
+@contextmanager
+def _skipping_nothing() -> Iterator[None]:
+    """Disable the Trainer's skip_first_batches for the tracked loader during an epoch."""
+    module: Any = import_module("transformers.trainer")
+    skip = module.skip_first_batches
 
-    def __enter__(self) -> None:
-        module: Any = import_module("transformers.trainer")
-        self._module, self._skip = module, module.skip_first_batches
-        module.skip_first_batches = self._skip_unless_ours
+    def skip_unless_ours(loader: Any, num_batches: int = 0) -> Any:
+        return loader if isinstance(loader, TrainerHooks) else skip(loader, num_batches)
 
-    def __exit__(self, *_: object) -> None:
-        self._module.skip_first_batches = self._skip
-
-    def _skip_unless_ours(self, loader: Any, num_batches: int = 0) -> Any:
-        if isinstance(loader, TrainerHooks):
-            return loader
-        return self._skip(loader, num_batches)
+    with ExitStack() as undo:
+        replace_attribute(undo, module, "skip_first_batches", skip_unless_ours)
+        yield
