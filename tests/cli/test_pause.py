@@ -16,7 +16,6 @@ from tests.cli import pausing
 from tests.ranks.processes import context, run_ranks
 from trainckpt.attempt import heartbeat
 from trainckpt.attempt.heartbeat import Heartbeat
-from trainckpt.cli import dumps as cli_dumps
 from trainckpt.cli import pause
 from trainckpt.cli.main import main
 from trainckpt.dumping.dump_choice import DUMP
@@ -154,7 +153,7 @@ def test_a_notice_that_nobody_answered_stands_and_never_stops_the_next_attempt(t
 
 def test_a_dump_that_nobody_ends_is_waited_for_until_the_deadline(tmp_path, capsys, monkeypatch):
     """The supervisor chose it, and died, or its host."""
-    monkeypatch.setattr(cli_dumps, "SAY_EVERY_S", 0.2)
+    monkeypatch.setattr(pause, "SAY_EVERY_S", 0.2)
     played = Played(tmp_path, facts={"launch": {"by": "supervisor"}})
     dies = threading.Thread(target=chooses_a_dump, args=(played.tier,))
     dies.start()

@@ -17,7 +17,7 @@ import pytest
 from tests.process_dump.test_restore import RECORD
 from trainckpt.attempt.rank_status import RankProgress, RankStatus, RankStatusWriter, read_paces
 from trainckpt.attempt.record_log import FILE, AttemptId, files
-from trainckpt.cli import dumps as cli_dumps
+from trainckpt.cli import pause
 from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
@@ -262,15 +262,15 @@ def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_no
     tmp_path, monkeypatch
 ):
     """GPUs may take longer to look at than it takes to see that nobody answers."""
-    monkeypatch.setattr(cli_dumps, "ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(pause, "ANSWERS_WITHIN_S", 0.2)
     tier, request = LocalTier(tmp_path), dumper.DumpCall("notices/1-a.ask", "x")
     live = AttemptRecord(1, facts={"hosts": ["elsewhere"]})
-    assert cli_dumps.wait_for_answer(tier, request.key, live).why == cli_dumps.NOBODY
+    assert pause.wait_for_answer(tier, request.key, live).why == pause.NOBODY
     dumper.answer(tier, request, dumper.DumpAnswer(dumper.LOOKING, ""))
     chosen = dumper.DumpAnswer(DUMP, "it fits")
     later = threading.Timer(0.6, lambda: dumper.answer(tier, request, chosen))
     later.start()
-    assert cli_dumps.wait_for_answer(tier, request.key, live) == chosen
+    assert pause.wait_for_answer(tier, request.key, live) == chosen
     later.join()
 
 

@@ -1,12 +1,10 @@
-"""Share the handling of process dumps between `run`, `resume` and `pause`."""
+"""List the process dumps of a run, restore the newest, and read the options for them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +12,11 @@ from typing import TYPE_CHECKING
 from trainckpt.attempt.launch import PYTHON
 from trainckpt.attempt.options import read_options
 from trainckpt.cli.output import tell
-from trainckpt.dumping.dump_choice import NOTHING
 from trainckpt.dumping.old_dumps import why_superseded
 from trainckpt.encryption.keys import read_identities
-from trainckpt.errors import ConfigurationError, NoAgreement, TrainckptError, UnusableSnapshot
+from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
 from trainckpt.format.names import MANIFEST, SnapshotName
-from trainckpt.launcher import dumper
-from trainckpt.launcher.dumper import Dumpable, DumpAnswer, ability_for
+from trainckpt.launcher.dumper import Dumpable, ability_for
 from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.restored import LISTENS, AlreadyResumed, RestoredDump, supervise_restored
 from trainckpt.process_dump import criu, encrypted_images, restore
@@ -105,92 +101,7 @@ def _why_not(tier: Tier, record: DumpRecord) -> str:
     return ""
 
 
-# ---- requests for a dump: ask the run's supervisor, and wait for its answers
-
-
-ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
-LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
-NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
-
-
-def is_by_supervisor(live: AttemptRecord) -> bool:
-    """Return True if the command has no Checkpointer, so its supervisor keeps the record."""
-    launch = live.facts.get("launch")
-    return isinstance(launch, dict) and launch.get("by") == BY_SUPERVISOR
-
-
-def can_be_dumped(live: AttemptRecord) -> bool:
-    """Return True if the supervisor was able to dump when the attempt began."""
-    launch = live.facts.get("launch")
-    return isinstance(launch, dict) and launch.get("dumps") is True
-
-
-def listens_as(live: AttemptRecord) -> int:
-    """Return the number under which its ranks look for notices; restored processes keep it."""
-    number = live.facts.get(LISTENS)
-    return number if type(number) is int else live.attempt
-
-
-def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> DumpAnswer:
-    """Return the supervisor's choice; a missing answer is a choice too."""
-    start, within_s, reason = time.monotonic(), ANSWERS_WITHIN_S, ""
-    while time.monotonic() < start + within_s:
-        answer = dumper.read_answer(tier, key)
-        if answer is not None and answer.choice != dumper.LOOKING:
-            return answer
-        if answer is not None:
-            within_s, reason = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
-        time.sleep(LOOK_EVERY_S)
-    return DumpAnswer(NOTHING, reason or _why_nobody(live))
-
-
-def _why_nobody(live: AttemptRecord) -> str:
-    """Return the reason against dumps here, or ""; by default a command is launched with them."""
-    hosts = live.facts.get("hosts")
-    if not isinstance(hosts, list) or set(hosts) != {socket.gethostname()}:
-        return NOBODY
-    ability = criu.examine()
-    if ability.why_not:
-        return f"{NOBODY}, and on this host {ability.why_not} ({ability.cure})"
-    return f"{NOBODY}, which this host can do: trainckpt run --dumps on"
-
-
-def wait_for_dump(
-    tier: Place,
-    key: str,
-    read: Callable[[], AttemptRecord],
-    limit_s: float | None,
-    say: Callable[[str], None],
-) -> AttemptRecord | DumpAnswer:
-    """Return the attempt's record once it was dumped, or the answer with the reason against it.
-
-    What is being dumped gives no sign of life, so whether anybody still dumps it is not known.
-
-    Raises:
-        NoAgreement: neither came within `limit_s`.
-    """
-    start = last_said = time.monotonic()
-    while True:
-        record = read()
-        if record.outcome is not None:
-            return record
-        answer = dumper.read_answer(tier, key)
-        if answer is not None and answer.error:
-            return answer
-        now = time.monotonic()
-        if limit_s is not None and now - start >= limit_s:
-            raise NoAgreement(
-                f"attempt {record.attempt} was not dumped in the time that was left, "
-                f"{limit_s:.1f} s; it may be yet",
-                hint=f"trainckpt list --attempts {tier.url}",
-            )
-        if now - last_said >= SAY_EVERY_S:
-            last_said = now
-            say(f"waiting for the dump, {now - start:.0f} s")
-        time.sleep(LOOK_EVERY_S)
-
-
-# ---- restoring and reporting, for `run`, `resume` and `pause`
+# ---- options, and restoring
 
 
 VARIABLE = "TRAINCKPT_DUMPS"

@@ -18,22 +18,16 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat
 from trainckpt.cli import output
-from trainckpt.cli.dumps import (
-    can_be_dumped,
-    is_by_supervisor,
-    listens_as,
-    wait_for_answer,
-    wait_for_dump,
-)
 from trainckpt.cli.output import tell
 from trainckpt.cli.run import KEYS
-from trainckpt.dumping.dump_choice import DUMP
+from trainckpt.dumping.dump_choice import DUMP, NOTHING
 from trainckpt.errors import (
     NoAgreement,
     NothingToResume,
@@ -46,13 +40,18 @@ from trainckpt.format import names
 from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, AttemptRecord
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.launcher import dumper
+from trainckpt.launcher.dumper import DumpAnswer
 from trainckpt.launcher.outcome import INTERRUPTED
+from trainckpt.launcher.record import BY_SUPERVISOR
+from trainckpt.launcher.restored import LISTENS
+from trainckpt.process_dump import criu
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import no_run_at
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from trainckpt.storage.base import Place
@@ -224,7 +223,9 @@ def _tell(
 ) -> str:
     """Write the notice so that it appears whole; returns its key."""
     body = {"reason": REASON, "seconds_left": seconds_left, "mode": None, "dump": dump}
-    number = live.attempt if suffix == dumper.ASK else listens_as(live)
+    # the ranks look for notices under this number; restored processes keep it
+    listens = live.facts.get(LISTENS)
+    number = listens if suffix != dumper.ASK and type(listens) is int else live.attempt
     key = f"{names.NOTICES}/{number}-{secrets.token_hex(8)}{suffix}"
     data = json.dumps(body).encode()
     if isinstance(tier, LocalTier):
@@ -334,6 +335,90 @@ def _why_not(record: AttemptRecord, age: float | None) -> str:
     if age is not None:
         return f"{subject} left no outcome, and its last sign of life is {age:.0f} s old"
     return f"{subject} left no outcome, and gives no sign of life"
+
+
+# ---- requests for a dump: ask the run's supervisor, and wait for its answers
+
+
+ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
+NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
+
+
+def is_by_supervisor(live: AttemptRecord) -> bool:
+    """Return True if the command has no Checkpointer, so its supervisor keeps the record."""
+    return _launch(live).get("by") == BY_SUPERVISOR
+
+
+def can_be_dumped(live: AttemptRecord) -> bool:
+    """Return True if the supervisor was able to dump when the attempt began."""
+    return _launch(live).get("dumps") is True
+
+
+def _launch(live: AttemptRecord) -> dict[str, Any]:
+    launch = live.facts.get("launch")
+    return launch if isinstance(launch, dict) else {}
+
+
+def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> DumpAnswer:
+    """Return the supervisor's choice; a missing answer is a choice too."""
+    start, within_s, reason = time.monotonic(), ANSWERS_WITHIN_S, ""
+    while time.monotonic() < start + within_s:
+        answer = dumper.read_answer(tier, key)
+        if answer is not None and answer.choice != dumper.LOOKING:
+            return answer
+        if answer is not None:
+            within_s, reason = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
+        time.sleep(LOOK_EVERY_S)
+    return DumpAnswer(NOTHING, reason or _why_nobody(live))
+
+
+def _why_nobody(live: AttemptRecord) -> str:
+    """Return the reason against dumps here, or ""; by default a command is launched with them."""
+    hosts = live.facts.get("hosts")
+    if not isinstance(hosts, list) or set(hosts) != {socket.gethostname()}:
+        return NOBODY
+    ability = criu.examine()
+    if ability.why_not:
+        return f"{NOBODY}, and on this host {ability.why_not} ({ability.cure})"
+    return f"{NOBODY}, which this host can do: trainckpt run --dumps on"
+
+
+def wait_for_dump(
+    tier: Place,
+    key: str,
+    read: Callable[[], AttemptRecord],
+    limit_s: float | None,
+    say: Callable[[str], None],
+) -> AttemptRecord | DumpAnswer:
+    """Return the attempt's record once it was dumped, or the answer with the reason against it.
+
+    What is being dumped gives no sign of life, so whether anybody still dumps it is not known.
+
+    Raises:
+        NoAgreement: neither came within `limit_s`.
+    """
+    start = last_said = time.monotonic()
+    while True:
+        record = read()
+        if record.outcome is not None:
+            return record
+        answer = dumper.read_answer(tier, key)
+        if answer is not None and answer.error:
+            return answer
+        now = time.monotonic()
+        if limit_s is not None and now - start >= limit_s:
+            raise NoAgreement(
+                f"attempt {record.attempt} was not dumped in the time that was left, "
+                f"{limit_s:.1f} s; it may be yet",
+                hint=f"trainckpt list --attempts {tier.url}",
+            )
+        if now - last_said >= SAY_EVERY_S:
+            last_said = now
+            say(f"waiting for the dump, {now - start:.0f} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+# ---- words
 
 
 def _duration(text: str) -> float:

@@ -15,10 +15,11 @@ from trainckpt.state.captured import VALUES, parse_values
 from trainckpt.state.destination import Destination
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
 
+    from trainckpt.format.layout import Box
     from trainckpt.run_directory.run_tiers import SnapshotSource
 
 
@@ -45,10 +46,13 @@ class Contents:
 
     def read(self, name: str, rank: int = 0) -> torch.Tensor:
         """Read one whole tensor; the one of `rank` if each rank has its own."""
-        wanted = {name: None}
+        return self.read_boxes({name: None}, rank)[name]
+
+    def read_boxes(self, wanted: Mapping[str, Box | None], rank: int) -> dict[str, torch.Tensor]:
+        """Read these boxes of tensors, None: whole; those of `rank` if each rank has its own."""
         destination = Destination(wanted)
         self.reader.read(wanted, destination, donor=rank)
-        return destination.finish({name: self.manifest.tensors[name].dtype})[name]
+        return destination.finish({name: self.manifest.tensors[name].dtype for name in wanted})
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """Return a rank's state besides tensors: part of the state -> encoded values."""
@@ -60,24 +64,30 @@ class Contents:
         if self.manifest.tensors[name].layout is not None:
             return {}
         if self._owners is None:
-            self._owners = self._find_owners()
+            self._owners = {}
+            for rank in range(self.manifest.world):
+                for region in (place.region for place in self.reader.places(rank)):
+                    entry = self.manifest.tensors.get(region.tensor)
+                    if entry is not None and entry.layout is None:
+                        self._owners.setdefault(region.tensor, {})[rank] = region.shape
         return self._owners.get(name, {})
 
-    def _find_owners(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        found: dict[str, dict[int, tuple[int, ...]]] = {}
-        tensors = self.manifest.tensors
-        for rank in range(self.manifest.world):
-            for region in (place.region for place in self.reader.places(rank)):
-                entry = tensors.get(region.tensor)
-                if entry is not None and entry.layout is None:
-                    found.setdefault(region.tensor, {})[rank] = region.shape
-        return found
 
-
-def models_in(values: dict[str, Any]) -> list[str]:
+def models_in(values: Mapping[str, Any]) -> list[str]:
     """Return the names of a snapshot's models."""
     return [
         name
         for name, tree in values.items()
         if isinstance(tree, dict) and tree.keys() >= {"tied", "extra"}
     ]
+
+
+def with_tied(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return every full name of these tensors -> its tensor; a tied tensor has several."""
+    known = {name: name for name in names}
+    for model in models_in(values):
+        for tied in (values[model]["tied"], values[model].get("tied buffers", {})):
+            for other, name in tied.items():
+                if f"{model}/{name}" in known:
+                    known[f"{model}/{other}"] = f"{model}/{name}"
+    return known

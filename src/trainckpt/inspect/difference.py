@@ -163,39 +163,31 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 # ---- values
 
 
-def same_layout(a: Contents, b: Contents) -> bool:
-    """Return True if the common tensors lie over as many ranks in the same way."""
-    ours, theirs = a.manifest.tensors, b.manifest.tensors
-    return a.manifest.world == b.manifest.world and all(
-        ours[name].layout == theirs[name].layout for name in ours.keys() & theirs.keys()
-    )
-
-
 def left_out(a: Contents, b: Contents) -> set[str]:
     """Return the parts of the values that are meaningless in this comparison."""
-    found = set() if same_layout(a, b) else {DDP, FSDP}
+    ours, theirs = a.manifest.tensors, b.manifest.tensors
+    is_same_layout = a.manifest.world == b.manifest.world and all(
+        ours[name].layout == theirs[name].layout for name in ours.keys() & theirs.keys()
+    )
+    found = set() if is_same_layout else {DDP, FSDP}
     return found if a.source.tier.url == b.source.tier.url else {*found, FILES}
 
 
 def value_differences(a: Contents, b: Contents) -> list[ValueDifference]:
     """Compare the cursors, and rank by rank all values of the common ranks."""
     skip = left_out(a, b)
-    ours, theirs = _flat(a.manifest.cursor.to_json()), _flat(b.manifest.cursor.to_json())
-    found = list(_unequal({"cursor": ours}, {"cursor": theirs}, None))
+    cursor_a, cursor_b = (
+        {f"cursor.{key}": str(value) for key, value in each.manifest.cursor.to_json().items()}
+        for each in (a, b)
+    )
+    found = list(_unequal({"cursor": cursor_a}, {"cursor": cursor_b}, None))
     for rank in range(min(a.manifest.world, b.manifest.world)):
-        trees = [
-            {part: leaves(tree, part) for part, tree in each.values(rank).items()}
+        ours, theirs = (
+            {p: leaves(tree, p) for p, tree in each.values(rank).items() if p not in skip}
             for each in (a, b)
-        ]
-        for part in skip:
-            trees[0].pop(part, None)
-            trees[1].pop(part, None)
-        found += _unequal(trees[0], trees[1], rank)
+        )
+        found += _unequal(ours, theirs, rank)
     return found
-
-
-def _flat(cursor: dict[str, int]) -> dict[str, str]:
-    return {f"cursor.{key}": str(value) for key, value in cursor.items()}
 
 
 def _unequal(a: dict[str, Any], b: dict[str, Any], rank: int | None) -> Iterator[ValueDifference]:

@@ -24,7 +24,7 @@ import torch
 from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.globs import select
 from trainckpt.format.shard_file import ITEM_BYTES
-from trainckpt.inspect.contents import models_in
+from trainckpt.inspect.contents import models_in, with_tied
 from trainckpt.state.staging import bytes_of
 from trainckpt.storage.local import TEMPORARY, translated
 
@@ -120,8 +120,9 @@ def plan_export(contents: Contents, wish: ExportSpec) -> ExportPlan:
     chosen = select(wish.globs, names, models) if wish.globs else set(names)
     owners = sorted({name.partition("/")[0] for name in chosen})
     if not wish.everything and len(owners) != 1:
+        count = f"{len(owners)} models: {', '.join(owners)}" if owners else "no model's tensors"
         raise ConfigurationError(
-            f"{contents.source} holds {_models(models, owners)}",
+            f"{contents.source} holds {count}",
             hint="choose one of them with --tensors 'NAME/*', or take everything with --all",
         )
     prefix = "" if wish.everything else f"{owners[0]}/"
@@ -157,20 +158,17 @@ def _all_names(
     contents: Contents, values: Mapping[str, Any], models: Sequence[str], wish: ExportSpec
 ) -> dict[str, str]:
     """Return full name for the export -> tensor of the snapshot."""
-    names = {name: name for name in contents.names}
-    if not wish.everything:
-        names = {name: name for name in names if name.partition("/")[0] in models}
-    transient = set()
-    for model in models:
-        tree = values[model]
-        for tied in (tree["tied"], tree.get("tied buffers", {})):
-            for other, name in tied.items():
-                if f"{model}/{name}" in names:
-                    names[f"{model}/{other}"] = f"{model}/{name}"
-        transient |= {f"{model}/{path}" for path in tree.get("transient", ())}
+    names = with_tied(contents.names, values)
     if wish.everything:
         return names
-    return {name: source for name, source in names.items() if name not in transient}
+    transient = {
+        f"{model}/{path}" for model in models for path in values[model].get("transient", ())
+    }
+    return {
+        name: source
+        for name, source in names.items()
+        if name.partition("/")[0] in models and name not in transient
+    }
 
 
 def _items(contents: Contents, name: str, source: str, wish: ExportSpec) -> list[ExportItem]:
@@ -209,11 +207,6 @@ def _true_type(
     if kind == COMPLEX:
         return "C64", tuple(tensor.shape), ""
     return "U8", stored, "" if kind == BYTES else kind
-
-
-def _models(models: Sequence[str], owners: Sequence[str]) -> str:
-    listed = ", ".join(owners or models)
-    return f"{len(owners)} models: {listed}" if owners else "no model's tensors"
 
 
 def _notes(
@@ -320,7 +313,8 @@ def export(
     folder = out.parent if is_one_file(out) else out
     files = [list(plan.items)] if is_one_file(out) else split(plan.items, most_bytes)
     names = [out.name] if is_one_file(out) else _names(len(files))
-    metadata = _metadata(contents, plan)
+    kinds = {f"{item.name}:type": item.kind for item in plan.items if item.kind}
+    metadata = {**plan.tied, **kinds, "format": "pt", "trainckpt": str(contents.manifest.name)}
     with translated("write", out):
         folder.mkdir(parents=True, exist_ok=True)
         old = set() if is_one_file(out) else set(_of_an_export(out))
@@ -365,11 +359,6 @@ def _names(number: int) -> list[str]:
     return [f"model-{i:05d}-of-{number:05d}{SUFFIX}" for i in range(1, number + 1)]
 
 
-def _metadata(contents: Contents, plan: ExportPlan) -> dict[str, str]:
-    kinds = {f"{item.name}:type": item.kind for item in plan.items if item.kind}
-    return {**plan.tied, **kinds, "format": "pt", "trainckpt": str(contents.manifest.name)}
-
-
 def _index(
     files: Sequence[Sequence[ExportItem]], names: Sequence[str], metadata: dict[str, str]
 ) -> bytes:
@@ -390,30 +379,21 @@ def _blocks(
     header: dict[str, object] = {"__metadata__": metadata}
     at = 0
     for item in ordered:
-        places = [at, at + item.num_bytes]
-        header[item.name] = {
-            "dtype": item.dtype,
-            "shape": list(item.shape),
-            "data_offsets": places,
-        }
-        at = places[1]
+        end = at + item.num_bytes
+        shape = list(item.shape)
+        header[item.name] = {"dtype": item.dtype, "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for item in ordered:
-        data = bytes_of(_converted(contents.read(item.source, item.rank), item))
+        tensor = contents.read(item.source, item.rank)
+        # types unknown to safetensors are written as their bytes
+        data = bytes_of(tensor.to(_TORCH[item.dtype]) if item.dtype in _TORCH else tensor)
         if len(data) != item.num_bytes:
             raise UnusableSnapshot(f"{item.source} has {len(data)} bytes, not {item.num_bytes}")
         yield data
         progress(item.num_bytes)
-
-
-def _converted(tensor: torch.Tensor, item: ExportItem) -> torch.Tensor:
-    """Convert to the written type; types unknown to safetensors are written as their bytes."""
-    wanted = _TORCH.get(item.dtype)
-    if item.dtype in FLOATS and wanted is not None:
-        return tensor.to(wanted)
-    return tensor
 
 
 def _write(path: Path, blocks: Iterator[memoryview] | list[memoryview]) -> None:

@@ -22,14 +22,13 @@ from torch import nn
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.globs import matches, parse_globs, select
-from trainckpt.inspect.contents import Contents, models_in
+from trainckpt.inspect.contents import Contents, models_in, with_tied
 from trainckpt.ranks.world import current_world
 from trainckpt.run_directory.run_tiers import open_source
 from trainckpt.state import apply
 from trainckpt.state.adapters import fsdp
 from trainckpt.state.adapters.model import compare, copy
 from trainckpt.state.captured import Saved
-from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
 from trainckpt.state.restore_targets import find_targets
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     import torch
 
     from trainckpt.ranks.world import World
-    from trainckpt.state.restore_targets import Targets
 
 Globs = tuple[str, ...]
 
@@ -128,7 +126,15 @@ def read_into(contents: Contents, into: Any, globs: Globs, world: World) -> Sele
         only, stored = _choose(contents, registry, values, globs)
         targets.wanted = {n: box for n, box in targets.wanted.items() if n in stored}
     _refuse(contents, targets.problems)
-    saved = _read(contents, targets, own, donor, world)
+    saved = Saved(
+        contents.read_boxes(targets.wanted, donor),
+        own,
+        shapes={name: entry.shape for name, entry in entries.items()},
+        wraps=targets.wraps,
+        exact=targets.exact,
+        is_own=donor == world.rank,
+        worlds=(contents.manifest.world, world.size),
+    )
     if only is None:
         left = {n for model in registry.models for n in model.left_out(own, entries)}
         saved = replace(saved, left=frozenset(left))
@@ -159,23 +165,9 @@ def _tensors(contents: Contents, globs: Globs, world: World) -> dict[str, torch.
     names = contents.names
     if globs:
         values = contents.values(donor)
-        known = _known(contents, values)
+        known = with_tied(contents.names, values)
         names = sorted({known[name] for name in select(globs, known, models_in(values))})
-    wanted = dict.fromkeys(names)
-    destination = Destination(wanted)
-    contents.reader.read(wanted, destination, donor=donor)
-    return destination.finish({name: contents.manifest.tensors[name].dtype for name in names})
-
-
-def _known(contents: Contents, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return every name for globs -> its tensor; a tied tensor has several."""
-    known = {name: name for name in contents.names}
-    for model in models_in(dict(values)):
-        for tied in (values[model]["tied"], values[model].get("tied buffers", {})):
-            for other, name in tied.items():
-                if f"{model}/{name}" in known:
-                    known[f"{model}/{other}"] = f"{model}/{name}"
-    return known
+    return contents.read_boxes(dict.fromkeys(names), donor)
 
 
 def _register(contents: Contents, values: dict[str, Any], into: Any) -> Registry:
@@ -213,30 +205,12 @@ def _choose(
             f"only chooses among tensors of models; {', '.join(others)} can only be loaded whole",
             hint="load them by a call of their own, without only",
         )
-    known = _known(contents, values)
+    known = with_tied(contents.names, values)
     known = {name: known[name] for name in known if name.partition("/")[0] in models}
     stored = {known[name] for name in select(globs, known, models)}
     live = {name: t for model in registry.models for name, t in model.tensors().items()}
     meant = (n for n in live if any(matches(glob, n, models) for glob in globs))
     return {name: live[name] for name in {*meant, *stored} if name in live}, stored
-
-
-def _read(
-    contents: Contents, targets: Targets, values: dict[str, Any], donor: int, world: World
-) -> Saved:
-    entries = contents.manifest.tensors
-    destination = Destination(targets.wanted)
-    contents.reader.read(targets.wanted, destination, donor=donor)
-    tensors = destination.finish({n: entries[n].dtype for n in targets.wanted})
-    return Saved(
-        tensors,
-        values,
-        shapes={name: entry.shape for name, entry in entries.items()},
-        wraps=targets.wraps,
-        exact=targets.exact,
-        is_own=donor == world.rank,
-        worlds=(contents.manifest.world, world.size),
-    )
 
 
 def _refuse(contents: Contents, differences: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import torch
 
@@ -46,12 +46,10 @@ class Recorder:
         self._registry = registry
         self._strike = plan.get("strike") or {}
         self._at = 0
-        folder = Path(plan["dir"])
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._file = os.open(
-            folder / f"rank{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-        )
+        self._folder = Path(plan["dir"])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lines = self._folder / f"rank{rank}.jsonl"
+        self._file = os.open(lines, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def boundary(self, cursor: Cursor, *, evaluation: bool) -> None:
         """Append the digests of the state as it is at this boundary."""
@@ -127,16 +125,10 @@ def state_digests(registry: Registry) -> dict[str, str]:
         found.update(_texts(rest, part))
     for name, digests in untracked(registry).items():
         found[f"{name}, which is not tracked"] = digest(canonical(digests))
-    streams = [loader.name for loader in registry.loaders if loader.loader.is_stream]
-    return {part: text for part, text in found.items() if not _is_place_in(part, streams)}
-
-
-def _is_place_in(part: str, streams: Sequence[str]) -> bool:
-    """Return True for a stream's report on its own position.
-
-    A resumed stream may spell the same position otherwise. Its batches show if it is the same.
-    """
-    return any(re.match(rf"{name}[./](own|trial|last end)\b", part) for name in streams)
+    # A resumed stream may spell the same position otherwise. Its batches show if it is the same.
+    streams = "|".join(re.escape(kind.name) for kind in registry.loaders if kind.loader.is_stream)
+    position = re.compile(rf"({streams})[./](own|trial|last end)\b")
+    return {part: text for part, text in found.items() if not (streams and position.match(part))}
 
 
 _OF_MODELS = ("parameter", "buffer")
@@ -158,13 +150,7 @@ def _tensor_text(tensor: torch.Tensor) -> str:
 
 def batch_digest(batch: Any) -> str:
     """Return the digest of all digestible parts of a batch."""
-    seen = Captured()
-    try:
-        tree = seen.encode(batch, "batch")
-    except TrainckptError:
-        return f"a {type(batch).__name__} that cannot be compared"
-    parts = [staging.tensor_digest(tensor) for tensor in seen.tensors.values()]
-    return digest(canonical([tree, parts]))
+    return _digest_of(batch) or f"a {type(batch).__name__} that cannot be compared"
 
 
 def untracked(registry: Registry) -> dict[str, list[str]]:
@@ -194,8 +180,7 @@ def untracked(registry: Registry) -> dict[str, list[str]]:
             state = candidate.state_dict()  # type: ignore[attr-defined]
         elif id(candidate) not in inner:
             state = {k: t for k, t in _tensors(candidate).items() if id(t) not in ours}
-        text = _digest_of(state) if state else ""
-        if text:
+        if state and (text := _digest_of(state)):
             found.setdefault(type(candidate).__name__, []).append(text)
     return {name: sorted(digests) for name, digests in sorted(found.items())}
 
@@ -204,10 +189,11 @@ def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _digest_of(state: dict[str, Any]) -> str:
+def _digest_of(value: Any) -> str:
+    """Return the digest of a value with tensors; "" if it is of a kind that cannot be tracked."""
     seen = Captured()
     try:
-        tree = seen.encode(state, "untracked")
+        tree = seen.encode(value, "value")
     except (TrainckptError, RuntimeError):
-        return ""  # of an untrackable kind
+        return ""
     return digest(canonical([tree, [staging.tensor_digest(t) for t in seen.tensors.values()]]))
